@@ -1,0 +1,79 @@
+"""Before data travels, the ranks compare what they are about to do.
+
+The libraries disagree on what happens when ranks do not match: Horovod reports it; Gloo may hang, abort the process
+or return a wrong sum (int32 against float32 gives 1065353217). So every checked call first exchanges one row of two
+integers, a fingerprint of the call and the caller's extent (its number of rows, where ranks may differ). Equal
+fingerprints: the extents come back. Otherwise nothing is sent, the ranks exchange what each of them wanted, and all
+of them raise the same error; the backend stays usable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from dualtrain.backends.base import Primitives
+from dualtrain.errors import BackendError
+
+_DESCRIPTION_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Call:
+    """What must be the same on every rank for one collective call.
+
+    ``shape`` leaves out the first dimension where the ranks may differ in it, and starts with ``None`` then.
+    """
+
+    kind: str
+    name: str | None = None
+    dtype: torch.dtype | None = None
+    shape: tuple[int | None, ...] | None = None
+    root: int | None = None
+
+    @classmethod
+    def on(cls, kind: str, tensor: torch.Tensor, name: str | None, *, free: bool = False, root: int | None = None) -> Call:
+        """The call of ``kind`` on ``tensor``; ``free`` where the ranks may differ in the first dimension."""
+        shape = (None, *tensor.shape[1:]) if free else tuple(tensor.shape)
+        return cls(kind, name, tensor.dtype, shape, root)
+
+    def describe(self) -> str:
+        """For people: ``sum of 'loss' (float32, 3×4)``."""
+        text = self.kind if self.name is None else f"{self.kind} of {self.name!r}"
+        if self.root is not None:
+            text += f" from rank {self.root}"
+        details = [str(self.dtype).removeprefix("torch.")] if self.dtype is not None else []
+        if self.shape is not None:
+            details.append("×".join("any" if n is None else str(n) for n in self.shape) or "scalar")
+        return f"{text} ({', '.join(details)})" if details else text
+
+    def fingerprint(self) -> int:
+        """A number below 2**63 that differs where the calls do."""
+        digest = hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+
+def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
+    """Every rank's ``extent``, in rank order, once all ranks were seen to make the same ``call``. Blocks.
+
+    Raises:
+        BackendError: on every rank, naming what each of them wanted, if the calls differ.
+    """
+    rows = backend.exchange(torch.tensor([call.fingerprint(), extent]))
+    if bool((rows[:, 0] == rows[0, 0]).all()):
+        extents: list[int] = rows[:, 1].tolist()
+        return extents
+    raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, call)}")
+
+
+def _differences(backend: Primitives, call: Call) -> str:
+    """``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
+    text = call.describe().encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
+    rows = backend.exchange(torch.frombuffer(bytearray(text), dtype=torch.int64))
+    wanted: dict[str, list[str]] = {}
+    for rank, row in enumerate(rows):
+        description = bytes(row.contiguous().view(torch.uint8).tolist()).decode(errors="replace").strip()
+        wanted.setdefault(description, []).append(str(rank))
+    return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in wanted.items())

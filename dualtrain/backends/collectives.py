@@ -1,0 +1,393 @@
+"""What users call, derived once from the primitives of every backend.
+
+Averages, any dtype, any layout, unequal sizes, objects, barriers, groups and the asynchronous forms are written here
+and nowhere else; each call first makes sure that all ranks make the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+import torch
+
+from dualtrain.backends import objects, wire
+from dualtrain.backends.agreement import Call, agree
+from dualtrain.backends.base import Primitives, ReduceOp, Work
+from dualtrain.backends.serial import SerialQueue
+from dualtrain.errors import BackendError
+from dualtrain.launchers import World
+
+T = TypeVar("T")
+
+_FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+
+
+def shares(rows: int, size: int) -> list[int]:
+    """How ``rows`` are dealt to ``size`` ranks: as evenly as can be, the first ranks one more."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+class Backend(Primitives):
+    """A place in a world of processes, and the collective operations between them.
+
+    Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
+    shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank, naming what each wanted,
+    and leaves the backend usable. Tensors may have any dtype, any layout and no dimension at all; results are new,
+    contiguous, on the tensor's device, and carry no autograd history. Calls without ``_async`` block until the result
+    can be used on the current stream; the others return a :class:`~dualtrain.backends.base.Work` whose ``wait()``
+    gives the same result, and their tensors must not be changed before that. A name shows in errors and reports.
+    """
+
+    def __init__(self, world: World, device: torch.device, timeout: float) -> None:
+        super().__init__(world, device, timeout)
+        self.hosts: tuple[int, ...] = (0,) * world.size
+        self._queue = SerialQueue()
+        self._open = True
+
+    # -- reductions ---------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None) -> torch.Tensor:
+        """The reduction of every rank's ``tensor`` (the same shape and dtype on all), as a new tensor on every rank.
+
+        Args:
+            tensor: any shape; floating point, integer, bool (SUM is "any", PRODUCT "all") or complex (SUM, AVERAGE).
+            op: AVERAGE, SUM, MIN, MAX or PRODUCT, or its name. The average of integers is truncated toward zero.
+            name: shown in errors and reports.
+
+        Raises:
+            ValueError: an unknown operation, or one without a meaning for the dtype.
+            BackendError: the ranks do not match, a rank was lost, or the time ran out.
+        """
+        return self._now(partial(self._allreduce, tensor, ReduceOp.of(op), name))
+
+    def allreduce_(self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None) -> torch.Tensor:
+        """:meth:`allreduce` in place; returns ``tensor``, whose content is undefined if the call raises."""
+        return self._now(partial(self._allreduce_, tensor, ReduceOp.of(op), name))
+
+    def allreduce_async(
+        self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
+    ) -> Work[torch.Tensor]:
+        """:meth:`allreduce` without blocking."""
+        return self._queue.submit(partial(self._allreduce, tensor, ReduceOp.of(op), name))
+
+    def allreduce_async_(
+        self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
+    ) -> Work[torch.Tensor]:
+        """:meth:`allreduce_` without blocking."""
+        return self._queue.submit(partial(self._allreduce_, tensor, ReduceOp.of(op), name))
+
+    def reducescatter(
+        self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
+    ) -> torch.Tensor:
+        """This rank's rows of the reduction of every rank's ``tensor`` (the same shape, d rows, on all).
+
+        The first ``d % size`` ranks get ``d // size + 1`` rows, the others ``d // size``. Summed in rank order.
+
+        Raises:
+            ValueError: ``tensor`` has no dimension, or as :meth:`allreduce`.
+            BackendError: as :meth:`allreduce`.
+        """
+        return self._now(partial(self._reducescatter, tensor, ReduceOp.of(op), name))
+
+    def reducescatter_async(
+        self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
+    ) -> Work[torch.Tensor]:
+        """:meth:`reducescatter` without blocking."""
+        return self._queue.submit(partial(self._reducescatter, tensor, ReduceOp.of(op), name))
+
+    # -- movements ----------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> torch.Tensor:
+        """Rank ``root``'s ``tensor`` (the same shape and dtype on all), as a new tensor on every rank.
+
+        Raises:
+            ValueError: ``root`` is no rank of this backend.
+            BackendError: as :meth:`allreduce`.
+        """
+        return self._now(partial(self._broadcast_, tensor.detach().clone(), self._root(root), name))
+
+    def broadcast_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> torch.Tensor:
+        """:meth:`broadcast` in place; returns ``tensor``."""
+        return self._now(partial(self._broadcast_, tensor, self._root(root), name))
+
+    def broadcast_async(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
+        """:meth:`broadcast` without blocking."""
+        return self._queue.submit(partial(self._broadcast_, tensor.detach().clone(), self._root(root), name))
+
+    def broadcast_async_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
+        """:meth:`broadcast_` without blocking."""
+        return self._queue.submit(partial(self._broadcast_, tensor, self._root(root), name))
+
+    def allgather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+        """Every rank's ``tensor`` behind one another in rank order, on every rank.
+
+        The first dimension may differ between ranks and be 0; the others must not. Tensors without a dimension
+        become one of shape (size,).
+
+        Raises:
+            BackendError: as :meth:`allreduce`.
+        """
+        return self._now(partial(self._allgather, tensor, name))
+
+    def allgather_async(self, tensor: torch.Tensor, name: str | None = None) -> Work[torch.Tensor]:
+        """:meth:`allgather` without blocking."""
+        return self._queue.submit(partial(self._allgather, tensor, name))
+
+    @overload
+    def alltoall(self, tensor: torch.Tensor, splits: None = None, name: str | None = None) -> torch.Tensor: ...
+    @overload
+    def alltoall(
+        self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor, name: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def alltoall(
+        self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The rows that every rank has for this one, in rank order.
+
+        Args:
+            tensor: the rows to deal out: the first ``splits[0]`` for rank 0, the next ``splits[1]`` for rank 1, …
+            splits: ``size`` whole numbers that add up to at most the rows; rows behind them stay. Without it the
+                rows are dealt out equally.
+            name: shown in errors and reports.
+
+        Returns:
+            The received rows; with ``splits`` also how many came from each rank (int32, (size,), on the CPU).
+
+        Raises:
+            ValueError: no dimension to deal out, rows that cannot be dealt equally, or splits that do not fit.
+            BackendError: as :meth:`allreduce`.
+        """
+        sent = self._splits(tensor, splits)
+        rows, received = self._now(partial(self._alltoall, tensor, sent, name))
+        return rows if splits is None else (rows, received)
+
+    def alltoall_async(
+        self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
+    ) -> Work[tuple[torch.Tensor, torch.Tensor]]:
+        """:meth:`alltoall` without blocking; always gives the received rows and their numbers."""
+        return self._queue.submit(partial(self._alltoall, tensor, self._splits(tensor, splits), name))
+
+    # -- objects, barriers, groups --------------------------------------------------------------------------------
+
+    def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
+        """Rank ``root``'s ``obj`` on every rank: plain Python values and tensors, never code. Blocks.
+
+        Raises:
+            TypeError: on the root, if the object holds anything else; the other ranks raise BackendError.
+            BackendError: as :meth:`allreduce`.
+        """
+        return self._now(partial(self._broadcast_object, obj, self._root(root), name))
+
+    def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
+        """Every rank's ``obj``, in rank order, on every rank: plain Python values and tensors, never code. Blocks.
+
+        Raises:
+            TypeError: on a rank whose object holds anything else; the other ranks raise BackendError.
+            BackendError: as :meth:`allreduce`.
+        """
+        return self._now(partial(self._allgather_object, obj, name))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Blocks until every rank has called it.
+
+        Raises:
+            BackendError: as :meth:`allreduce`.
+        """
+        self._now(partial(agree, self, Call("barrier", name)))
+
+    def group(self, ranks: Sequence[int]) -> Backend | None:
+        """A backend over some ``ranks`` of this one, numbered from 0 in ascending order; ``None`` on the others.
+
+        Called by every rank of this backend with the same ``ranks``. Blocks. The group ends with this backend.
+
+        Raises:
+            ValueError: ``ranks`` is empty, repeats a rank or names one that does not exist, or this is a group itself.
+            BackendError: as :meth:`allreduce`.
+        """
+        if self.watch is not None and self.watch.backend is not self:
+            raise ValueError("a group has no groups of its own: make them from the backend that connect() gave")
+        members = sorted(ranks)
+        if not members or len(set(members)) < len(members) or members[0] < 0 or members[-1] >= self.size:
+            raise ValueError(f"a group needs one or more different ranks from 0 to {self.size - 1}, not {list(ranks)}")
+        return self._now(partial(self._group, members))
+
+    # -- lifetime -------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Blocks until the asynchronous calls made so far have ended: a primitive started next comes after them."""
+        self._queue.settle()
+
+    def close(self) -> None:
+        """Ends outstanding calls and leaves the world. May be called again. Blocks, but not for the other ranks."""
+        if not self._open:
+            return
+        self._open = False
+        self._queue.close()
+        lost = self.watch is not None and self.watch.loss is not None
+        if self.watch is not None and self.watch.backend is self:
+            self.watch.leave()
+        # With a rank lost, the libraries' own farewell would wait for it: the end of the process frees all the same.
+        if not lost:
+            self.disconnect()
+
+    def abort(self, reason: str) -> None:
+        """Tells every other rank that this one stops for ``reason`` (a line, then perhaps a traceback)."""
+        if self.watch is not None:
+            self.watch.announce(reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    # -- how it is done -------------------------------------------------------------------------------------------
+
+    def _now(self, call: Callable[[], T]) -> T:
+        self._queue.settle()
+        return call()
+
+    def _root(self, root: int) -> int:
+        if not 0 <= root < self.size:
+            raise ValueError(f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}")
+        return root
+
+    def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
+        """The reduced values in the wire's dtype: ``tensor`` itself where it can travel as it is."""
+        primitive = wire.wire_op(tensor.dtype, op)
+        agree(self, Call.on(op.value, tensor, name))
+        packed = wire.pack(tensor)
+        self.start_allreduce(packed, primitive, name or op.value).wait()
+        return wire.average_(packed, self.size) if op is ReduceOp.AVERAGE else packed
+
+    @torch.no_grad()
+    def _allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
+        fresh = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return wire.unpack(self._reduce_wire(fresh, op, name), fresh)
+
+    @torch.no_grad()
+    def _allreduce_(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
+        reduced = wire.unpack(self._reduce_wire(tensor.detach(), op, name), tensor)
+        return tensor if reduced.data_ptr() == tensor.data_ptr() else tensor.copy_(reduced)
+
+    @torch.no_grad()
+    def _reducescatter(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
+        # Dealt out, then summed in rank order: any operation and dtype, no padding, the same bits on every backend.
+        if tensor.dim() == 0:
+            raise ValueError("a tensor without a dimension has no rows to scatter: reshape it to (1,)")
+        primitive = wire.wire_op(tensor.dtype, op)
+        agree(self, Call.on(f"reducescatter ({op.value})", tensor, name))
+        rows = shares(tensor.shape[0], self.size)
+        mine = rows[self.rank]
+        dealt = self._deal(tensor, rows, [mine] * self.size, name or "reducescatter")
+        parts = (wire.pack(part) for part in dealt.split(mine)) if mine else iter([wire.pack(dealt)])
+        total = reduce(_FOLD[primitive], parts)
+        if op is ReduceOp.AVERAGE:
+            total = wire.average_(total.clone(), self.size)
+        return wire.unpack(total, dealt[:mine])
+
+    @torch.no_grad()
+    def _broadcast_(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
+        agree(self, Call.on("broadcast", tensor, name, root=root))
+        data = wire.as_bytes(tensor)
+        if data.numel():
+            self.start_broadcast(data, root, name or "broadcast").wait()
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.copy_(wire.from_bytes(data, tensor.dtype, tuple(tensor.shape)))
+        return tensor
+
+    @torch.no_grad()
+    def _allgather(self, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+        tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+        rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0])
+        row_bytes = tensor.shape[1:].numel() * tensor.element_size()
+        width = max(rows) * row_bytes
+        data = torch.nn.functional.pad(wire.as_bytes(tensor), (0, width - tensor.shape[0] * row_bytes))
+        output = data.new_empty(self.size * width)
+        if width:
+            self.start_allgather(output, data, name or "allgather").wait()
+        parts = [chunk[: n * row_bytes] for chunk, n in zip(output.view(self.size, width), rows, strict=True)]
+        return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
+
+    @torch.no_grad()
+    def _alltoall(self, tensor: torch.Tensor, sent: list[int], name: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        agree(self, Call.on("alltoall", tensor, name, free=True))
+        received = self.exchange(torch.tensor(sent))[:, self.rank]
+        return self._deal(tensor.detach(), sent, received.tolist(), name or "alltoall"), received.to(torch.int32)
+
+    def _deal(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
+        """Sends ``sent[r]`` rows to rank r; gives the rows that came. The numbers are known to fit."""
+        row_bytes = tensor.shape[1:].numel() * tensor.element_size()
+        data = wire.as_bytes(tensor)[: sum(sent) * row_bytes]
+        output = data.new_empty(sum(received) * row_bytes)
+        if row_bytes:
+            counts = [n * row_bytes for n in received], [n * row_bytes for n in sent]
+            self.start_alltoall(output, data, *counts, name).wait()
+        return wire.from_bytes(output, tensor.dtype, (sum(received), *tensor.shape[1:]))
+
+    def _splits(self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None) -> list[int]:
+        """The rows for each rank, checked before anything is sent."""
+        if tensor.dim() == 0:
+            raise ValueError("a tensor without a dimension has no rows to deal out: reshape it to (1,)")
+        rows = tensor.shape[0]
+        if splits is None:
+            if rows % self.size:
+                raise ValueError(f"{rows} rows cannot be dealt equally to {self.size} ranks: pass splits")
+            return [rows // self.size] * self.size
+        numbers = [int(n) for n in splits]
+        if len(numbers) != self.size or min(numbers) < 0 or sum(numbers) > rows:
+            raise ValueError(f"splits must be {self.size} numbers from 0 that add up to at most {rows} rows, not {numbers}")
+        return numbers
+
+    def _broadcast_object(self, obj: Any, root: int, name: str | None) -> Any:
+        data, problem = _encoded(obj) if self.rank == root else (None, None)
+        length = agree(self, Call("broadcast_object", name, root=root), -1 if problem else 0 if data is None else len(data))
+        self._refuse_if_unsent([length[root]], problem, offset=root)
+        buffer = torch.empty(length[root], dtype=torch.uint8) if data is None else data
+        self.start_broadcast(buffer, root, name or "broadcast_object").wait()
+        return obj if data is not None else objects.decode(buffer)
+
+    def _allgather_object(self, obj: Any, name: str | None) -> list[Any]:
+        data, problem = _encoded(obj)
+        lengths = agree(self, Call("allgather_object", name), -1 if data is None else len(data))
+        self._refuse_if_unsent(lengths, problem)
+        width = max(lengths)
+        padded = torch.nn.functional.pad(data if data is not None else torch.empty(0), (0, width - lengths[self.rank]))
+        output = padded.new_empty(self.size * width)
+        self.start_allgather(output, padded, name or "allgather_object").wait()
+        return [objects.decode(part[:n]) for part, n in zip(output.view(self.size, width), lengths, strict=True)]
+
+    def _refuse_if_unsent(self, lengths: list[int], problem: TypeError | None, offset: int = 0) -> None:
+        if problem is not None:
+            raise problem
+        refused = [str(rank + offset) for rank, length in enumerate(lengths) if length < 0]
+        if refused:
+            raise BackendError(f"rank {', '.join(refused)} could not send its object: only plain values and tensors travel")
+
+    def _group(self, members: list[int]) -> Backend | None:
+        agree(self, Call("group", shape=tuple(members)))
+        hosts = [self.hosts[rank] for rank in members]
+        world = self.world.placed(members.index(self.rank), hosts) if self.rank in members else None
+        group = self.subset(members, world)
+        if group is None:
+            return None
+        assert isinstance(group, Backend)
+        group.hosts, group.watch = tuple(hosts), self.watch
+        return group
+
+
+def _encoded(obj: Any) -> tuple[torch.Tensor | None, TypeError | None]:
+    try:
+        return objects.encode(obj), None
+    except TypeError as problem:
+        return None, problem

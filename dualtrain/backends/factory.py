@@ -1,0 +1,131 @@
+"""``connect``: picks a backend, joins its world, and makes sure that it is the world that was launched."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import uuid
+from pathlib import Path
+
+import torch
+
+from dualtrain.backends.collectives import Backend
+from dualtrain.backends.watch import Watch
+from dualtrain.errors import UserError
+from dualtrain.launchers import World, detect_world
+
+NAMES = ("auto", "torch", "horovod", "local")
+
+
+def choose(name: str, world: World) -> str:
+    """The backend that ``name`` means in ``world``: ``"auto"`` is what the launcher implies.
+
+    Raises:
+        UserError: there is no backend of that name.
+    """
+    if name not in NAMES:
+        raise UserError(f"no backend is called {name!r}: choose one of {', '.join(NAMES)}")
+    if name != "auto":
+        return name
+    if world.launcher == "none":
+        return "local"
+    return "horovod" if world.launcher.startswith(("horovodrun", "mpi")) else "torch"
+
+
+def connect(
+    name: str = "auto", *, world: World | None = None, device: str | torch.device = "auto", timeout: float = 300.0
+) -> Backend:
+    """Joins the world that this process was launched in. Collective: every process calls it, and blocks for the others.
+
+    Args:
+        name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for what the launcher implies.
+        world: this process's place, where no launcher's variables say it.
+        device: where this rank's tensors will live; ``"auto"`` is the GPU of this local rank if there is one.
+        timeout: seconds that any wait on the backend lasts at most.
+
+    Returns:
+        The backend; close it, or use it in a ``with`` statement.
+
+    Raises:
+        UserError: an unknown name, a library that is missing, a world that cannot be joined, or one of another size
+            than the launcher started.
+    """
+    world = detect_world() if world is None else world
+    name = choose(name, world)
+    place = _device(device, world)
+    if name == "local":
+        from dualtrain.backends.local import LocalBackend
+
+        backend: Backend = LocalBackend(World(launcher=world.launcher, evidence=world.evidence), place, timeout)
+    elif name == "torch":
+        from dualtrain.backends.torch import TorchBackend
+
+        backend = TorchBackend(world, place, timeout)
+    else:
+        from dualtrain.backends.horovod import HorovodBackend
+
+        backend = HorovodBackend(world, place, timeout)
+    _compare(backend, world)
+    _locate(backend)
+    backend.watch = Watch(backend, _watch_address(backend))
+    return backend
+
+
+def _device(device: str | torch.device, world: World) -> torch.device:
+    """The device that is meant; a GPU becomes the current one, as the libraries expect."""
+    wanted = str(device)
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(wanted)
+    except RuntimeError:
+        raise UserError(f"device {wanted!r} is unknown to torch: choose auto, cpu, cuda or cuda:N") from None
+    if place.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0 or (place.index or 0) >= count:
+            raise UserError(f"device {wanted!r} is not there: torch sees {count} GPUs on this host; choose auto or cpu")
+        place = torch.device("cuda", place.index if place.index is not None else world.local_rank % count)
+        torch.cuda.set_device(place)
+    elif place.type != "cpu":
+        raise UserError(f"device {wanted!r} is not supported: choose auto, cpu, cuda or cuda:N")
+    return place
+
+
+def _compare(backend: Backend, world: World) -> None:
+    """Refuses a library that found itself in another world: each process would train alone, without an error."""
+    if (backend.size, backend.rank) == (world.size, world.rank):
+        return
+    found = f"the {backend.name} backend is rank {backend.rank} of {backend.size}"
+    backend.disconnect()
+    raise UserError(
+        f"{found}, but {world.launcher} started this process as rank {world.rank} of {world.size}: "
+        "the library did not see the launcher; use the backend that the launcher is for (--backend auto), "
+        "or start one process"
+    )
+
+
+def _locate(backend: Backend) -> None:
+    """Sets the local and cross ranks from what the hosts say of themselves: launchers disagree on them."""
+    identity = f"{socket.gethostname()} {_boot()}"
+    number = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big") >> 1
+    hosts = backend.exchange(torch.tensor([number]))[:, 0].tolist()
+    first = list(dict.fromkeys(hosts))
+    backend.hosts = tuple(first.index(host) for host in hosts)
+    backend.world = backend.world.placed(backend.rank, backend.hosts)
+
+
+def _boot() -> str:
+    """What tells this boot of this machine from others of the same name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(uuid.getnode())
+
+
+def _watch_address(backend: Backend) -> str:
+    """Where rank 0 listens: the loopback interface, or the address that the hosts met at."""
+    if backend.world.single_host:
+        return "127.0.0.1"
+    if backend.world.rendezvous is not None:
+        return socket.gethostbyname(backend.world.rendezvous[0])
+    return socket.gethostbyname(socket.gethostname())

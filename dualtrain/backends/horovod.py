@@ -1,0 +1,222 @@
+"""Horovod as a backend, over its MPI, Gloo or NCCL operations.
+
+The only file that names horovod. Horovod matches tensors by name and negotiates before it moves them; names that
+stay the same from step to step are negotiated once and then cached, so none here carries a counter.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from dualtrain.backends.base import ReduceOp, Work
+from dualtrain.backends.collectives import Backend
+from dualtrain.backends.http_store import HttpStore
+from dualtrain.errors import UserError
+from dualtrain.launchers import World
+
+INSTALL = "bash launch/setup.sh in dualtrain's source tree builds it"
+
+
+def _library() -> Any:
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise UserError(
+            f"Horovod is not usable in this environment ({error}): {INSTALL}; or use --backend torch under torchrun"
+        ) from error
+    return hvd
+
+
+class _HorovodWork(Work[None]):
+    def __init__(self, backend: HorovodBackend, handle: int, what: str, output: torch.Tensor | None) -> None:
+        self._backend = backend
+        self._handle = handle
+        self._what = what
+        self._output = output  # where the result goes, for operations that make a new tensor
+        self._ended = False
+
+    def wait(self) -> None:
+        if not self._ended:
+            self._backend.await_bounded(self._what, self._poll)
+
+    def _poll(self, seconds: float) -> bool:
+        # Horovod's synchronize spins on a core without a bound; this looks often at first, then less often.
+        poll, pause = self._backend.library.poll, 0.0
+        deadline = time.monotonic() + seconds
+        while not poll(self._handle):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(pause + 1e-5, 5e-4)
+        self._ended = True
+        result = self._backend.library.synchronize(self._handle)
+        if self._output is not None:
+            self._output.copy_(result[0] if isinstance(result, tuple) else result)
+        return True
+
+    def done(self) -> bool:
+        return self._ended or bool(self._backend.library.poll(self._handle))
+
+
+class HorovodBackend(Backend):
+    """Horovod's world, made here or found, or one of its process sets."""
+
+    name = "horovod"
+
+    def __init__(self, world: World, device: torch.device, timeout: float) -> None:
+        super().__init__(world, device, timeout)
+        self.library = _library()
+        self._owns_world = not self.library.is_initialized()
+        self._launched = world.launcher.startswith(("horovodrun", "mpi"))
+        if self._owns_world:
+            _initialise(self.library, world, timeout, self._launched)
+        self._set = self.library.global_process_set
+        self._ops = {
+            ReduceOp.SUM: self.library.Sum,
+            ReduceOp.MIN: self.library.Min,
+            ReduceOp.MAX: self.library.Max,
+            ReduceOp.PRODUCT: self.library.Product,
+        }
+        self.transport = self._data_plane()
+        self.world = World(**{**vars(world), "rank": self.library.rank(), "size": self.library.size()})
+
+    def _data_plane(self) -> str:
+        if self.device.type == "cuda" and self.library.nccl_built():
+            return "nccl"
+        return "mpi" if self.library.mpi_enabled() else "gloo"
+
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        issue = partial(self.library.allreduce_async_, tensor, name=name, op=self._ops[op], process_set=self._set)
+        return self._start(f"{op.value} of {name!r}", issue)
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
+        # Horovod's root is a rank of its whole world, inside a process set too.
+        everywhere = self._set.ranks[root] if self._set.ranks else root
+        issue = partial(self.library.broadcast_async_, tensor, everywhere, name=name, process_set=self._set)
+        return self._start(f"broadcast of {name!r} from rank {root}", issue)
+
+    def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
+        issue = partial(self.library.allgather_async, tensor, name=name, process_set=self._set)
+        return self._start(f"allgather of {name!r}", issue, output)
+
+    def start_alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
+    ) -> Work[None]:
+        splits = torch.tensor(sent, dtype=torch.int32)
+        issue = partial(self.library.alltoall_async, tensor, splits, name=name, process_set=self._set)
+        return self._start(f"alltoall of {name!r}", issue, output)
+
+    def exchange(self, row: torch.Tensor) -> torch.Tensor:
+        output = row.new_empty(self.size, row.numel())
+        # The length is part of the name: Horovod's cache is keyed by it, and two lengths would take turns in it.
+        issue = partial(self.library.allgather_async, row[None], name=f"agreement.{len(row)}", process_set=self._set)
+        self._start("comparing calls with the other ranks", issue, output).wait()
+        return output
+
+    def _start(self, what: str, issue: Callable[[], int], output: torch.Tensor | None = None) -> Work[None]:
+        try:
+            return _HorovodWork(self, issue(), what, output)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+
+    def subset(self, ranks: Sequence[int], world: World | None) -> HorovodBackend | None:
+        if len(ranks) == self.size:
+            members = self._set  # Horovod refuses a second set of the same ranks
+        elif self._launched or self.transport == "mpi":
+            members = self.library.add_process_set(list(ranks))
+        else:
+            where = self.world.single_host, self.rank == 0
+            with _meeting_place(*where, share=self.broadcast_object, joined=self.barrier):
+                members = self.library.add_process_set(list(ranks))
+        if world is None:
+            return None
+        group = object.__new__(HorovodBackend)
+        Backend.__init__(group, world, self.device, self.timeout)
+        group.library, group.transport, group._ops = self.library, self.transport, self._ops
+        group._owns_world, group._launched, group._set = False, self._launched, members
+        return group
+
+    def disconnect(self) -> None:
+        # A process set is left to the world's end: removing it needs every rank of the world.
+        if self._owns_world:
+            self.library.shutdown()
+
+
+def _initialise(library: Any, world: World, timeout: float, launched: bool) -> None:
+    """Starts Horovod in the world that its own launcher made, or in one that the others are told of here."""
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    # Our buckets are the fusion, in a layout that every backend shares (and sums in the same order).
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    if launched:
+        library.init()
+        return
+    _describe(world)
+    if world.size == 1:
+        library.init()
+        return
+    from dualtrain.backends.torch import open_store
+
+    store = open_store(world, timeout)
+
+    def share(address: str | None) -> str:
+        if address is not None:
+            store.set("dualtrain/horovod", address)
+        return str(store.get("dualtrain/horovod").decode())
+
+    def joined() -> None:
+        deadline = time.monotonic() + timeout
+        store.add("dualtrain/joined", 1)
+        while int(store.add("dualtrain/joined", 0)) < world.size:
+            if time.monotonic() > deadline:
+                raise UserError(f"Horovod started on this rank, but not on all {world.size} within {timeout:g} s")
+            time.sleep(0.005)
+
+    with _meeting_place(world.single_host, world.rank == 0, share, joined):
+        library.init()
+
+
+@contextmanager
+def _meeting_place(
+    single_host: bool, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]
+) -> Iterator[None]:
+    """Points Horovod to a key-value server that one rank runs until all have ``joined``.
+
+    ``share`` hands the server's address from that rank to the others. Each start gets a fresh server: on a used one,
+    the keys of the last start would still lie around.
+    """
+    server = HttpStore("127.0.0.1" if single_host else socket.gethostbyname(socket.gethostname())) if serving else None
+    try:
+        address, port = share(f"{server.server_address[0]!s} {server.port}" if server else None).split()
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = address, port
+        yield
+        joined()
+    finally:
+        if server is not None:
+            server.close()
+
+
+def _describe(world: World) -> None:
+    """Tells Horovod its place, in the variables that its own launcher would have set."""
+    place = {
+        "RANK": world.rank,
+        "SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_SIZE": world.local_size,
+        "CROSS_RANK": world.cross_rank,
+        "CROSS_SIZE": world.cross_size,
+        "HOSTNAME": socket.gethostname(),
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+    }
+    os.environ.update({f"HOROVOD_{key}": str(value) for key, value in place.items()})
+    if world.single_host:
+        names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", names[0] if names else "lo")

@@ -1,0 +1,43 @@
+"""The world of one: the same contract, nothing travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dualtrain.backends.base import Done, ReduceOp, Work
+from dualtrain.backends.collectives import Backend
+from dualtrain.launchers import World
+
+
+class LocalBackend(Backend):
+    """One process alone: every reduction is its own value."""
+
+    name = "local"
+    transport = "none"
+
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        return Done()
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
+        return Done()
+
+    def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
+        output.copy_(tensor)
+        return Done()
+
+    def start_alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
+    ) -> Work[None]:
+        output.copy_(tensor)
+        return Done()
+
+    def exchange(self, row: torch.Tensor) -> torch.Tensor:
+        return row[None]
+
+    def subset(self, ranks: Sequence[int], world: World | None) -> LocalBackend | None:
+        return LocalBackend(world, self.device, self.timeout) if world else None
+
+    def disconnect(self) -> None:
+        """Nothing was opened."""

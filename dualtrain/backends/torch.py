@@ -1,0 +1,190 @@
+"""torch.distributed as a backend: Gloo for CPU tensors, NCCL for those of NVIDIA GPUs.
+
+The only file that names torch.distributed. Two process groups: one for data, and a Gloo group for the short rows
+of ``exchange``, so that a rank that checks a call never meets a rank that sends a gradient.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from dualtrain.backends.base import ReduceOp, Work
+from dualtrain.backends.collectives import Backend
+from dualtrain.errors import UserError
+from dualtrain.launchers import World
+
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+
+class _TorchWork(Work[None]):
+    def __init__(self, backend: TorchBackend, work: dist.Work, what: str, *tensors: torch.Tensor) -> None:
+        self._backend = backend
+        self._work = work
+        self._what = what
+        self._tensors = tensors  # kept alive until the work has ended
+
+    def wait(self) -> None:
+        if self._tensors and self._tensors[0].is_cuda:
+            self._work.wait()  # orders the current stream behind the work; with a time-out it would block the host
+        else:
+            self._backend.await_bounded(self._what, self._wait_for)
+        self._tensors = ()
+
+    def _wait_for(self, seconds: float) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            # A wait that merely ran out leaves the work as it is, and may be repeated.
+            if self._work.is_completed():
+                raise
+            return False
+        return True
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class TorchBackend(Backend):
+    """torch.distributed's default process group, made here or found, and a control group beside it."""
+
+    name = "torch"
+
+    def __init__(self, world: World, device: torch.device, timeout: float) -> None:
+        super().__init__(world, device, timeout)
+        self.transport = "nccl" if device.type == "cuda" else "gloo"
+        self._owns_world = not dist.is_initialized()
+        if self._owns_world:
+            _initialise(world, device, timeout)
+            self._data = dist.group.WORLD
+        else:
+            # Someone else's world: a group of our own keeps our order of operations apart from theirs.
+            self._data = dist.new_group(timeout=timedelta(seconds=timeout))
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.world = World(**{**vars(world), "rank": dist.get_rank(), "size": dist.get_world_size()})
+
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        issue = partial(dist.all_reduce, tensor, _OPS[op], self._data, async_op=True)
+        return self._start(f"{op.value} of {name!r}", issue, tensor)
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
+        issue = partial(dist.broadcast, tensor, group=self._data, async_op=True, group_src=root)
+        return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)
+
+    def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
+        issue = partial(dist.all_gather_single, output, tensor, self._data, async_op=True)
+        return self._start(f"allgather of {name!r}", issue, output, tensor)
+
+    def start_alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
+    ) -> Work[None]:
+        issue = partial(dist.all_to_all_single, output, tensor, list(received), list(sent), self._data, async_op=True)
+        return self._start(f"alltoall of {name!r}", issue, output, tensor)
+
+    def exchange(self, row: torch.Tensor) -> torch.Tensor:
+        output = row.new_empty(self.size, row.numel())
+        issue = partial(dist.all_gather_single, output, row[None], self._control, async_op=True)
+        self._start("comparing calls with the other ranks", issue, output, row).wait()
+        return output
+
+    def _start(self, what: str, issue: Callable[[], dist.Work], *tensors: torch.Tensor) -> Work[None]:
+        try:
+            return _TorchWork(self, issue(), what, *tensors)
+        except RuntimeError as error:
+            raise self.failure(what, error) from error
+
+    def subset(self, ranks: Sequence[int], world: World | None) -> TorchBackend | None:
+        wait = timedelta(seconds=self.timeout)
+        globally = [dist.get_global_rank(self._data, rank) for rank in ranks]
+        data = dist.new_group(globally, timeout=wait)
+        control = dist.new_group(globally, backend="gloo", timeout=wait)
+        if world is None:
+            return None
+        group = object.__new__(TorchBackend)
+        Backend.__init__(group, world, self.device, self.timeout)
+        group.transport, group._owns_world, group._data, group._control = self.transport, False, data, control
+        return group
+
+    def disconnect(self) -> None:
+        if not dist.is_initialized():
+            return  # whoever made the world has ended it already
+        if self._owns_world:
+            dist.destroy_process_group()
+        else:
+            dist.destroy_process_group(self._control)
+            dist.destroy_process_group(self._data)
+
+
+def _initialise(world: World, device: torch.device, timeout: float) -> None:
+    """Joins the world of ``world``'s rendezvous, or a world of one without any.
+
+    Raises:
+        UserError: there is no rendezvous to join, or its port is taken.
+    """
+    if world.single_host:
+        _stay_on_loopback()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    wait = timedelta(seconds=timeout)
+    store = open_store(world, timeout)
+    try:
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=wait)
+    except dist.DistError as error:
+        raise UserError(f"the {world.size} processes did not find each other within {timeout:g} s: {error}") from error
+
+
+def open_store(world: World, timeout: float) -> dist.Store:
+    """The key-value store in which the job's processes find each other: torchrun's own, or one that rank 0 serves.
+
+    Raises:
+        UserError: the launcher names no address, it cannot be reached, or its port is taken.
+    """
+    if world.size == 1:
+        return dist.HashStore()
+    if world.rendezvous is None:
+        raise UserError(
+            f"the torch backend has no address to meet the other {world.size - 1} processes at: {world.launcher} sets no "
+            "MASTER_ADDR and MASTER_PORT; start with torchrun, or export both with one free port for all processes"
+        )
+    host, port = world.rendezvous
+    wait = timedelta(seconds=timeout)
+    try:
+        if world.launcher == "torchrun":
+            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))
+            return store
+        if world.rank == 0:
+            # Our own listening socket: on this one address, where TCPStore would listen on all.
+            listening = socket.create_server((host, port), backlog=world.size).detach()
+            return dist.TCPStore(host, port, world.size, True, wait, wait_for_workers=False, master_listen_fd=listening)
+        return dist.TCPStore(host, port, world.size, False, wait)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} on {host} is in use by another program: set MASTER_PORT to a free one") from error
+        raise UserError(
+            f"rank {world.rank} could not meet the others at {host}:{port} within {timeout:g} s ({_first_line(error)}): "
+            "check that the address is rank 0's, that the port is open, and that all processes were started"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _stay_on_loopback() -> None:
+    """Lets Gloo listen on the loopback interface alone, where all ranks are on this host, unless one was chosen."""
+    with suppress(OSError):
+        names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        if names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

@@ -1,0 +1,98 @@
+"""How tensors of any dtype travel over libraries that know a few.
+
+Moving (broadcast, gather, all-to-all) is done on bytes: lossless for every dtype, bool and bfloat16 included.
+Reducing is done in one of four dtypes (``REDUCIBLE``), wide enough that nothing is lost on the way:
+
+| tensor | travels as | why |
+|---|---|---|
+| float32, float64, int32, int64 | itself | both libraries reduce them natively |
+| float16, bfloat16, float8 | float32 | Horovod has no bfloat16, and 16-bit sums overflow; rounded once, at the end |
+| int8, uint8, int16, uint16, uint32 | int32 or int64 | Gloo has no int16; the sum cannot overflow before the average |
+| bool | int32 | SUM and MAX are "any", PRODUCT and MIN are "all" |
+| complex | its real view | SUM and AVERAGE only: complex numbers have no order |
+
+The same table on every backend, so that every backend gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dualtrain.backends.base import REDUCIBLE, ReduceOp
+
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+_LOGICAL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that tensors of ``dtype`` (not complex) are reduced in.
+
+    Raises:
+        ValueError: no wider type holds its sums.
+    """
+    if dtype in REDUCIBLE:
+        return dtype
+    if dtype.is_floating_point:
+        return torch.float32
+    if dtype not in _WIDER:
+        raise ValueError(f"{dtype} tensors cannot be reduced: convert to a dtype of torch's ordinary arithmetic first")
+    return _WIDER[dtype]
+
+
+def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
+    """The primitive operation that does ``op`` on tensors of ``dtype``.
+
+    Raises:
+        ValueError: the operation has no meaning for the dtype.
+    """
+    if dtype == torch.bool and op is ReduceOp.AVERAGE:
+        raise ValueError("bool tensors have no average: convert to a floating-point dtype first")
+    if dtype.is_complex and op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ValueError(f"complex tensors have no {op.value} over ranks: reduce the real and imaginary parts")
+    if op is ReduceOp.AVERAGE:
+        return ReduceOp.SUM
+    return _LOGICAL.get(op, op) if dtype == torch.bool else op
+
+
+def pack(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``'s values as a contiguous tensor of a ``REDUCIBLE`` dtype: itself where it is one, a copy otherwise."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(wire_dtype(tensor.dtype)).contiguous()
+
+
+def unpack(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The values of ``wire`` in the dtype and shape of ``like``."""
+    if like.is_complex():
+        return torch.view_as_complex(unpack(wire, torch.view_as_real(like.resolve_conj())))
+    return wire.to(like.dtype).view(like.shape)
+
+
+def average_(total: torch.Tensor, size: int) -> torch.Tensor:
+    """Divides a sum over ``size`` ranks, in place, the same way on every backend.
+
+    Floating point: times 1/size in the tensor's own precision. Integers: exact, truncated toward zero as Horovod
+    documents (Horovod itself multiplies in floating point, and is one too small for some sizes).
+    """
+    if total.is_floating_point() or total.is_complex():
+        return total.mul_(1.0 / size)
+    return total.copy_(torch.div(total, size, rounding_mode="trunc"))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``'s memory as a flat uint8 tensor: a view where it is contiguous, a copy otherwise."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor of this dtype and shape whose memory is ``data`` (contiguous uint8): a view."""
+    return data.view(dtype).view(shape)

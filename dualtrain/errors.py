@@ -1,0 +1,12 @@
+"""The two kinds of failure that dualtrain raises itself, below everything else so that all rooms can use them."""
+
+
+class UserError(ValueError):
+    """Something that the person who started the program can mend: the message says the fact, the cause and the cure."""
+
+
+class BackendError(RuntimeError):
+    """A collective operation that did not happen: a mismatch between ranks, a lost rank, a wait that ran out.
+
+    The message names the operation, the rank that reports it and, where it is known, the rank at fault.
+    """

@@ -1,0 +1,164 @@
+"""Who started this process, and which place in the world did it get.
+
+The only file that reads the environment variables of launchers. Everything else is handed a :class:`World`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dualtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of one process in a job, as its launcher describes it.
+
+    ``local_*`` count the processes on this host, ``cross_*`` the hosts that have a process with this local rank.
+    ``rendezvous`` is the (host, port) of rank 0 where the launcher names one. ``evidence`` holds the variables
+    that decided, as (name, value) pairs, for error messages and reports.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+    launcher: str = "none"
+    rendezvous: tuple[str, int] | None = None
+    evidence: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise UserError(
+                f"{self.launcher} gave rank {self.rank} in a world of {self.size} ({self._because()}): "
+                "a rank lies between 0 and the size minus 1; start all processes with one launcher, from a clean environment"
+            )
+
+    def _because(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.evidence) or "no launcher variable is set"
+
+    def placed(self, rank: int, hosts: Sequence[Hashable]) -> World:
+        """This world with the places that follow from ``hosts``, the host of each rank in rank order."""
+        host = hosts[rank]
+        local_rank = hosts[:rank].count(host)
+        # The hosts that have a process with this local rank, in the order of their first rank.
+        peers = [other for other in dict.fromkeys(hosts) if hosts.count(other) > local_rank]
+        return replace(
+            self,
+            rank=rank,
+            size=len(hosts),
+            local_rank=local_rank,
+            local_size=hosts.count(host),
+            cross_rank=peers.index(host),
+            cross_size=len(peers),
+        )
+
+    @property
+    def single_host(self) -> bool:
+        """Whether every rank is on this host."""
+        return self.local_size == self.size
+
+
+class _Variables:
+    """Reads a launcher's variables and remembers which ones were looked at."""
+
+    def __init__(self, launcher: str, env: Mapping[str, str]) -> None:
+        self.launcher = launcher
+        self.env = env
+        self.seen: list[tuple[str, str]] = []
+
+    def text(self, name: str) -> str | None:
+        value = self.env.get(name)
+        if value is not None:
+            self.seen.append((name, value))
+        return value
+
+    def number(self, name: str, default: int | None = None) -> int:
+        value = self.text(name)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise UserError(
+                f"{self.launcher} did not set {name}: the process has only a part of its environment; "
+                f"pass the whole environment through, or start without {self.launcher}'s other variables"
+            )
+        try:
+            return int(value)
+        except ValueError:
+            raise UserError(f"{name}={value!r} is not a whole number; {self.launcher} sets it, do not override it") from None
+
+    def world(self, rank: int, size: int, local_rank: int, local_size: int, *, rendezvous: bool = False) -> World:
+        """The world with hosts assumed to be filled in order; ``connect`` replaces that by what the hosts say."""
+        address = (self.text("MASTER_ADDR"), self.number("MASTER_PORT")) if rendezvous else None
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            cross_rank=rank // max(local_size, 1),
+            cross_size=max(1, -(-size // max(local_size, 1))),
+            launcher=self.launcher,
+            rendezvous=(address[0], address[1]) if address and address[0] else None,
+            evidence=tuple(self.seen),
+        )
+
+
+def _torchrun(v: _Variables) -> World:
+    local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
+    return v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, rendezvous=True)
+
+
+def _horovodrun(v: _Variables) -> World:
+    local = v.number("HOROVOD_LOCAL_RANK"), v.number("HOROVOD_LOCAL_SIZE")
+    return v.world(v.number("HOROVOD_RANK"), v.number("HOROVOD_SIZE"), *local)
+
+
+def _open_mpi(v: _Variables) -> World:
+    local = v.number("OMPI_COMM_WORLD_LOCAL_RANK"), v.number("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return v.world(v.number("OMPI_COMM_WORLD_RANK"), v.number("OMPI_COMM_WORLD_SIZE"), *local)
+
+
+def _pmi(v: _Variables) -> World:
+    # MPICH, Intel MPI and MVAPICH: Hydra sets PMI_*, and the local place in MPI_LOCAL*.
+    size = v.number("PMI_SIZE")
+    return v.world(v.number("PMI_RANK"), size, v.number("MPI_LOCALRANKID", 0), v.number("MPI_LOCALNRANKS", size))
+
+
+def _srun(v: _Variables) -> World:
+    size = v.number("SLURM_NTASKS")
+    per_node = (v.text("SLURM_STEP_TASKS_PER_NODE") or str(size)).partition("(")[0].partition(",")[0]
+    return v.world(v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), int(per_node))
+
+
+def _environment(v: _Variables) -> World:
+    size = v.number("WORLD_SIZE")
+    return v.world(v.number("RANK"), size, v.number("LOCAL_RANK", 0), v.number("LOCAL_WORLD_SIZE", size), rendezvous=True)
+
+
+# The innermost launcher wins: torchrun inside an srun step is torchrun, a batch script inside Slurm is nobody.
+# horovodrun over MPI shows as mpirun, which is what it calls.
+_LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
+    ("torchrun", lambda env: "TORCHELASTIC_RUN_ID" in env, _torchrun),
+    ("horovodrun --gloo", lambda env: "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env and "HOROVOD_RANK" in env, _horovodrun),
+    ("mpirun", lambda env: "OMPI_COMM_WORLD_RANK" in env, _open_mpi),
+    ("mpiexec", lambda env: "PMI_RANK" in env, _pmi),
+    ("srun", lambda env: "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "batch").isdigit(), _srun),
+    ("environment", lambda env: "RANK" in env and "WORLD_SIZE" in env, _environment),
+)
+
+
+def detect_world(env: Mapping[str, str] | None = None) -> World:
+    """The world that the launcher of this process describes, or a world of one where nobody launched it.
+
+    Raises:
+        UserError: a launcher is recognised but one of its variables is missing or no number.
+    """
+    env = os.environ if env is None else env
+    for name, recognises, read in _LAUNCHERS:
+        if recognises(env):
+            return read(_Variables(name, env))
+    return World()
