@@ -35,7 +35,7 @@ class World:
         if not 0 <= self.rank < self.size:
             raise UserError(
                 f"{self.launcher} gave rank {self.rank} in a world of {self.size} ({self._because()}): "
-                "a rank lies between 0 and the size minus 1; start all processes with one launcher, from a clean environment"
+                "ranks go from 0 to the size minus 1; start all processes with one launcher, from a clean environment"
             )
 
     def _because(self) -> str:
@@ -89,7 +89,9 @@ class _Variables:
         try:
             return int(value)
         except ValueError:
-            raise UserError(f"{name}={value!r} is not a whole number; {self.launcher} sets it, do not override it") from None
+            raise UserError(
+                f"{name}={value!r} is not a whole number; {self.launcher} sets it, do not override it"
+            ) from None
 
     def world(self, rank: int, size: int, local_rank: int, local_size: int, *, rendezvous: bool = False) -> World:
         """The world with hosts assumed to be filled in order; ``connect`` replaces that by what the hosts say."""

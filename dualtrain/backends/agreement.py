@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from dualtrain.backends.base import Primitives
 from dualtrain.errors import BackendError
+
+if TYPE_CHECKING:
+    from dualtrain.backends.collectives import Backend
 
 _DESCRIPTION_BYTES = 512
 
@@ -77,3 +81,24 @@ def _differences(backend: Primitives, call: Call) -> str:
         description = bytes(row.contiguous().view(torch.uint8).tolist()).decode(errors="replace").strip()
         wanted.setdefault(description, []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in wanted.items())
+
+
+def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
+    """Makes sure that every rank has the same list of descriptions. Blocks.
+
+    Raises:
+        BackendError: on every rank, naming the first entry in which rank 0 and another rank differ.
+    """
+    rows = backend.exchange(torch.tensor([Call(what, repr(mine)).fingerprint()]))
+    if bool((rows == rows[0]).all()):
+        return
+    lists = backend.allgather_object(mine, name=what)
+    other = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])
+    place = next((i for i, (a, b) in enumerate(zip(lists[0], lists[other], strict=False)) if a != b), None)
+    if place is None:
+        difference = f"rank 0 has {len(lists[0])}, rank {other} has {len(lists[other])}"
+    else:
+        difference = f"number {place} is {lists[0][place]} on rank 0 and {lists[other][place]} on rank {other}"
+    raise BackendError(
+        f"the ranks do not have the same {what}: {difference}; build the same model and optimizer on every rank"
+    )

@@ -54,7 +54,9 @@ class Backend(Primitives):
 
     # -- reductions ---------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None) -> torch.Tensor:
+    def allreduce(
+        self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
+    ) -> torch.Tensor:
         """The reduction of every rank's ``tensor`` (the same shape and dtype on all), as a new tensor on every rank.
 
         Args:
@@ -68,7 +70,9 @@ class Backend(Primitives):
         """
         return self._now(partial(self._allreduce, tensor, ReduceOp.of(op), name))
 
-    def allreduce_(self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None) -> torch.Tensor:
+    def allreduce_(
+        self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
+    ) -> torch.Tensor:
         """:meth:`allreduce` in place; returns ``tensor``, whose content is undefined if the call raises."""
         return self._now(partial(self._allreduce_, tensor, ReduceOp.of(op), name))
 
@@ -231,7 +235,7 @@ class Backend(Primitives):
             return
         self._open = False
         self._queue.close()
-        lost = self.watch is not None and self.watch.loss is not None
+        lost = self.watch is not None and self.watch.loss is not None and not self.watch.loss.quiet
         if self.watch is not None and self.watch.backend is self:
             self.watch.leave()
         # With a rank lost, the libraries' own farewell would wait for it: the end of the process frees all the same.

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
@@ -69,7 +70,7 @@ class TorchBackend(Backend):
         self._owns_world = not dist.is_initialized()
         if self._owns_world:
             _initialise(world, device, timeout)
-            self._data = dist.group.WORLD
+            self._data = _get_default_group()
         else:
             # Someone else's world: a group of our own keeps our order of operations apart from theirs.
             self._data = dist.new_group(timeout=timedelta(seconds=timeout))
@@ -162,7 +163,7 @@ def open_store(world: World, timeout: float) -> dist.Store:
     wait = timedelta(seconds=timeout)
     try:
         if world.launcher == "torchrun":
-            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))
+            store: dist.Store = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))[0]
             return store
         if world.rank == 0:
             # Our own listening socket: on this one address, where TCPStore would listen on all.

@@ -156,7 +156,9 @@ class Watch:
                     except (OSError, ValueError, TypeError):
                         selector.unregister(line.connection)
                         line.connection.close()
-                        losses = [] if line.rank in farewells else [Loss(line.rank, "died: its process ended without a word")]
+                        losses = (
+                            [] if line.rank in farewells else [Loss(line.rank, "died: its process ended without a word")]
+                        )
                     for loss in losses:
                         farewells.add(loss.rank)
                         self._note(loss)

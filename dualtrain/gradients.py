@@ -1,0 +1,249 @@
+"""The heart: gradients are summed over the ranks while backward still runs.
+
+Autograd finishes a parameter's gradient → its hook ticks it off in its bucket → the bucket is full and next in line:
+one ``start_allreduce``, while backward goes on → at the end of backward: wait, scale by 1/size. From then on
+``param.grad`` is the average on every rank, so that clipping, unscaling and looking at it need no further call.
+
+Every rank sends the same buckets in the same order, whatever order its own backward has: the k-th is sent when it is
+full and the k-1 before it were sent, those that never fill at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from dualtrain.backends import Backend, ReduceOp
+from dualtrain.backends.agreement import agree_on_list
+from dualtrain.buckets import Bucket, Slot, lay_out
+from dualtrain.errors import BackendError
+
+Unused = Literal["zero", "none"]
+
+
+class GradientReducer:
+    """Averages the gradients of some parameters over the ranks of a backend, in backward.
+
+    Args:
+        named_parameters: (name, parameter) pairs, the same on every rank. Frozen ones may be among them, and are
+            reduced from the step on in which they are thawed.
+        backend: the ranks to average over.
+        unused: what becomes of a parameter that no rank used in a step: a gradient of zeros (``"zero"``, Horovod's
+            rule: weight decay and momentum still apply), or none at all (``"none"``, DDP's). Used on some ranks only,
+            it gets the average either way, the others counting as zero.
+        passes: backward passes that are summed locally before the ranks exchange anything.
+        carry: how many numbers of the caller's own travel along, summed over ranks (see :attr:`cargo`).
+
+    The first reduction is collective in two more ways: the ranks compare their layouts (a difference raises
+    BackendError, naming the parameter), and they agree on which parameters have sparse gradients; those travel as
+    their indices and values. ``param.grad`` is a view into a buffer that the next backward overwrites.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        backend: Backend,
+        *,
+        unused: Unused = "zero",
+        passes: int = 1,
+        carry: int = 0,
+    ) -> None:
+        if unused not in ("zero", "none"):
+            raise ValueError(f'unused={unused!r} is not known: choose "zero" or "none"')
+        if passes < 1:
+            raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
+        self.backend = backend
+        self.unused: Unused = unused
+        self.passes = passes
+        #: What this rank sends along with the next reduction; after it the sum over ranks. float64, (carry,), on the
+        #: CPU, but summed in the precision of the gradients.
+        self.cargo = torch.zeros(carry, dtype=torch.float64)
+        self._slots: list[Slot] = []
+        self._frozen: list[tuple[str, torch.nn.Parameter]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._buckets: list[Bucket] = []
+        self._sparse: dict[int, int] = {}  # slot number → number of sparse dimensions
+        self._laid_out = False
+        self._next = 0  # the first bucket that was not sent yet
+        self._seen = 0  # backward passes since the last reduction
+        self._in_backward = False
+        self._reduced = False
+        self._paused = False
+        self.add(named_parameters)
+
+    def add(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Reduces these parameters too, from the next backward on. Every rank adds the same."""
+        for name, p in named_parameters:
+            if not p.requires_grad:
+                self._frozen.append((name, p))
+                continue
+            slot = Slot(name, p)
+            self._slots.append(slot)
+            self._hooks.append(p.register_post_accumulate_grad_hook(self._hook(slot)))
+            self._laid_out = False
+
+    def close(self) -> None:
+        """Stops watching the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the next one outside (or ``reduce``) sends the sum."""
+        paused, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = paused
+
+    def reduce(self) -> None:
+        """Makes every ``param.grad`` the average over ranks, unless it is already. Collective; blocks.
+
+        Backward calls it at its end. Called once more, by ``step``, it also covers a rank that had no backward at all
+        (it counts as zeros).
+
+        Raises:
+            BackendError: a rank was lost, did not come within the backend's timeout, or has other parameters.
+        """
+        if self._reduced:
+            return
+        self._look_for_thawed()
+        if not self._laid_out:
+            self._lay_out()
+        while self._next < len(self._buckets):
+            self._send_next()
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            bucket.work = None
+            bucket.scale(self.backend.size)
+            bucket.pending = len(bucket.slots)
+        self._hand_out()
+        self._reduce_sparse()
+        self._next, self._seen, self._in_backward, self._reduced = 0, 0, False, True
+
+    def renew(self) -> None:
+        """The gradients were used: the next ``reduce`` starts from what ``param.grad`` holds then."""
+        self._reduced = False
+
+    # -- during backward ------------------------------------------------------------------------------------------
+
+    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        def gradient_is_there(_: torch.Tensor) -> None:
+            self._reduced = False
+            if self._paused:
+                return
+            if not self._in_backward:
+                self._begin_pass()
+            if self._seen < self.passes or not self._laid_out:
+                return  # summed locally, or the first reduction: nothing is sent before the layouts were compared
+            bucket = slot.bucket
+            if bucket is None:
+                return  # sparse: it travels at the end
+            if slot.fired:
+                self._arrived_twice(slot)
+            slot.fired = True
+            bucket.pending -= 1
+            while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+                self._send_next()
+
+        return gradient_is_there
+
+    def _begin_pass(self) -> None:
+        self._in_backward = True
+        self._seen += 1
+        self._look_for_thawed()
+        # Runs when this backward has ended: what DDP and FSDP use for the same purpose.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._in_backward = False
+        if self._seen >= self.passes:
+            self.reduce()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        bucket.fill()
+        if self._next == len(self._buckets):
+            self._load(bucket)
+        self.backend.settle()
+        bucket.work = self.backend.start_allreduce(bucket.wire, ReduceOp.SUM, bucket.name)
+
+    def _arrived_twice(self, slot: Slot) -> None:
+        if slot.bucket is not None and slot.bucket.work is not None:
+            raise BackendError(
+                f"the gradient of {slot.name!r} changed after it was sent, in one backward pass: this is what reentrant "
+                "checkpointing does to a parameter used twice; pass use_reentrant=False to torch.utils.checkpoint"
+            )
+        if slot.bucket is not None:
+            slot.bucket.pending += 1
+
+    # -- the caller's numbers, and who used what ------------------------------------------------------------------
+
+    def _load(self, bucket: Bucket) -> None:
+        """Fills the numbers behind the last bucket: the caller's, then 1 for each parameter that this rank used."""
+        carry = self.cargo.numel()
+        bucket.extra[:carry] = self.cargo
+        if self.unused == "none":
+            used = [float(slot.param.grad is not None) for slot in self._slots]
+            bucket.extra[carry:] = torch.tensor(used, dtype=bucket.extra.dtype)
+
+    def _hand_out(self) -> None:
+        carry = self.cargo.numel()
+        extra = self._buckets[-1].extra if self._buckets else self.cargo
+        self.cargo.copy_(extra[:carry])
+        used: Sequence[float] = extra[carry:].tolist() or [1.0] * len(self._slots)
+        for slot, ranks in zip(self._slots, used, strict=True):
+            slot.fired = False
+            if slot.bucket is not None:
+                slot.param.grad = slot.view if ranks else None
+
+    # -- the layout -----------------------------------------------------------------------------------------------
+
+    def _look_for_thawed(self) -> None:
+        thawed = [pair for pair in self._frozen if pair[1].requires_grad]
+        if thawed:
+            self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
+            self.add(thawed)
+
+    def _lay_out(self) -> None:
+        """Compares parameters with the other ranks, agrees on the sparse ones, and makes the buckets."""
+        agree_on_list(self.backend, "parameters", [slot.describe() for slot in self._slots])
+        sparse = {
+            number: slot.param.grad.sparse_dim()
+            for number, slot in enumerate(self._slots)
+            if slot.param.grad is not None and slot.param.grad.is_sparse
+        }
+        for found in self.backend.allgather_object(sparse, name="sparse gradients"):
+            self._sparse |= found
+        dense = [slot for number, slot in enumerate(self._slots) if number not in self._sparse]
+        for slot in self._slots:
+            slot.bucket = None
+        extra = self.cargo.numel() + len(self._slots) * (self.unused == "none")
+        self._buckets = lay_out(dense, extra)
+        self._next, self._laid_out = 0, True
+
+    @torch.no_grad()
+    def _reduce_sparse(self) -> None:
+        for number, dims in sorted(self._sparse.items()):
+            slot = self._slots[number]
+            p = slot.param
+            if p.grad is None:
+                grad = torch.sparse_coo_tensor(torch.empty(dims, 0), p.new_empty(0, *p.shape[dims:]), p.shape).coalesce()
+            else:
+                grad = (p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)).coalesce()
+            indices = self.backend.allgather(grad.indices().t(), name=f"{slot.name}.indices")
+            values = self.backend.allgather(grad.values(), name=f"{slot.name}.values")
+            if not len(indices) and self.unused == "none":
+                p.grad = None
+                continue
+            total = torch.sparse_coo_tensor(indices.t(), values, p.shape).coalesce()
+            p.grad = torch.sparse_coo_tensor(
+                total.indices(), total.values() / self.backend.size, p.shape, is_coalesced=True
+            )

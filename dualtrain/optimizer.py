@@ -1,0 +1,167 @@
+"""``DistributedOptimizer``: any torch optimizer, stepping on gradients that were averaged over the ranks.
+
+Takes the gradients from ``gradients.py`` and leaves everything else to the optimizer that it wraps: parameter groups
+and state are the same objects, so that schedulers, GradScaler and checkpoints see one optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.gradients import GradientReducer, Unused
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps ``optimizer``; gradients are averaged over ``backend`` during backward.
+
+    After ``loss.backward()`` every rank's ``param.grad`` is the average: clip, unscale or log it as in one process.
+    A real optimizer: ``param_groups``, ``state``, ``state_dict()`` and ``zero_grad(set_to_none=…)`` are the wrapped
+    one's; pickled or deep-copied it is the wrapped optimizer alone. Averages: a loss that is a mean over a rank's
+    samples gives the gradient of the mean over all, if the ranks have equally many.
+
+    Args:
+        optimizer: any torch optimizer; its state is kept.
+        named_parameters: ``model.named_parameters()``, for readable errors; numbered without it. Must name all of
+            the optimizer's parameters; others are ignored.
+        backend: the ranks to average over.
+        unused: see :class:`~dualtrain.gradients.GradientReducer`.
+        backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
+            does the same by hand.
+        carry: see :class:`~dualtrain.gradients.GradientReducer`; the numbers are ``cargo``.
+
+    Raises:
+        ValueError: names that are missing or appear twice, or an option out of its bounds.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+        *,
+        backend: Backend,
+        unused: Unused = "zero",
+        backward_passes_per_step: int = 1,
+        carry: int = 0,
+    ) -> None:
+        # Not Optimizer.__init__, which would make groups of its own: what an unpickled optimizer gets instead.
+        self.optimizer = optimizer
+        self.__setstate__({"defaults": optimizer.defaults})
+        self.backend = backend
+        named = _name_all(optimizer, named_parameters)
+        self.reducer = GradientReducer(named, backend, unused=unused, passes=backward_passes_per_step, carry=carry)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's own parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's own state."""
+        return self.optimizer.state
+
+    @property
+    def cargo(self) -> torch.Tensor:
+        """Set before backward: ``carry`` numbers of this rank. After it: their sum over ranks. float64, on the CPU."""
+        return self.reducer.cargo
+
+    def synchronize(self) -> None:
+        """Makes every gradient the average over ranks, if backward has not done so. Collective; blocks; idempotent.
+
+        Raises:
+            BackendError: see :meth:`GradientReducer.reduce <dualtrain.gradients.GradientReducer.reduce>`.
+        """
+        self.reducer.reduce()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate, and send nothing; the next one outside sends the sum."""
+        with self.reducer.no_sync():
+            yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The wrapped optimizer's step, on averaged gradients. Collective.
+
+        A ``closure`` may be called several times (LBFGS); the optimizer sees its loss averaged over ranks, so that
+        every rank takes the same decisions.
+        """
+        if closure is not None:
+            return self._step_with(closure)
+        self.synchronize()
+        result = self.optimizer.step()
+        self.reducer.renew()
+        return result
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        def averaged() -> Any:
+            self.reducer.renew()
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            return self.backend.allreduce(loss.detach(), name="loss") if isinstance(loss, torch.Tensor) else loss
+
+        result = self.optimizer.step(averaged)
+        self.reducer.renew()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The wrapped optimizer's own."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the wrapped optimizer and reduces its gradients from the next backward on. On every rank."""
+        self.optimizer.add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        added = self.param_groups[-1]["params"]
+        self.reducer.add((f"group {number} parameter {i}", p) for i, p in enumerate(added))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's own: it loads into the bare optimizer, and into this one on any backend."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The wrapped optimizer's own."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The place in the world belongs to this process; what can be taken elsewhere is the optimizer.
+        return _itself, (self.optimizer,)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer over {self.backend!r} of {self.optimizer!r}"
+
+
+def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
+
+
+def _name_all(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """(name, parameter) for every parameter of the optimizer, in the order of ``named``."""
+    theirs = [
+        (f"group {g} parameter {i}", p)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    ]
+    if named is None:
+        return theirs
+    pairs = list(named)
+    doubled = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if doubled:
+        raise ValueError(f"named_parameters has the name {doubled[0]!r} twice: pass model.named_parameters()")
+    wanted = {p for _, p in theirs}
+    given = {p for _, p in pairs}
+    missing = [name for name, p in theirs if p not in given]
+    if missing:
+        raise ValueError(
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters (the first is {missing[0]}): "
+            "pass model.named_parameters() of the whole model"
+        )
+    return [(name, p) for name, p in pairs if p in wanted]

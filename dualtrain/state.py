@@ -1,0 +1,108 @@
+"""The same start on every rank, and one number that says whether the end is the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.backends.agreement import agree_on_list
+from dualtrain.backends.wire import as_bytes
+
+_CHUNK_BYTES = 25 << 20
+
+Params = torch.nn.Module | Mapping[str, Any] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+@torch.no_grad()
+def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> None:
+    """Gives every rank rank ``root``'s values of ``params``, in place. Collective; blocks.
+
+    Args:
+        params: a module (its parameters and buffers), a ``state_dict()``, or an iterable of tensors or of
+            (name, tensor) pairs, of any dtypes, shapes and layouts. What is no tensor is left out.
+        backend: the ranks.
+        root: the rank whose values are taken.
+
+    Raises:
+        ValueError: ``root`` is no rank.
+        BackendError: the ranks have other tensors, a rank was lost, or the time ran out.
+    """
+    tensors = _named_tensors(params)
+    agree_on_list(backend, "parameters", [f"{name} ({t.dtype}, {tuple(t.shape)})" for name, t in tensors])
+    for chunk in _chunks([t for _, t in tensors]):
+        packed = torch.cat([as_bytes(t) for t in chunk])
+        backend.broadcast_(packed, root, name="parameters")
+        if backend.rank != root:
+            _unpack(packed, chunk)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend, root: int = 0) -> None:
+    """Gives every rank rank ``root``'s optimizer state and options (learning rates and so on). Collective; blocks.
+
+    Never steps, creates what a rank lacks, and takes options along when there is no state yet. (Horovod's function of
+    this name steps a fresh optimizer with zero gradients, which moves weights under weight decay and starts Adam at
+    step 1, and skips the options of stateless optimizers.)
+
+    Raises:
+        TypeError: on the root, if an option is neither a plain value nor a tensor; BackendError on the others.
+        BackendError: a rank was lost, or the time ran out.
+    """
+    state = optimizer.state_dict() if backend.rank == root else None
+    received = backend.broadcast_object(state, root, name="optimizer state")
+    # On the root too: loading casts to the parameter's dtype, and must do so on all or none.
+    optimizer.load_state_dict(received)
+
+
+@torch.no_grad()
+def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
+    """Averages the floating-point buffers (running statistics) of ``model`` over the ranks, in place. Collective.
+
+    Each rank's BatchNorm has seen its own samples: this is what makes one model of them, before an evaluation or a
+    checkpoint.
+    """
+    buffers = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
+    for chunk in _chunks([b for _, b in buffers]):
+        packed = backend.allreduce_(torch.cat([b.reshape(-1).to(torch.float64) for b in chunk]), name="buffers")
+        for buffer, part in zip(chunk, packed.split([b.numel() for b in chunk]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """A hash of all parameters and buffers, in name order: equal exactly where the models are equal bit for bit."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(as_bytes(tensor).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _named_tensors(params: Params) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, torch.nn.Module):
+        params = params.state_dict(keep_vars=True)
+    entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    pairs = [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]
+    return [(name, t) for name, t in pairs if isinstance(t, torch.Tensor)]
+
+
+def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """``tensors`` in order, cut where a chunk is full or the device changes."""
+    chunks: list[list[torch.Tensor]] = []
+    filled = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if not chunks or chunks[-1][0].device != tensor.device or filled + size > _CHUNK_BYTES:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(tensor)
+        filled += size
+    return chunks
+
+
+def _unpack(packed: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    for tensor, part in zip(tensors, packed.split([as_bytes(t).numel() for t in tensors]), strict=True):
+        # A copy of its own: a slice of bytes need not start where the dtype may.
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,116 @@
+"""Worlds for tests: ``spmd`` runs a test body on all ranks of each of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dualtrain import connect
+from tests.pool import Pool, reference
+from tests.threads import run_threads
+
+LOCAL = [("local", 1)]
+THREADS = [("threads", 2), ("threads", 3)]
+REAL = [(name, size) for name in ("torch", "horovod") for size in (2, 3, 4)]
+WORLDS = LOCAL + THREADS + REAL
+PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
+NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+
+torch.set_num_threads(1)  # as in the workers: the same sums, and no crowd on a small machine
+
+
+class Spmd:
+    """``spmd(fn, *args)``: the results of ``fn(backend, *args)`` in rank order; ``fn`` stands at the top of a module."""
+
+    def __init__(self, name: str, size: int, pool: Pool | None) -> None:
+        self.name = name
+        self.size = size
+        self._pool = pool
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        reference(fn)  # on every world alike
+        if self._pool is not None:
+            self._pool.connect(self.name, self.size)
+            return self._pool.run(fn, *args)
+        if self.name == "threads":
+            return run_threads(self.size, fn, *args)
+        with connect("local") as backend:
+            return [fn(backend, *args)]
+
+
+def require_horovod() -> None:
+    """Skips where Horovod is missing; in CI, where it must not be, fails."""
+    if importlib.util.find_spec("horovod") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("Horovod is not installed")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The processes of all worlds of processes."""
+    pool = Pool(max(size for _, size in WORLDS))
+    yield pool
+    pool.close()
+
+
+def _spmd(request: pytest.FixtureRequest) -> Spmd:
+    name, size = request.param
+    if name == "horovod":
+        require_horovod()
+    return Spmd(name, size, request.getfixturevalue("pool") if (name, size) in REAL else None)
+
+
+def _worlds(worlds: list[tuple[str, int]]) -> dict[str, Any]:
+    return {"params": worlds, "ids": [f"{name}-{size}" for name, size in worlds]}
+
+
+@pytest.fixture(**_worlds(WORLDS))
+def spmd(request: pytest.FixtureRequest) -> Spmd:
+    """Every world there is."""
+    return _spmd(request)
+
+
+@pytest.fixture(**_worlds(THREADS + REAL))
+def many(request: pytest.FixtureRequest) -> Spmd:
+    """The worlds of more than one rank, where ranks can disagree."""
+    return _spmd(request)
+
+
+@pytest.fixture(**_worlds(REAL))
+def real(request: pytest.FixtureRequest) -> Spmd:
+    """The worlds of processes."""
+    return _spmd(request)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of one world together: opening another takes a moment."""
+
+    def world(item: pytest.Item) -> int:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        used = [params[name] for name in ("spmd", "many", "real") if name in params]
+        return WORLDS.index(used[0]) if used else -1
+
+    items.sort(key=world)
+
+
+def _launcher_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name in NAMES or name.startswith(PREFIXES)}
+
+
+@pytest.fixture(autouse=True)
+def no_environment_leaks() -> Iterator[None]:
+    """A launcher variable left behind would make the next test another rank of another world."""
+    before = _launcher_variables()
+    yield
+    after = _launcher_variables()
+    if after != before:
+        for name in after:
+            del os.environ[name]
+        os.environ.update(before)
+        changed = sorted(name for name, _ in before.items() ^ after.items())
+        pytest.fail(f"the test leaves launcher variables changed: {', '.join(changed)}")

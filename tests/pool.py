@@ -1,0 +1,234 @@
+"""Worker processes that are started once and run many test bodies, as the ranks of one world after another.
+
+A test body is a function ``fn(backend, *args)`` at the top level of a module. It travels as its module's name and its
+own; arguments and results travel as pickles. One world is open at a time, since torch and Horovod have no more than
+one in a process. A body that fails on any rank ends all processes: what is left of its world is of no use to others.
+
+No wait is without a bound, and no worker outlives the process that started it: its end of the pipe then closes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OPEN_SECONDS = 90.0  # importing torch and Horovod on a busy machine, and meeting
+CALL_SECONDS = 120.0  # more than a backend's own timeout, so that its error is what is seen
+AFTER_FAILURE_SECONDS = 15.0  # for the other ranks to notice that one has failed
+EXIT_SECONDS = 10.0
+TIMEOUT = 60.0
+
+
+class RanksFailed(AssertionError):
+    """A test body raised, or its process died, on at least one rank: the message holds every failed rank's traceback."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one call on one rank: its value, or ``error``: a traceback, or how the process ended."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def reference(fn: Callable[..., Any]) -> tuple[str, str]:
+    """The names that another process finds ``fn`` by."""
+    if "<" in getattr(fn, "__qualname__", "<"):
+        raise TypeError(f"{fn!r} cannot be sent to other processes: test bodies are functions at the top of a module")
+    return fn.__module__, fn.__qualname__
+
+
+class _Worker:
+    """The parent's end of one process."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.pool", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        theirs.close()
+
+    def send(self, *message: Any) -> None:
+        try:
+            self.connection.send_bytes(pickle.dumps(message))
+        except OSError:
+            pass  # it died: the answer says so
+
+    def answer(self) -> tuple[Any, str | None]:
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            return None, f"the process died with exit code {self.process.wait(EXIT_SECONDS)}"
+
+
+class Pool:
+    """``processes`` workers, started at the first use and again after a failure."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self.open: tuple[str, int] | None = None
+        self._workers: list[_Worker] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run now."""
+        return [worker.process.pid for worker in self._workers]
+
+    def connect(self, name: str, size: int) -> None:
+        """Opens the world of ``size`` ranks on the backend ``name``, unless it is open."""
+        if self.open == (name, size):
+            return
+        if self.open is not None:
+            self._demand(self._call(self.open[1], "close", what=f"closing the {self.open[0]} world of {self.open[1]}"))
+            self.open = None
+        if not self._workers:
+            self._workers = [_Worker() for _ in range(self.processes)]
+        message = "open", name, size, free_port()
+        self._demand(self._call(size, *message, what=f"opening the {name} world of {size}", seconds=OPEN_SECONDS))
+        self.open = name, size
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``fn(backend, *args)`` on every rank of the open world: the results in rank order."""
+        return self._demand(self.outcomes(fn, *args))
+
+    def outcomes(self, fn: Callable[..., Any], *args: Any, seconds: float = CALL_SECONDS) -> list[Outcome]:
+        """As :meth:`run`, with failures as values. Anything but success on all ranks ends the processes."""
+        assert self.open is not None
+        outcomes = self._call(self.open[1], "call", *reference(fn), args, what=fn.__qualname__, seconds=seconds)
+        if any(outcome.error for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the processes, in good order where they can. None is left afterwards."""
+        workers, self._workers, self.open = self._workers, [], None
+        for worker in workers:
+            worker.connection.close()
+        deadline = time.monotonic() + EXIT_SECONDS
+        for worker in workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait(EXIT_SECONDS)
+
+    def _demand(self, outcomes: list[Outcome]) -> list[Any]:
+        failed = [outcome for outcome in outcomes if outcome.error]
+        if failed:
+            self.close()
+            texts = (f"---- rank {outcome.rank} of {len(outcomes)}: {outcome.error}" for outcome in failed)
+            raise RanksFailed("\n".join(texts))
+        return [outcome.value for outcome in outcomes]
+
+    def _call(self, size: int, *message: Any, what: str, seconds: float = CALL_SECONDS) -> list[Outcome]:
+        workers = self._workers[:size]
+        for rank, worker in enumerate(workers):
+            worker.send(*message, rank) if message[0] == "open" else worker.send(*message)
+        deadline = time.monotonic() + seconds
+        waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+        outcomes: dict[int, Outcome] = {}
+        while waiting:
+            ready: Sequence[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                rank = waiting.pop(connection)
+                outcomes[rank] = Outcome(rank, *workers[rank].answer())
+                if outcomes[rank].error:
+                    deadline = min(deadline, time.monotonic() + AFTER_FAILURE_SECONDS)
+            if not ready:
+                for rank in waiting.values():
+                    workers[rank].process.send_signal(signal.SIGUSR1)  # prints its stacks
+                    outcomes[rank] = Outcome(rank, error=f"no answer in time while waiting for {what}; see stderr")
+                time.sleep(0.5)
+                break
+        return [outcomes[rank] for rank in range(size)]
+
+
+# -- in the worker ------------------------------------------------------------------------------------------------
+
+
+def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    try:
+        while True:
+            inbox.put(pickle.loads(connection.recv_bytes()))
+    except (EOFError, OSError):
+        inbox.put(None)
+    time.sleep(EXIT_SECONDS / 2)
+    os._exit(1)  # the main thread is stuck, and there is nobody left to tell
+
+
+def _explain(error: BaseException) -> str:
+    try:
+        return "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+    except Exception:  # a local variable that cannot be shown
+        return "".join(traceback.format_exception(error))
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    from dualtrain import connect
+    from dualtrain.launchers import World
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("error", module=r"(dualtrain|tests)(\.|$)")
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    backend = None
+    while (message := inbox.get()) is not None:
+        kind, *rest = message
+        value, error = None, None
+        try:
+            if kind == "open":
+                name, size, port, rank = rest
+                world = World(rank, size, rank, size, launcher="environment", rendezvous=("127.0.0.1", port))
+                backend = connect(name, world=world, timeout=TIMEOUT)
+            elif kind == "call":
+                module, qualname, args = rest
+                value = attrgetter(qualname)(importlib.import_module(module))(backend, *args)
+            else:
+                backend.close()
+                backend = None
+            answer = pickle.dumps((value, None))
+        except BaseException as failure:
+            error = _explain(failure)
+            if backend is not None:
+                backend.abort(f"{type(failure).__name__}: {failure}")
+            answer = pickle.dumps((None, error))
+        connection.send_bytes(answer)
+    if backend is not None:
+        backend.close()
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    _serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,83 @@
+"""The test infrastructure itself: what all other tests rely on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from dualtrain import ReduceOp
+from tests.pool import ROOT, Pool, RanksFailed
+from tests.threads import run_threads
+
+
+def place(backend, word):
+    return word, backend.rank, backend.size
+
+
+def fails_on_the_last(backend):
+    if backend.rank == backend.size - 1:
+        raise KeyError("lost key")
+    backend.barrier()
+
+
+def unmatched_primitives(backend):
+    backend.start_allreduce(torch.zeros(2 + backend.rank), ReduceOp.SUM, "x").wait()
+
+
+def await_end(pids, seconds):
+    """Whether none of these processes runs any more, within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_results_come_in_rank_order(spmd):
+    assert spmd(place, "word") == [("word", rank, spmd.size) for rank in range(spmd.size)]
+
+
+def test_a_failure_shows_the_rank_and_its_traceback_and_poisons_nothing():
+    pool = Pool(2)
+    try:
+        pool.connect("torch", 2)
+        with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2.*fails_on_the_last.*KeyError: 'lost key'"):
+            pool.run(fails_on_the_last)
+        pool.connect("torch", 2)
+        assert pool.run(place, "again") == [("again", rank, 2) for rank in range(2)]
+        pids = pool.pids
+    finally:
+        pool.close()
+    assert await_end(pids, 0)
+
+
+def test_workers_end_with_their_parent():
+    program = (
+        "import time; from tests.pool import Pool; from tests.test_pool import place; pool = Pool(2)\n"
+        "pool.connect('torch', 2); pool.run(place, 0); print(*pool.pids, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.send_signal(signal.SIGKILL)
+    assert pids
+    assert await_end(pids, 10)
+
+
+def test_local_functions_are_refused(spmd):
+    with pytest.raises(TypeError, match="top of a module"):
+        spmd(lambda backend: None)
+
+
+def test_threads_raise_the_first_cause():
+    with pytest.raises(KeyError, match="lost key"):
+        run_threads(3, fails_on_the_last)
+
+
+def test_threads_assert_that_primitives_match():
+    with pytest.raises(AssertionError, match="another rank"):
+        run_threads(2, unmatched_primitives)

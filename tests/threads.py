@@ -1,0 +1,215 @@
+"""A world of threads in one process, for debuggers, coverage and speed: the strictest backend of all.
+
+Every primitive asserts that all ranks make the same call with tensors of the same form, and that tensors are what the
+contract says. Results appear when the last rank has called, as with a library that works in the background.
+
+Threads share what belongs to the process: bodies use generators of their own instead of ``torch.manual_seed``.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from typing import Any
+
+import torch
+
+from dualtrain.backends.base import REDUCIBLE, ReduceOp, Work
+from dualtrain.backends.collectives import Backend
+from dualtrain.backends.watch import Loss, Watch
+from dualtrain.errors import BackendError
+from dualtrain.launchers import World
+
+TIMEOUT = 20.0
+_FOLD = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+
+
+class _Meeting:
+    """One primitive call, from the first rank that makes it to the last."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[int, Any] = {}
+        self.signature: tuple[Any, ...] | None = None
+        self.ended = False
+
+
+class Room:
+    """What the threads of one world share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.meetings: dict[tuple[str, int], _Meeting] = {}
+        self.rooms: dict[tuple[Any, ...], Room] = {}
+        self.lines: dict[int, Watch] = {}
+        self.mismatch: str | None = None
+
+    def arrive(self, rank: int, key: tuple[str, int], signature: tuple[Any, ...], tensors: Any, last: Callable) -> _Meeting:
+        """Joins the call ``key``; the last to do so runs ``last`` on what all ranks brought, in rank order."""
+        with self.changed:
+            meeting = self.meetings.setdefault(key, _Meeting())
+            if meeting.signature not in (None, signature):
+                self.mismatch = f"rank {rank} starts {signature}, another rank {meeting.signature}"
+                self.changed.notify_all()
+                raise AssertionError(self.mismatch)
+            meeting.signature = signature
+            meeting.arrived[rank] = tensors
+            if len(meeting.arrived) == self.size:
+                last([meeting.arrived[member] for member in range(self.size)])
+                meeting.ended = True
+                del self.meetings[key]
+                self.changed.notify_all()
+            return meeting
+
+
+class _Lifelines(Watch):
+    """A watch without sockets: the threads call one another."""
+
+    def __init__(self, backend: Backend, room: Room) -> None:
+        self.backend, self.room = backend, room
+        self.loss, self.on_loss = None, None
+        self._heard, self._leaving, self._lines = threading.Event(), False, []
+        room.lines[backend.rank] = self
+
+    def _tell(self, loss: Loss) -> None:
+        for rank, line in list(self.room.lines.items()):
+            if rank != loss.rank:
+                line._note(loss)
+
+
+class _ThreadsWork(Work[None]):
+    def __init__(self, backend: ThreadsBackend, meeting: _Meeting, what: str) -> None:
+        self._backend, self._meeting, self._what = backend, meeting, what
+
+    def wait(self) -> None:
+        room = self._backend.room
+
+        def finished(seconds: float) -> bool:
+            with room.changed:
+                return room.changed.wait_for(lambda: self._meeting.ended or room.mismatch is not None, seconds)
+
+        self._backend.await_bounded(self._what, finished)
+        assert self._meeting.ended, room.mismatch
+
+    def done(self) -> bool:
+        return self._meeting.ended
+
+
+class ThreadsBackend(Backend):
+    """One thread of a :class:`Room`."""
+
+    name = "threads"
+    transport = "memory"
+
+    def __init__(self, room: Room, world: World, timeout: float = TIMEOUT) -> None:
+        super().__init__(world, torch.device("cpu"), timeout)
+        self.room = room
+        self._calls = {"data": 0, "control": 0, "groups": 0}
+
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        assert tensor.dtype in REDUCIBLE
+        assert op in _FOLD
+
+        def last(tensors: list[torch.Tensor]) -> None:
+            total = reduce(_FOLD[op], tensors).clone()
+            for each in tensors:
+                each.copy_(total)
+
+        return self._start("allreduce", (op, name, tensor.shape, tensor.dtype), tensor, last)
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
+        assert tensor.dtype is torch.uint8
+
+        def last(tensors: list[torch.Tensor]) -> None:
+            for each in tensors:
+                each.copy_(tensors[root])
+
+        return self._start("broadcast", (root, name, tensor.shape), tensor, last)
+
+    def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
+        assert tensor.dtype is output.dtype is torch.uint8
+        assert output.shape == (self.size * len(tensor),)
+
+        def last(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            whole = torch.cat([each for _, each in pairs])
+            for target, _ in pairs:
+                target.copy_(whole)
+
+        return self._start("allgather", (name, tensor.shape), (output, tensor), last)
+
+    def start_alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
+    ) -> Work[None]:
+        assert tensor.dtype is output.dtype is torch.uint8
+        assert (len(tensor), len(output)) == (sum(sent), sum(received))
+
+        def last(calls: list[tuple[torch.Tensor, torch.Tensor, list[int], list[int]]]) -> None:
+            for rank, (target, _, wanted, _) in enumerate(calls):
+                parts = [source.split(lengths)[rank] for _, source, _, lengths in calls]
+                assert [len(part) for part in parts] == wanted
+                target.copy_(torch.cat(parts))
+
+        return self._start("alltoall", (name,), (output, tensor, list(received), list(sent)), last)
+
+    def exchange(self, row: torch.Tensor) -> torch.Tensor:
+        assert row.dtype is torch.int64
+        rows: list[torch.Tensor] = []
+        # One list for all: the meeting keeps what each rank brought, and every rank reads it from there.
+        work = self._start("exchange", (row.shape,), row, lambda brought: rows.extend(brought), plane="control")
+        work.wait()
+        arrived = work._meeting.arrived
+        return torch.stack([arrived[rank] for rank in range(self.size)])
+
+    def subset(self, ranks: Sequence[int], world: World | None) -> ThreadsBackend | None:
+        self._calls["groups"] += 1
+        key = self._calls["groups"], *ranks
+        if world is None:
+            return None
+        with self.room.changed:
+            room = self.room.rooms.setdefault(key, Room(len(ranks)))
+        return ThreadsBackend(room, world, self.timeout)
+
+    def disconnect(self) -> None:
+        """Nothing was opened."""
+
+    def _start(self, kind: str, form: tuple[Any, ...], tensors: Any, last: Callable, plane: str = "data") -> _ThreadsWork:
+        for tensor in tensors if isinstance(tensors, tuple) else (tensors,):
+            assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous()
+        self._calls[plane] += 1
+        meeting = self.room.arrive(self.rank, (plane, self._calls[plane]), (kind, *form), tensors, last)
+        return _ThreadsWork(self, meeting, f"{kind} {form}")
+
+
+def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """``fn(backend, *args)`` in ``size`` threads, each with a copy of ``args``: the results in rank order.
+
+    The exception of the first rank that failed by itself is raised as it is.
+    """
+    room = Room(size)
+
+    def member(rank: int) -> Any:
+        backend = ThreadsBackend(room, World(rank, size, rank, size, launcher="threads"))
+        backend.watch = _Lifelines(backend, room)
+        try:
+            return fn(backend, *copy.deepcopy(args))
+        except BaseException as error:
+            error.add_note(f"on rank {rank} of {size} threads")
+            backend.abort(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            backend.close()
+
+    with ThreadPoolExecutor(size, thread_name_prefix="rank") as threads:
+        futures = [threads.submit(member, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, BackendError)), errors[0])
+    return [future.result() for future in futures]
