@@ -1,10 +1,19 @@
-"""One PyTorch training loop over two communication backends: torch.distributed and Horovod."""
+"""One PyTorch training loop over two communication backends: torch.distributed and Horovod.
 
-from dualtrain.backends import Backend, ReduceOp, Work, connect
+The names below are the library's face. They are imported when first used: the command line answers a bad flag
+before it has loaded torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from dualtrain.errors import BackendError, UserError
-from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.state import average_buffers, broadcast_optimizer_state, broadcast_parameters, weights_sha256
 from dualtrain.version import __version__
+
+if TYPE_CHECKING:
+    from dualtrain.backends import Backend, ReduceOp, Work, connect
+    from dualtrain.optimizer import DistributedOptimizer
+    from dualtrain.state import average_buffers, broadcast_optimizer_state, broadcast_parameters, weights_sha256
 
 __all__ = [
     "Backend",
@@ -20,3 +29,20 @@ __all__ = [
     "connect",
     "weights_sha256",
 ]
+
+_HOMES = {
+    "dualtrain.backends": ("Backend", "ReduceOp", "Work", "connect"),
+    "dualtrain.optimizer": ("DistributedOptimizer",),
+    "dualtrain.state": ("average_buffers", "broadcast_optimizer_state", "broadcast_parameters", "weights_sha256"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

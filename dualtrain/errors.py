@@ -2,7 +2,14 @@
 
 
 class UserError(ValueError):
-    """Something that the person who started the program can mend: the message says the fact, the cause and the cure."""
+    """Something that the person who started the program can mend: the message says the fact, the cause and the cure.
+
+    ``shared`` where every rank raises the same one, so that one of them can speak for all.
+    """
+
+    def __init__(self, message: str, *, shared: bool = False) -> None:
+        super().__init__(message)
+        self.shared = shared
 
 
 class BackendError(RuntimeError):
@@ -10,3 +17,7 @@ class BackendError(RuntimeError):
 
     The message names the operation, the rank that reports it and, where it is known, the rank at fault.
     """
+
+
+class DivergedError(RuntimeError):
+    """The loss became infinite or not a number; raised on every rank in the same step, before the weights take it."""

@@ -116,7 +116,7 @@ class Backend(Primitives):
             ValueError: ``root`` is no rank of this backend.
             BackendError: as :meth:`allreduce`.
         """
-        return self._now(partial(self._broadcast_, tensor.detach().clone(), self._root(root), name))
+        return self._now(partial(self._broadcast_, _fresh(tensor), self._root(root), name))
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> torch.Tensor:
         """:meth:`broadcast` in place; returns ``tensor``."""
@@ -124,7 +124,7 @@ class Backend(Primitives):
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`broadcast` without blocking."""
-        return self._queue.submit(partial(self._broadcast_, tensor.detach().clone(), self._root(root), name))
+        return self._queue.submit(partial(self._broadcast_, _fresh(tensor), self._root(root), name))
 
     def broadcast_async_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`broadcast_` without blocking."""
@@ -243,7 +243,7 @@ class Backend(Primitives):
             self.disconnect()
 
     def abort(self, reason: str) -> None:
-        """Tells every other rank that this one stops for ``reason`` (a line, then perhaps a traceback)."""
+        """Tells every other rank that this one stops for ``reason``: a message, or a formatted traceback."""
         if self.watch is not None:
             self.watch.announce(reason)
 
@@ -276,7 +276,7 @@ class Backend(Primitives):
 
     @torch.no_grad()
     def _allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        fresh = tensor.detach().clone(memory_format=torch.contiguous_format)
+        fresh = _fresh(tensor)
         return wire.unpack(self._reduce_wire(fresh, op, name), fresh)
 
     @torch.no_grad()
@@ -388,6 +388,10 @@ class Backend(Primitives):
         assert isinstance(group, Backend)
         group.hosts, group.watch = tuple(hosts), self.watch
         return group
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _encoded(obj: Any) -> tuple[torch.Tensor | None, TypeError | None]:

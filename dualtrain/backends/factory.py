@@ -68,6 +68,7 @@ def connect(
     _compare(backend, world)
     _locate(backend)
     backend.watch = Watch(backend, _watch_address(backend))
+    backend.watch.guard()
     return backend
 
 

@@ -79,6 +79,9 @@ class HorovodBackend(Backend):
         if self._owns_world:
             _initialise(self.library, world, timeout, self._launched)
         self._set = self.library.global_process_set
+        self._scope = ""
+        self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.library.size())): self._set}
+        self._groups = 0
         self._ops = {
             ReduceOp.SUM: self.library.Sum,
             ReduceOp.MIN: self.library.Min,
@@ -94,30 +97,31 @@ class HorovodBackend(Backend):
         return "mpi" if self.library.mpi_enabled() else "gloo"
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        issue = partial(self.library.allreduce_async_, tensor, name=name, op=self._ops[op], process_set=self._set)
+        issue = partial(self.library.allreduce_async_, tensor, name=self._scope + name, op=self._ops[op], process_set=self._set)
         return self._start(f"{op.value} of {name!r}", issue)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
         # Horovod's root is a rank of its whole world, inside a process set too.
         everywhere = self._set.ranks[root] if self._set.ranks else root
-        issue = partial(self.library.broadcast_async_, tensor, everywhere, name=name, process_set=self._set)
+        issue = partial(self.library.broadcast_async_, tensor, everywhere, name=self._scope + name, process_set=self._set)
         return self._start(f"broadcast of {name!r} from rank {root}", issue)
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
-        issue = partial(self.library.allgather_async, tensor, name=name, process_set=self._set)
+        issue = partial(self.library.allgather_async, tensor, name=self._scope + name, process_set=self._set)
         return self._start(f"allgather of {name!r}", issue, output)
 
     def start_alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
     ) -> Work[None]:
         splits = torch.tensor(sent, dtype=torch.int32)
-        issue = partial(self.library.alltoall_async, tensor, splits, name=name, process_set=self._set)
+        issue = partial(self.library.alltoall_async, tensor, splits, name=self._scope + name, process_set=self._set)
         return self._start(f"alltoall of {name!r}", issue, output)
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
         output = row.new_empty(self.size, row.numel())
         # The length is part of the name: Horovod's cache is keyed by it, and two lengths would take turns in it.
-        issue = partial(self.library.allgather_async, row[None], name=f"agreement.{len(row)}", process_set=self._set)
+        name = f"{self._scope}agreement.{len(row)}"
+        issue = partial(self.library.allgather_async, row[None], name=name, process_set=self._set)
         self._start("comparing calls with the other ranks", issue, output).wait()
         return output
 
@@ -128,21 +132,26 @@ class HorovodBackend(Backend):
             raise self.failure(what, error) from error
 
     def subset(self, ranks: Sequence[int], world: World | None) -> HorovodBackend | None:
-        if len(ranks) == self.size:
-            members = self._set  # Horovod refuses a second set of the same ranks
-        elif self._launched or self.transport == "mpi":
-            members = self.library.add_process_set(list(ranks))
-        else:
-            where = self.world.single_host, self.rank == 0
-            with _meeting_place(*where, share=self.broadcast_object, joined=self.barrier):
-                members = self.library.add_process_set(list(ranks))
+        self._groups += 1
+        members = self._sets.get(tuple(ranks))  # Horovod refuses a second set of the same ranks
+        if members is None:
+            members = self._sets[tuple(ranks)] = self._new_set(list(ranks))
         if world is None:
             return None
         group = object.__new__(HorovodBackend)
         Backend.__init__(group, world, self.device, self.timeout)
         group.library, group.transport, group._ops = self.library, self.transport, self._ops
         group._owns_world, group._launched, group._set = False, self._launched, members
+        # Groups that share a set must not share names: both may have a call of the same name under way.
+        group._scope, group._sets, group._groups = f"group.{self._groups}.", {}, 0
         return group
+
+    def _new_set(self, ranks: list[int]) -> Any:
+        if self._launched or self.transport == "mpi":
+            return self.library.add_process_set(ranks)
+        where = self.world.single_host, self.rank == 0
+        with _meeting_place(*where, share=self.broadcast_object, joined=self.barrier):
+            return self.library.add_process_set(ranks)
 
     def disconnect(self) -> None:
         # A process set is left to the world's end: removing it needs every rank of the world.

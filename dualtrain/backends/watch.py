@@ -10,13 +10,17 @@ Lines of JSON over TCP; who calls must know a secret of this job; the listening 
 
 from __future__ import annotations
 
+import atexit
 import json
 import secrets
 import selectors
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from dualtrain.errors import BackendError
@@ -116,11 +120,24 @@ class Watch:
         line.send({"rank": self.backend.rank, "secret": where["secret"]})
         return line
 
+    def guard(self) -> None:
+        """Has an uncaught exception of this process announced, and its end too, for programs that do not close."""
+        earlier = sys.excepthook
+
+        def last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.announce("".join(traceback.format_exception(kind, error, trace)).strip())
+            earlier(kind, error, trace)
+
+        sys.excepthook = last_words
+        atexit.register(self.leave)
+
     def announce(self, reason: str) -> None:
-        """Tells the other ranks that this one stops, and why. Does not wait for them."""
+        """Tells the other ranks that this one stops, and why: a message, or a formatted traceback."""
         if not self._leaving:
             self._leaving = True
-            self._tell(Loss(self.backend.rank, f"stopped: {reason}"))
+            headline = reason.strip().splitlines()[-1]
+            details = "" if headline == reason.strip() else f"\n{reason.strip()}"
+            self._tell(Loss(self.backend.rank, f"stopped: {headline}{details}"))
 
     def leave(self) -> None:
         """Tells the other ranks that this one is done."""

@@ -1,0 +1,44 @@
+"""Which samples make up which batch.
+
+A pure function of (seed, epoch, batch number): not of the world size, the backend, or where a run was interrupted.
+Ranks take consecutive parts of a global batch, as equal as can be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The order of ``samples`` samples, in global batches of ``global_batch``; the last of an epoch may be shorter."""
+
+    samples: int
+    global_batch: int
+    seed: int
+
+    @property
+    def batches(self) -> int:
+        """Global batches in an epoch."""
+        return -(-self.samples // self.global_batch)
+
+    def batch(self, epoch: int, number: int) -> torch.Tensor:
+        """The sample numbers of a global batch. int64, (global_batch,) or fewer in the last batch."""
+        order = _order(self.samples, self.seed, epoch)
+        return order[number * self.global_batch : (number + 1) * self.global_batch]
+
+
+@lru_cache(maxsize=2)
+def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    digest = hashlib.blake2b(f"order of samples, seed {seed}, epoch {epoch}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randperm(samples, generator=generator)
+
+
+def share(batch: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Rank ``rank``'s part of a global batch: consecutive, at most one sample more than another rank's."""
+    return batch.tensor_split(size)[rank]

@@ -1,0 +1,110 @@
+"""The command line: ``python -m dualtrain.main``, alone or under a launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dualtrain.config import Config, parse
+from dualtrain.errors import BackendError, DivergedError, UserError
+from dualtrain.launchers import World, detect_world
+
+if TYPE_CHECKING:
+    from dualtrain.backends import Backend
+    from dualtrain.backends.watch import Loss
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one process of a training job; gives its exit status: 0 done, 2 the user can mend it, 1 anything else."""
+    world = World()
+    try:
+        world = detect_world()
+        config = parse(arguments)
+    except UserError as error:
+        return _refuse_alike(error, world)
+    return _run(config, world)
+
+
+def _run(config: Config, world: World) -> int:
+    from dualtrain.backends import connect
+    from dualtrain.training.loop import train
+
+    try:
+        backend = connect(config.backend, world=world, device=config.device, timeout=config.timeout)
+    except (UserError, BackendError) as error:
+        _say(error, world.rank, world.size)
+        return 2 if isinstance(error, UserError) else 1
+    if backend.watch is not None:
+        backend.watch.on_loss = lambda loss: _mourn(loss, backend)
+    try:
+        train(config, backend)
+    except BaseException as error:
+        return _give_up(error, backend)
+    backend.close()
+    return 0
+
+
+def _refuse_alike(error: UserError, world: World) -> int:
+    """Every process has the same command line: rank 0 answers, and the others leave it the time to."""
+    if world.rank == 0:
+        _say(error, world.rank, world.size)
+    else:
+        time.sleep(3.0)  # a launcher stops all processes when the first one ends
+    return 2
+
+
+def _give_up(error: BaseException, backend: Backend) -> int:
+    """Says what ended the run, tells the other ranks, and leaves without waiting for them."""
+    status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    if isinstance(error, DivergedError) or (isinstance(error, UserError) and error.shared):
+        if backend.rank == 0:
+            _say(error, backend.rank, backend.size)
+        _wait_for_all(backend)
+    elif isinstance(error, BackendError):
+        lost = backend.watch is not None and backend.watch.loss is not None and not backend.watch.loss.quiet
+        if not lost:  # otherwise the watch has said it
+            _say(error, backend.rank, backend.size)
+    elif isinstance(error, UserError | KeyboardInterrupt):
+        _say(error if str(error) else "interrupted", backend.rank, backend.size)
+    else:
+        traceback.print_exc()
+        _say(f"{type(error).__name__}: {error}", backend.rank, backend.size)
+    backend.abort("".join(traceback.format_exception(error)).strip())
+    return status
+
+
+def _wait_for_all(backend: Backend) -> None:
+    """All ranks have the same reason to leave: none goes before rank 0 has said it."""
+    try:
+        backend.barrier()
+        backend.close()
+    except BackendError:
+        pass  # a rank that is gone already need not be waited for
+
+
+def _mourn(loss: Loss, backend: Backend) -> None:
+    """Says at once that a rank is gone: a launcher may end this process before the loop notices."""
+    first, _, rest = loss.describe().partition("\n")
+    _say(f"stopping, since {first}", backend.rank, backend.size)
+    speaker = 0 if loss.rank else 1
+    if rest and backend.rank == speaker:
+        print(rest, file=sys.stderr, flush=True)
+
+
+def _say(what: object, rank: int, size: int) -> None:
+    where = f" (rank {rank} of {size})" if size > 1 else ""
+    print(f"dualtrain: error{where}: {what}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        # Not sys.exit: the libraries' exit handlers would wait for ranks that are gone.
+        os._exit(status)
+    sys.exit(0)

@@ -1,0 +1,43 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, on rank 0 alone."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+
+class Progress:
+    """A bar over the optimizer steps of a run, with one line for each epoch."""
+
+    def __init__(self, total: int, done: int, shown: bool) -> None:
+        self._shown = shown
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            unit="step",
+            file=sys.stdout,
+            disable=not (shown and sys.stdout.isatty()),
+            dynamic_ncols=True,
+            mininterval=0.2,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.close()
+
+    def step(self, loss: float) -> None:
+        """One optimizer step is done."""
+        self._bar.update()
+        if not self._bar.disable:
+            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+
+    def say(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        if self._shown:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
