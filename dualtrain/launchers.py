@@ -86,11 +86,14 @@ class _Variables:
                 f"{self.launcher} did not set {name}: the process has only a part of its environment; "
                 f"pass the whole environment through, or start without {self.launcher}'s other variables"
             )
+        return self.whole(name, value)
+
+    def whole(self, name: str, value: str) -> int:
         try:
             return int(value)
         except ValueError:
             raise UserError(
-                f"{name}={value!r} is not a whole number; {self.launcher} sets it, do not override it"
+                f"{name}={self.env[name]!r} is not a whole number; {self.launcher} sets it, do not override it"
             ) from None
 
     def world(self, rank: int, size: int, local_rank: int, local_size: int, *, rendezvous: bool = False) -> World:
@@ -132,8 +135,9 @@ def _pmi(v: _Variables) -> World:
 
 def _srun(v: _Variables) -> World:
     size = v.number("SLURM_NTASKS")
-    per_node = (v.text("SLURM_STEP_TASKS_PER_NODE") or str(size)).partition("(")[0].partition(",")[0]
-    return v.world(v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), int(per_node))
+    per_node = v.text("SLURM_STEP_TASKS_PER_NODE") or str(size)  # such as 4(x2),3
+    first = v.whole("SLURM_STEP_TASKS_PER_NODE", per_node.partition("(")[0].partition(",")[0])
+    return v.world(v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), first)
 
 
 def _environment(v: _Variables) -> World:

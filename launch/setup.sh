@@ -103,8 +103,11 @@ build_horovod() {
     "$venv/bin/python" -m pip wheel --no-build-isolation --no-deps --no-cache-dir --no-binary horovod \
     --wheel-dir "$work" "horovod==$(pin horovod)"
   mkdir -p "$wheels"
-  # Renamed into place, so that another set-up never sees half a wheel.
-  mv "$work"/horovod-*.whl "$wheels/"
+  # Renamed into place within one folder, so that another set-up never sees half a wheel.
+  local wheel
+  wheel=$(basename "$work"/horovod-*.whl)
+  cp "$work/$wheel" "$wheels/.$wheel.$$"
+  mv "$wheels/.$wheel.$$" "$wheels/$wheel"
   rm -rf "$work"
 }
 

@@ -18,6 +18,7 @@ LOCAL = [("local", 1)]
 THREADS = [("threads", 2), ("threads", 3)]
 REAL = [(name, size) for name in ("torch", "horovod") for size in (2, 3, 4)]
 WORLDS = LOCAL + THREADS + REAL
+TYPICAL = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 3)]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -74,6 +75,12 @@ def spmd(request: pytest.FixtureRequest) -> Spmd:
     return _spmd(request)
 
 
+@pytest.fixture(**_worlds(TYPICAL))
+def typical(request: pytest.FixtureRequest) -> Spmd:
+    """A world of each kind, for tests of many cases that do not depend on the size."""
+    return _spmd(request)
+
+
 @pytest.fixture(**_worlds(THREADS + REAL))
 def many(request: pytest.FixtureRequest) -> Spmd:
     """The worlds of more than one rank, where ranks can disagree."""
@@ -92,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def world(item: pytest.Item) -> int:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        used = [params[name] for name in ("spmd", "many", "real") if name in params]
+        used = [params[name] for name in ("spmd", "typical", "many", "real") if name in params]
         return WORLDS.index(used[0]) if used else -1
 
     items.sort(key=world)

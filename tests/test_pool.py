@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dualtrain import ReduceOp
-from tests.pool import ROOT, Pool, RanksFailed
+from tests.pool import ROOT, Pool, RankError
 from tests.threads import run_threads
 
 
@@ -46,7 +46,7 @@ def test_a_failure_shows_the_rank_and_its_traceback_and_poisons_nothing():
     pool = Pool(2)
     try:
         pool.connect("torch", 2)
-        with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2.*fails_on_the_last.*KeyError: 'lost key'"):
+        with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*fails_on_the_last.*KeyError: 'lost key'"):
             pool.run(fails_on_the_last)
         pool.connect("torch", 2)
         assert pool.run(place, "again") == [("again", rank, 2) for rank in range(2)]

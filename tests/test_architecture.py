@@ -1,0 +1,119 @@
+"""Who may import whom, read from the source, so that the order of the rooms stays what it says it is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.pool import ROOT
+
+PACKAGE = ROOT / "dualtrain"
+ROOMS = ["version", "errors", "launchers", "backends", "buckets", "gradients", "optimizer", "state"]
+ROOMS += ["models", "data", "config", "training", "hvd", "main", "compare"]
+BACKENDS = [
+    {"base"},
+    {"watch", "agreement", "wire", "serial", "objects", "http_store"},
+    {"collectives"},
+    {"local", "torch", "horovod"},
+    {"factory"},
+]
+HEAVY = ["horovod", "torchvision", "sklearn", "tensorboard", "matplotlib", "mpi4py", "yaml", "tqdm"]
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def without_type_checking(tree):
+    """All nodes but those that only type checkers see."""
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        children = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            children = node.orelse
+        todo.extend(children)
+
+
+def imports(path):
+    """Full names of everything that the file imports, lazily too: ``from a import b`` counts as ``a.b``."""
+    for node in without_type_checking(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: {ast.unparse(node)} is relative"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(name):
+    """The room of ``dualtrain.room.…``, or ``None`` for the package itself and for other people's modules."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "dualtrain" and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def layer(name):
+    parts = name.split(".")
+    found = [
+        number for number, names in enumerate(BACKENDS) if parts[:2] == ["dualtrain", "backends"] and parts[2] in names
+    ]
+    return found[0] if found else None
+
+
+def test_every_file_belongs_to_a_room():
+    unknown = [module(path) for path in FILES if module(path) != "dualtrain" and room(module(path)) is None]
+    assert unknown in ([], ["dualtrain.__main__"])
+    inside = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__"}
+    assert inside == set().union(*BACKENDS)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room(module(path))], ids=module)
+def test_rooms_import_one_way(path):
+    own = room(module(path))
+    for name in imports(path):
+        other = room(name)
+        assert other is None or ROOMS.index(other) <= ROOMS.index(own), f"{own} imports {name}"
+        # The package's front door opens on rooms above.
+        assert other or not name.startswith("dualtrain") or own in ("training", "hvd", "main"), f"{own} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "backends").glob("[!_]*.py")), ids=module)
+def test_inside_the_backends_imports_run_one_way(path):
+    own = layer(module(path))
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[:2] != ["dualtrain", "backends"]:
+            continue
+        others = [name] if layer(name) is not None else [f"dualtrain.backends.{parts[2]}.{part}" for part in parts[3:]]
+        others = others or [f"dualtrain.backends.{parts[2]}.x"]
+        for other in others:
+            beside = module(path) == "dualtrain.backends.horovod" and other.startswith("dualtrain.backends.torch.")
+            assert layer(other) < own or beside, f"{path.name} imports {name}"
+
+
+def uses_of(path, library):
+    """Lines of the file that name ``library``: imports of it or its parts, and ``torch.distributed.…`` as attributes."""
+    found = [name for name in imports(path) if name == library or name.startswith(f"{library}.")]
+    for node in without_type_checking(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == library:
+            found.append(f"line {node.lineno}")
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found += [ast.unparse(node) for value in node.args if library in ast.unparse(value)]
+    return found
+
+
+@pytest.mark.parametrize(("library", "file"), [("torch.distributed", "torch.py"), ("horovod", "horovod.py")])
+def test_each_communication_library_is_named_in_one_file(library, file):
+    users = {path.relative_to(PACKAGE).as_posix(): uses for path in FILES if (uses := uses_of(path, library))}
+    assert list(users) == [f"backends/{file}"], users
+
+
+def test_importing_the_package_loads_nothing_optional():
+    program = f"import sys, dualtrain; print(*sorted(set({HEAVY}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []

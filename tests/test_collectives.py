@@ -1,0 +1,749 @@
+"""The contract of the collective calls, on every world, against an oracle that knows all ranks' inputs.
+
+Inputs are a pure function of rank and seed, so that every rank can compute what the result must be. They are small
+whole numbers: their sums and products are exact in every dtype and in any order.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import pickle
+import time
+from functools import reduce
+
+import pytest
+import torch
+
+from dualtrain import BackendError, ReduceOp
+from dualtrain.backends import objects
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
+MOVABLE = [*DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.complex128, torch.float8_e4m3fn]
+OPS = list(ReduceOp)
+ALIKE = {"rtol": 0, "atol": 0, "equal_nan": True}
+
+
+def data(rank, *shape, dtype=torch.float32, seed=0):
+    """What ``rank`` brings: whole numbers from -3 to 3 (0 to 3 without a sign)."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    low = 0 if dtype in (torch.uint8, torch.bool) else -3
+    values = torch.randint(low, 2 if dtype is torch.bool else 4, shape, generator=generator)
+    if dtype.is_complex:
+        return torch.complex(values.float(), values.flip(-1).float() + rank).to(dtype)
+    return values.to(dtype)
+
+
+def noise(rank, *shape, dtype, seed=0):
+    """Any bits there are, NaNs with their payloads among them."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    width = torch.empty(0, dtype=dtype).element_size()
+    top = 2 if dtype is torch.bool else 256
+    octets = torch.randint(0, top, (*shape[:-1], shape[-1] * width), generator=generator, dtype=torch.uint8)
+    return octets.view(dtype)
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def reduced(tensors, op):
+    """The oracle: element by element, in Python's own numbers."""
+    dtype, size = tensors[0].dtype, len(tensors)
+
+    def one(*values):
+        if dtype is torch.bool:
+            return any(values) if op in (ReduceOp.SUM, ReduceOp.MAX) else all(values)
+        if op is ReduceOp.MIN:
+            return min(values)
+        if op is ReduceOp.MAX:
+            return max(values)
+        if op is ReduceOp.PRODUCT:
+            return math.prod(values)
+        total = reduce(operator.add, values)
+        if op is ReduceOp.SUM:
+            return total
+        return total / size if dtype in FLOATS or dtype.is_complex else math.trunc(total / size)
+
+    columns = zip(*(tensor.reshape(-1).tolist() for tensor in tensors), strict=True)
+    return torch.tensor([one(*column) for column in columns], dtype=dtype).reshape(tensors[0].shape)
+
+
+def has_meaning(op, dtype):
+    if dtype is torch.bool:
+        return op is not ReduceOp.AVERAGE
+    return not dtype.is_complex or op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+
+
+def check(actual, expected, **tolerance):
+    torch.testing.assert_close(actual, expected, **tolerance)
+    assert actual.is_contiguous()
+
+
+# -- allreduce ----------------------------------------------------------------------------------------------------
+
+
+def allreduce_all(backend, dtype):
+    for op in OPS:
+        mine = data(backend.rank, 3, 5, dtype=dtype)
+        before = mine.clone()
+        if not has_meaning(op, dtype):
+            for call in (backend.allreduce, backend.allreduce_, backend.reducescatter):
+                with pytest.raises(ValueError, match="have no"):
+                    call(mine, op)
+            continue
+        expected = reduced([data(rank, 3, 5, dtype=dtype) for rank in range(backend.size)], op)
+        result = backend.allreduce(mine, op, "x")
+        check(result, expected)
+        check(mine, before, **ALIKE)
+        assert result.data_ptr() != mine.data_ptr()
+        assert backend.allreduce_(mine, op) is mine
+        check(mine, result, **ALIKE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_allreduce_of_every_operation_in_and_out_of_place(typical, dtype):
+    typical(allreduce_all, dtype)
+
+
+def allreduce_defaults(backend):
+    mine = data(backend.rank, 4)
+    check(backend.allreduce(mine), reduced([data(rank, 4) for rank in range(backend.size)], ReduceOp.AVERAGE))
+    check(backend.allreduce(mine, "MaX"), backend.allreduce(mine, ReduceOp.MAX))
+    with pytest.raises(ValueError, match="no reduction is called 'mean': choose one of average, sum"):
+        backend.allreduce(mine, "mean")
+
+
+def test_allreduce_averages_by_default_and_knows_operations_by_name(spmd):
+    spmd(allreduce_defaults)
+
+
+def layouts(rank):
+    """The same kinds of view on every rank, with values of its own and each of its own memory."""
+
+    def square():
+        return data(rank, 4, 6)
+
+    images = data(rank, 2, 3, 4, 5)
+    return {
+        "scalar": data(rank),
+        "empty": data(rank, 0),
+        "empty rows": data(rank, 0, 3),
+        "empty columns": data(rank, 3, 0),
+        "transposed": square().T,
+        "strided": square()[::2, 1::3],
+        "column": square()[:, 2],
+        "channels last": images.contiguous(memory_format=torch.channels_last),
+        "permuted": images.permute(3, 0, 2, 1),
+        "offset": square().view(-1)[5:],
+        "conjugate": torch.complex(square(), square() + rank).conj(),
+        "negative": torch.complex(square(), square() + rank).conj().imag,
+    }
+
+
+def allreduce_layouts(backend):
+    everyone = [layouts(rank) for rank in range(backend.size)]
+    for kind, mine in layouts(backend.rank).items():
+        expected = reduced([each[kind] for each in everyone], ReduceOp.SUM)
+        check(backend.allreduce(mine, "sum", kind), expected)
+        strides = mine.stride()
+        assert backend.allreduce_(mine, "sum", kind) is mine
+        assert mine.stride() == strides
+        torch.testing.assert_close(mine, expected)
+
+
+def test_allreduce_of_any_layout(spmd):
+    spmd(allreduce_layouts)
+
+
+def allreduce_inside_a_larger_tensor(backend):
+    whole = data(backend.rank, 4, 6)
+    untouched = whole[:, ::2].clone()
+    backend.allreduce_(whole[:, 1::2], "max")
+    check(whole[:, ::2].contiguous(), untouched, **ALIKE)
+    expected = reduced([data(rank, 4, 6)[:, 1::2] for rank in range(backend.size)], ReduceOp.MAX)
+    torch.testing.assert_close(whole[:, 1::2], expected)
+
+
+def test_allreduce_in_place_touches_the_view_alone(spmd):
+    spmd(allreduce_inside_a_larger_tensor)
+
+
+def allreduce_expanded(backend):
+    mine = data(backend.rank, 3, 1).expand(3, 4)
+    check(backend.allreduce(mine, "sum"), reduced([data(r, 3, 1).expand(3, 4) for r in range(backend.size)], ReduceOp.SUM))
+    check(mine.contiguous(), data(backend.rank, 3, 1).expand(3, 4).contiguous(), **ALIKE)
+
+
+def test_allreduce_of_an_expanded_input(spmd):
+    spmd(allreduce_expanded)
+
+
+def integer_averages(backend):
+    for start in (-7, -1, 0, 6):
+        values = [start + 3 * rank for rank in range(backend.size)]
+        expected = math.trunc(sum(values) / backend.size)
+        for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+            assert backend.allreduce(torch.tensor(values[backend.rank], dtype=dtype)).item() == expected
+
+
+def test_integer_averages_are_truncated_toward_zero(spmd):
+    spmd(integer_averages)
+
+
+def wide_averages(backend):
+    assert backend.allreduce(torch.tensor([60000.0], dtype=torch.float16)).item() == 60000
+    assert backend.allreduce(torch.tensor([100], dtype=torch.int8)).item() == 100
+    assert backend.allreduce(torch.tensor([-30000], dtype=torch.int16)).item() == -30000
+    assert backend.reducescatter(torch.full((backend.size,), 250, dtype=torch.uint8)).item() == 250
+
+
+def test_averages_of_narrow_dtypes_do_not_overflow_on_the_way(spmd):
+    spmd(wide_averages)
+
+
+def large_integers(backend):
+    mine = torch.tensor([2**53 + 1 + 2 * backend.rank])
+    assert backend.allreduce(mine, "max").item() == 2**53 + 1 + 2 * (backend.size - 1)
+    assert backend.allreduce(mine, "sum").item() == sum(2**53 + 1 + 2 * rank for rank in range(backend.size))
+
+
+def test_integers_keep_every_digit(spmd):
+    spmd(large_integers)
+
+
+def sums_of_nan(backend, dtype):
+    mine = torch.ones(3, dtype=dtype)
+    if backend.rank == backend.size - 1:
+        mine[1] = math.nan
+    for op in ("sum", "average"):
+        assert backend.allreduce(mine, op).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_nan_of_one_rank_reaches_all(typical, dtype):
+    typical(sums_of_nan, dtype)
+
+
+def without_history(backend):
+    mine = data(backend.rank, 2, 2).requires_grad_()
+    calls = [backend.allreduce, backend.reducescatter, backend.broadcast, backend.allgather]
+    assert not any(call(mine).requires_grad for call in calls)
+    assert backend.allreduce_(mine, "sum") is mine
+    assert mine.is_leaf
+    assert mine.requires_grad
+
+
+def test_results_carry_no_history_and_leaves_may_be_reduced_in_place(spmd):
+    spmd(without_history)
+
+
+def same_bits_everywhere(backend):
+    mine = torch.randn(1000, generator=torch.Generator().manual_seed(backend.rank))
+    result = backend.allreduce(mine)
+    everyone = backend.allgather(bits(result)[None])
+    assert bool((everyone == everyone[0]).all())
+
+
+def test_all_ranks_get_the_same_bits(spmd):
+    spmd(same_bits_everywhere)
+
+
+# -- reducescatter ------------------------------------------------------------------------------------------------
+
+
+def check_reducescatter(backend, rows, op, dtype=torch.float32):
+    share = [rows // backend.size + (rank < rows % backend.size) for rank in range(backend.size)]
+    start = sum(share[: backend.rank])
+    mine = data(backend.rank, rows, 2, dtype=dtype)
+    whole = reduced([data(rank, rows, 2, dtype=dtype) for rank in range(backend.size)], op)
+    check(backend.reducescatter(mine, op), whole[start : start + share[backend.rank]])
+    check(mine, data(backend.rank, rows, 2, dtype=dtype), **ALIKE)
+
+
+def reducescatter_rows(backend):
+    for rows in (0, 1, backend.size - 1, backend.size, 2 * backend.size + 1, 3 * backend.size - 1):
+        check_reducescatter(backend, rows, ReduceOp.AVERAGE)
+
+
+def test_reducescatter_deals_rows_evenly_the_first_ranks_one_more(spmd):
+    spmd(reducescatter_rows)
+
+
+def reducescatter_all(backend, dtype):
+    for op in OPS:
+        if has_meaning(op, dtype):
+            check_reducescatter(backend, 2 * backend.size + 1, op, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reducescatter_of_every_operation(typical, dtype):
+    typical(reducescatter_all, dtype)
+
+
+def reducescatter_layouts(backend):
+    everyone = [layouts(rank) for rank in range(backend.size)]
+    for kind, mine in layouts(backend.rank).items():
+        if kind == "scalar":
+            with pytest.raises(ValueError, match=r"reshape it to \(1,\)"):
+                backend.reducescatter(mine)
+            continue
+        whole = reduced([each[kind] for each in everyone], ReduceOp.SUM)
+        check(backend.reducescatter(mine, "sum"), whole.tensor_split(backend.size)[backend.rank])
+
+
+def test_reducescatter_of_any_layout(spmd):
+    spmd(reducescatter_layouts)
+
+
+# -- broadcast ----------------------------------------------------------------------------------------------------
+
+
+def broadcast_bits(backend, dtype):
+    root = backend.size - 1
+    mine = noise(backend.rank, 3, 5, dtype=dtype)
+    result = backend.broadcast(mine, root, "x")
+    check(bits(result), bits(noise(root, 3, 5, dtype=dtype)))
+    check(bits(mine), bits(noise(backend.rank, 3, 5, dtype=dtype)))
+    assert (result.dtype, result.shape) == (mine.dtype, mine.shape)
+    assert backend.broadcast_(mine, root) is mine
+    check(bits(mine), bits(result))
+
+
+@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
+def test_broadcast_is_exact_to_the_bit(typical, dtype):
+    typical(broadcast_bits, dtype)
+
+
+def broadcast_from_all(backend):
+    for root in range(backend.size):
+        mine = data(backend.rank, 4)
+        check(backend.broadcast(mine, root), data(root, 4), **ALIKE)
+        assert backend.broadcast_(mine, root) is mine
+        check(mine, data(root, 4), **ALIKE)
+
+
+def test_broadcast_from_every_root(spmd):
+    spmd(broadcast_from_all)
+
+
+def broadcast_layouts(backend):
+    root = backend.size - 1
+    for kind, mine in layouts(backend.rank).items():
+        expected = layouts(root)[kind]
+        check(backend.broadcast(mine, root), expected.resolve_conj().resolve_neg().contiguous(), **ALIKE)
+        assert backend.broadcast_(mine, root) is mine
+        torch.testing.assert_close(mine, expected, **ALIKE)
+
+
+def test_broadcast_of_any_layout(spmd):
+    spmd(broadcast_layouts)
+
+
+def wrong_roots(backend):
+    for root in (-1, backend.size):
+        for call in (backend.broadcast, backend.broadcast_, backend.broadcast_async, backend.broadcast_object):
+            with pytest.raises(ValueError, match=f"root {root} is no rank"):
+                call(torch.zeros(1), root)
+
+
+def test_a_root_that_is_no_rank_is_refused(spmd):
+    spmd(wrong_roots)
+
+
+# -- allgather ----------------------------------------------------------------------------------------------------
+
+
+def allgather_all(backend, dtype):
+    for rows in ([3] * backend.size, [rank % 3 for rank in range(backend.size)], [0] * backend.size):
+        everyone = [noise(rank, rows[rank], 2, dtype=dtype) for rank in range(backend.size)]
+        mine = everyone[backend.rank].clone()
+        result = backend.allgather(mine, "x")
+        assert (result.dtype, tuple(result.shape)) == (dtype, (sum(rows), 2))
+        check(bits(result), torch.cat([bits(each) for each in everyone]))
+
+
+@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
+def test_allgather_of_equal_unequal_and_no_rows(typical, dtype):
+    typical(allgather_all, dtype)
+
+
+def allgather_layouts(backend):
+    everyone = [layouts(rank) for rank in range(backend.size)]
+    for kind, mine in layouts(backend.rank).items():
+        expected = torch.cat([each[kind].reshape(1) if each[kind].dim() == 0 else each[kind] for each in everyone])
+        check(backend.allgather(mine), expected.contiguous(), **ALIKE)
+
+
+def test_allgather_of_any_layout_and_of_scalars(spmd):
+    spmd(allgather_layouts)
+
+
+# -- alltoall -----------------------------------------------------------------------------------------------------
+
+
+def alltoall_equally(backend, dtype):
+    everyone = [noise(rank, 2 * backend.size, 3, dtype=dtype) for rank in range(backend.size)]
+    expected = torch.cat([bits(each.chunk(backend.size)[backend.rank]) for each in everyone])
+    result = backend.alltoall(everyone[backend.rank].clone())
+    check(bits(result), expected)
+    assert tuple(result.shape) == (2 * backend.size, 3)
+
+
+@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
+def test_alltoall_deals_rows_equally(typical, dtype):
+    typical(alltoall_equally, dtype)
+
+
+def alltoall_by_splits(backend):
+    splits = [[(source + target) % 3 for target in range(backend.size)] for source in range(backend.size)]
+    for spare in (0, 2):
+        everyone = [data(rank, sum(splits[rank]) + spare, 2) for rank in range(backend.size)]
+        parts = [each[: sum(s)].split(s)[backend.rank] for each, s in zip(everyone, splits, strict=True)]
+        mine = splits[backend.rank]
+        for given in (mine, tuple(mine), torch.tensor(mine), torch.tensor(mine, dtype=torch.int32)):
+            rows, received = backend.alltoall(everyone[backend.rank], given, "x")
+            check(rows, torch.cat(parts))
+            assert received.tolist() == [len(part) for part in parts]
+            assert (received.dtype, received.device.type) == (torch.int32, "cpu")
+
+
+def test_alltoall_by_splits_and_what_is_behind_them_stays(spmd):
+    spmd(alltoall_by_splits)
+
+
+def alltoall_of_nothing(backend):
+    rows, received = backend.alltoall(torch.zeros(4, 3), [0] * backend.size)
+    assert tuple(rows.shape) == (0, 3)
+    assert received.tolist() == [0] * backend.size
+    assert tuple(backend.alltoall(torch.zeros(0, 3)).shape) == (0, 3)
+    assert tuple(backend.alltoall(torch.zeros(backend.size, 0)).shape) == (backend.size, 0)
+    everyone = [data(rank, 3, 2 * backend.size).T for rank in range(backend.size)]
+    expected = torch.cat([each.chunk(backend.size)[backend.rank] for each in everyone])
+    check(backend.alltoall(everyone[backend.rank]), expected.contiguous())
+
+
+def test_alltoall_of_no_rows_and_of_transposed_ones(spmd):
+    spmd(alltoall_of_nothing)
+
+
+def alltoall_refusals(backend):
+    rows = torch.zeros(2 * backend.size)
+    with pytest.raises(ValueError, match=r"reshape it to \(1,\)"):
+        backend.alltoall(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"reshape it to \(1,\)"):
+        backend.alltoall_async(torch.tensor(1.0))
+    if backend.size > 1:
+        with pytest.raises(ValueError, match="pass splits"):
+            backend.alltoall(torch.zeros(backend.size + 1))
+    for splits in ([1] * (backend.size + 1), [-1] + [1] * (backend.size - 1), [3] * backend.size, []):
+        with pytest.raises(ValueError, match="splits must be"):
+            backend.alltoall(rows, splits)
+    backend.barrier()
+
+
+def test_alltoall_refuses_what_cannot_be_dealt(spmd):
+    spmd(alltoall_refusals)
+
+
+# -- barrier, groups ----------------------------------------------------------------------------------------------
+
+
+def late(backend):
+    if backend.rank == backend.size - 1:
+        time.sleep(0.2)
+    before = time.time()
+    backend.barrier("here")
+    return before, time.time()
+
+
+def test_barrier_holds_every_rank_until_the_last(spmd):
+    times = spmd(late)
+    assert min(after for _, after in times) >= max(before for before, _ in times)
+
+
+def groups(backend):
+    last = backend.size - 1
+    for ranks in ([0], [last], list(range(backend.size)), list(range(backend.size))[::-1], [last, 0][: backend.size]):
+        members = sorted(ranks)
+        group = backend.group(ranks)
+        assert (group is None) == (backend.rank not in members)
+        if group is not None:
+            assert (group.rank, group.size) == (members.index(backend.rank), len(members))
+            assert (group.local_rank, group.local_size) == (group.rank, group.size)
+            assert (group.name, group.transport, group.device) == (backend.name, backend.transport, backend.device)
+            check(group.allgather(torch.tensor(backend.rank)), torch.tensor(members))
+            check(group.allreduce(torch.tensor([backend.rank]), "sum"), torch.tensor([sum(members)]))
+            check(group.broadcast(torch.tensor([backend.rank]), group.size - 1), torch.tensor([members[-1]]))
+            assert group.broadcast_object(backend.rank, 0) == members[0]
+            assert group.alltoall(torch.full((group.size,), backend.rank)).tolist() == members
+            group.barrier()
+            with pytest.raises(ValueError, match="no groups of its own"):
+                group.group([0])
+        backend.barrier()
+
+
+def test_a_group_is_a_backend_over_some_ranks_and_none_for_the_others(spmd):
+    spmd(groups)
+
+
+def disjoint_groups(backend):
+    halves = list(range(backend.size))[::2], list(range(backend.size))[1::2]
+    made = [backend.group(half) for half in halves if half]
+    mine = next(group for group in made if group is not None)
+    expected = halves[backend.rank % 2]
+    for _ in range(3):
+        assert mine.allgather(torch.tensor(backend.rank)).tolist() == expected
+
+
+def test_disjoint_groups_work_side_by_side(spmd):
+    spmd(disjoint_groups)
+
+
+def equal_groups(backend):
+    everyone = list(range(backend.size))
+    members = everyone[: max(1, backend.size - 1)]
+    made = [backend, backend.group(everyone), backend.group(members), backend.group(members)]
+    mine = [group for group in made if group is not None]
+    for _ in range(3):
+        works = [group.allreduce_async(torch.full((2,), 1.0), "sum", "x") for group in mine]
+        assert [work.wait().tolist() for work in works] == [[float(group.size)] * 2 for group in mine]
+
+
+def test_groups_of_the_same_ranks_do_not_meet(spmd):
+    spmd(equal_groups)
+
+
+def wrong_groups(backend):
+    for ranks in ([], [0, 0], [-1], [backend.size]):
+        with pytest.raises(ValueError, match="a group needs one or more different ranks"):
+            backend.group(ranks)
+
+
+def test_groups_of_no_or_unknown_ranks_are_refused(spmd):
+    spmd(wrong_groups)
+
+
+# -- objects ------------------------------------------------------------------------------------------------------
+
+
+class Unknown:
+    pass
+
+
+class Trap:
+    def __reduce__(self):
+        return print, ("code of a foreign pickle has run",)
+
+
+def value(rank):
+    return {
+        "rank": rank,
+        "nested": [None, True, 2**70, 1.5, complex(1, 2), "é" * rank, b"\x00\xff", (rank, {"a": {rank}})],
+        "tensor": data(rank, rank, 2, dtype=torch.bfloat16),
+        3: data(rank, 3, 4).T,
+    }
+
+
+def check_value(actual, rank):
+    expected = value(rank)
+    for key in ("tensor", 3):
+        torch.testing.assert_close(actual.pop(key), expected.pop(key), **ALIKE)
+    assert actual == expected
+
+
+def exchange_objects(backend):
+    for root in range(backend.size):
+        check_value(backend.broadcast_object(value(backend.rank) if backend.rank == root else None, root), root)
+    everyone = backend.allgather_object(value(backend.rank), "x")
+    assert len(everyone) == backend.size
+    for rank, each in enumerate(everyone):
+        check_value(each, rank)
+    assert backend.allgather_object(None) == [None] * backend.size
+
+
+def test_objects_arrive_as_they_were_sent(spmd):
+    spmd(exchange_objects)
+
+
+def refuse_objects(backend):
+    last = backend.size - 1
+    for thing in (Unknown(), Trap(), refuse_objects, [{"deep": Unknown}], lambda: 0):
+        expected, message = (
+            (TypeError, "cannot be sent") if backend.rank == last else (BackendError, f"rank {last} could not")
+        )
+        with pytest.raises(expected, match=message):
+            backend.broadcast_object(thing if backend.rank == last else None, last)
+        with pytest.raises(expected, match=message):
+            backend.allgather_object(thing if backend.rank == last else backend.rank)
+    assert backend.allgather_object(backend.rank) == list(range(backend.size))
+
+
+def test_objects_with_code_are_refused_where_they_are_sent_and_the_backend_lives_on(spmd, capfd):
+    spmd(refuse_objects)
+    assert "foreign" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_nothing_in_a_forged_message_is_executed(protocol, tmp_path, capfd):
+    saved = tmp_path / "forged"
+    torch.save(Trap(), saved, pickle_protocol=protocol)
+    for message in (saved.read_bytes(), pickle.dumps(Trap(), protocol)):
+        with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|invalid"):
+            objects.decode(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    assert "foreign" not in capfd.readouterr().out
+
+
+# -- asynchronous calls -------------------------------------------------------------------------------------------
+
+
+def await_done(work):
+    deadline = time.monotonic() + 30
+    while not work.done():
+        assert time.monotonic() < deadline, "done() is still False"
+        time.sleep(0.001)
+
+
+def asynchronous(backend):
+    everyone = [data(rank, 6, 2) for rank in range(backend.size)]
+    mine = everyone[backend.rank].clone()
+    total = reduced(everyone, ReduceOp.SUM)
+    in_place = mine.clone(), mine.clone()
+    works = [
+        backend.allreduce_async(mine, "sum", "a"),
+        backend.allreduce_async_(in_place[0], "sum"),
+        backend.reducescatter_async(mine, "sum"),
+        backend.broadcast_async(mine, backend.size - 1),
+        backend.broadcast_async_(in_place[1], 0),
+        backend.allgather_async(mine),
+        backend.alltoall_async(mine, [1] * backend.size),
+    ]
+    # A blocking call comes after all of them, on every rank.
+    check(backend.allreduce(mine, "sum"), total)
+    assert all(work.done() for work in works)
+    rows, received = works[6].wait()
+    for work, expected in zip(
+        works,
+        [
+            total,
+            total,
+            total.tensor_split(backend.size)[backend.rank],
+            everyone[-1],
+            everyone[0],
+            torch.cat(everyone),
+        ],
+        strict=False,
+    ):
+        check(work.wait(), expected)
+        assert work.wait() is work.wait()
+    check(rows, torch.stack([each[backend.rank] for each in everyone]))
+    assert received.tolist() == [1] * backend.size
+    assert works[1].wait() is in_place[0]
+    assert works[4].wait() is in_place[1]
+    assert mine.equal(everyone[backend.rank])
+
+
+def test_asynchronous_calls_give_what_the_blocking_ones_do(spmd):
+    spmd(asynchronous)
+
+
+def done_by_itself(backend):
+    work = backend.allreduce_async(torch.ones(1000), "sum")
+    await_done(work)
+    check(work.wait(), torch.full((1000,), float(backend.size)))
+    # Waited for in another order on every rank.
+    works = [backend.allreduce_async(torch.full((3,), float(n)), "sum") for n in range(8)]
+    for n in sorted(range(8), key=lambda n: (n * (backend.rank + 3)) % 11):
+        check(works[n].wait(), torch.full((3,), float(n * backend.size)))
+
+
+def test_done_becomes_true_without_a_wait_and_waits_come_in_any_order(spmd):
+    spmd(done_by_itself)
+
+
+def primitives(backend):
+    tensors = [data(backend.rank, 5, seed=n) for n in range(4)]
+    works = [backend.start_allreduce(tensor, ReduceOp.SUM, f"p{n}") for n, tensor in enumerate(tensors)]
+    backend.barrier()  # compared apart from the data, so it may overtake them
+    await_done(works[0])
+    for n, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        assert work.wait() is None
+        assert work.wait() is None
+        assert work.done()
+        check(tensor, reduced([data(rank, 5, seed=n) for rank in range(backend.size)], ReduceOp.SUM))
+    backend.settle()
+
+
+def test_primitives_run_side_by_side_with_checked_calls(spmd):
+    spmd(primitives)
+
+
+def asynchronous_failure(backend):
+    work = backend.allreduce_async(torch.zeros(2 + backend.rank % 2), "sum")
+    after = backend.allreduce_async(torch.ones(1), "sum")
+    for _ in range(2):
+        with pytest.raises(BackendError, match="do not agree"):
+            work.wait()
+    assert work.done()
+    assert after.wait().item() == backend.size
+
+
+def test_an_asynchronous_mismatch_is_raised_by_wait_and_ends_nothing_else(many):
+    many(asynchronous_failure)
+
+
+# -- mismatches ---------------------------------------------------------------------------------------------------
+
+
+def disagree(backend, what):
+    odd = backend.rank == backend.size - 1
+    calls = {
+        "shape": (lambda: backend.allreduce(torch.zeros(4 if odd else 3), "sum", "x"), "sum of 'x' (float32, 3)", "4)"),
+        "layout": (lambda: backend.allreduce(torch.zeros((1, 4) if odd else (4, 1))), "4×1)", "1×4)"),
+        "columns": (lambda: backend.allgather(torch.zeros(1, 2 + odd)), "any×2)", "any×3)"),
+        "dtype": (lambda: backend.allreduce(torch.zeros(3, dtype=torch.int32 if odd else None)), "float32", "int32"),
+        "op": (lambda: backend.allreduce(torch.zeros(3), "max" if odd else "sum", "x"), "sum of 'x'", "max of 'x'"),
+        "root": (lambda: backend.broadcast(torch.zeros(3), int(odd)), "from rank 0", "from rank 1"),
+        "kind": (
+            lambda: backend.broadcast(torch.zeros(3)) if odd else backend.allreduce(torch.zeros(3)),
+            "average",
+            "broadcast",
+        ),
+        "name": (lambda: backend.barrier("b" if odd else "a"), "barrier of 'a'", "barrier of 'b'"),
+        "group": (lambda: backend.group([0] if odd else [0, 1]), "group (0×1)", "group (0)"),
+        "object": (lambda: backend.barrier() if odd else backend.allgather_object(1), "allgather_object", "barrier"),
+        "alltoall": (lambda: backend.alltoall(torch.zeros(backend.size, 1 + odd)), "any×1)", "any×2)"),
+        "reducescatter": (lambda: backend.reducescatter(torch.zeros(5 + odd)), "average) (float32, 5)", "(float32, 6)"),
+    }
+    call, wanted, differently = calls[what]
+    with pytest.raises(BackendError) as caught:
+        call()
+    first, _, second = str(caught.value).partition("; ")
+    assert f"rank{'s' * (backend.size > 2)} {', '.join(map(str, range(backend.size - 1)))}: " in first
+    assert wanted in first
+    assert second.startswith(f"rank {backend.size - 1}: ")
+    assert differently in second
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+
+
+MISMATCHES = ["shape", "layout", "columns", "dtype", "op", "root", "kind", "name", "group", "object", "alltoall"]
+MISMATCHES += ["reducescatter"]
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_a_mismatch_is_raised_on_every_rank_and_names_what_each_wanted(many, what):
+    many(disagree, what)
+
+
+# -- places -------------------------------------------------------------------------------------------------------
+
+
+def describe(backend):
+    assert f"rank {backend.rank} of {backend.size}" in repr(backend)
+    return backend.name, backend.rank, backend.local_rank, backend.local_size, backend.cross_rank, backend.cross_size
+
+
+def test_ranks_know_their_places_on_one_host(spmd):
+    assert spmd(describe) == [(spmd.name, rank, rank, spmd.size, 0, 1) for rank in range(spmd.size)]

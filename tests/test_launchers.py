@@ -1,0 +1,180 @@
+"""What each launcher's environment says, and what is said back when it says nonsense."""
+
+from __future__ import annotations
+
+import pytest
+
+from dualtrain import UserError
+from dualtrain.launchers import World, detect_world
+
+# Two hosts of four processes each; this one is the second on the second host.
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+HOROVODRUN = {
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_RANK": "5",
+    "HOROVOD_SIZE": "8",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "4",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+MPIEXEC = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+ENVIRONMENT = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+
+LAUNCHERS = {
+    "torchrun": TORCHRUN,
+    "horovodrun --gloo": HOROVODRUN,
+    "mpirun": MPIRUN,
+    "mpiexec": MPIEXEC,
+    "srun": SRUN,
+    "environment": ENVIRONMENT,
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_is_recognised_and_read(launcher):
+    env = LAUNCHERS[launcher]
+    world = detect_world(env)
+    assert world.launcher == launcher
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (5, 8, 1, 4)
+    assert (world.cross_rank, world.cross_size) == (1, 2)
+    assert world.rendezvous == (("node1", 29500) if "MASTER_PORT" in env else None)
+    assert dict(world.evidence).items() <= env.items()
+    assert not world.single_host
+
+
+def test_nobody_makes_a_world_of_one(monkeypatch):
+    assert detect_world({}) == detect_world({"MASTER_ADDR": "leftover", "SLURM_JOB_ID": "7", "RANK": "3"}) == World()
+    assert (World().rank, World().size, World().launcher, World().rendezvous) == (0, 1, "none", None)
+    assert World().single_host
+
+
+def test_the_environment_of_the_process_is_the_default(monkeypatch):
+    for name, value in MPIRUN.items():
+        monkeypatch.setenv(name, value)
+    assert detect_world().rank == 5
+
+
+@pytest.mark.parametrize("outer", [SRUN, MPIRUN])
+@pytest.mark.parametrize("inner", ["torchrun", "horovodrun --gloo"])
+def test_the_innermost_launcher_wins(inner, outer):
+    assert detect_world({**outer, **LAUNCHERS[inner]}).launcher == inner
+
+
+def test_mpirun_inside_a_slurm_allocation_is_mpirun():
+    assert detect_world({**SRUN, **MPIRUN}).launcher == "mpirun"
+
+
+def test_a_slurm_batch_script_is_not_launched():
+    assert detect_world({**SRUN, "SLURM_STEP_ID": "batch"}) == World()
+    assert detect_world({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}) == World()
+
+
+def test_local_places_may_be_missing_where_a_launcher_may_not_set_them():
+    world = detect_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+    assert (world.local_rank, world.local_size) == (0, 2)
+    assert detect_world({"PMI_RANK": "1", "PMI_SIZE": "2"}).local_size == 2
+
+
+NEEDED = {
+    "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"],
+    "horovodrun --gloo": ["HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"],
+    "mpirun": ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+    "mpiexec": ["PMI_SIZE"],
+    "srun": ["SLURM_NTASKS"],
+    "environment": ["MASTER_PORT"],
+}
+
+
+@pytest.mark.parametrize(("launcher", "name"), [(launcher, name) for launcher in NEEDED for name in NEEDED[launcher]])
+def test_a_missing_variable_is_named(launcher, name):
+    env = {key: value for key, value in LAUNCHERS[launcher].items() if key != name}
+    with pytest.raises(UserError, match=f"{launcher} did not set {name}"):
+        detect_world(env)
+
+
+NUMBERS = [
+    (launcher, name)
+    for launcher, env in LAUNCHERS.items()
+    for name, value in env.items()
+    if value.isdigit() and name != "SLURM_STEP_ID"
+]
+
+
+@pytest.mark.parametrize(("launcher", "name"), NUMBERS)
+def test_a_variable_that_is_no_number_is_named(launcher, name):
+    with pytest.raises(UserError, match=f"{name}='x' is not a whole number"):
+        detect_world({**LAUNCHERS[launcher], name: "x"})
+
+
+@pytest.mark.parametrize("tasks", ["x", "x(x2)", "x,3"])
+def test_tasks_per_node_that_are_no_number_are_named(tasks):
+    with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE='x"):
+        detect_world({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks})
+
+
+@pytest.mark.parametrize("tasks", ["4", "4(x2)", "4,3", "4(x2),3", "4,2(x3)"])
+def test_tasks_per_node_may_be_uneven(tasks):
+    assert detect_world({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks}).local_size == 4
+
+
+RANKS = {"torchrun": "RANK", "horovodrun --gloo": "HOROVOD_RANK", "mpirun": "OMPI_COMM_WORLD_RANK", "srun": "SLURM_PROCID"}
+
+
+@pytest.mark.parametrize("launcher", RANKS)
+@pytest.mark.parametrize("rank", ["8", "-1"])
+def test_a_rank_outside_the_world_is_refused_with_its_evidence(launcher, rank):
+    with pytest.raises(UserError, match=f"{launcher} gave rank {rank} in a world of 8 .*{RANKS[launcher]}={rank}"):
+        detect_world({**LAUNCHERS[launcher], RANKS[launcher]: rank})
+
+
+PLACEMENTS = {
+    "filled in order": "aabb",
+    "interleaved": "abab",
+    "uneven": "aaabcc",
+    "uneven, interleaved": "abacbaca",
+    "one host": "aaaa",
+    "one each": "abc",
+    "alone": "a",
+}
+
+
+@pytest.mark.parametrize("hosts", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_places_follow_from_the_hosts(hosts):
+    size = len(hosts)
+    worlds = [World(rank, size, launcher="mpirun").placed(rank, hosts) for rank in range(size)]
+    for rank, world in enumerate(worlds):
+        assert (world.rank, world.size, world.launcher) == (rank, size, "mpirun")
+        # Local: numbered from 0 in rank order among those of one host.
+        mates = [other for other in worlds if hosts[other.rank] == hosts[rank]]
+        assert [mate.local_rank for mate in mates] == list(range(len(mates)))
+        assert world.local_size == len(mates)
+        # Cross: numbered from 0 among those of the same local rank, one on each host.
+        peers = [other for other in worlds if other.local_rank == world.local_rank]
+        assert sorted(peer.cross_rank for peer in peers) == list(range(len(peers)))
+        assert world.cross_size == len(peers)
+        assert world.single_host == (len(set(hosts)) == 1)
+    # Among those that all hosts have, a host keeps its number.
+    shared = min(hosts.count(host) for host in hosts)
+    for host in hosts:
+        numbers = {world.cross_rank for world in worlds if hosts[world.rank] == host and world.local_rank < shared}
+        assert len(numbers) == 1
