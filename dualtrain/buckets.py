@@ -42,8 +42,8 @@ class Bucket:
     Gradients of 16 bits are summed in a second buffer of 32 (``wire``); otherwise ``wire`` is the buffer itself.
     """
 
-    def __init__(self, index: int, slots: Sequence[Slot], like: torch.Tensor, extra: int) -> None:
-        self.name = f"gradients.{index}"
+    def __init__(self, name: str, slots: Sequence[Slot], like: torch.Tensor, extra: int) -> None:
+        self.name = name
         self.slots = list(slots)
         numel = sum(slot.param.numel() for slot in slots) * (2 if like.is_complex() else 1)
         real = like.dtype.to_real()
@@ -86,8 +86,8 @@ class Bucket:
             self._values.copy_(total)
 
 
-def lay_out(slots: Sequence[Slot], extra: int) -> list[Bucket]:
-    """The buckets for ``slots`` (in registration order); the last one carries ``extra`` numbers more."""
+def lay_out(slots: Sequence[Slot], extra: int, name: str = "gradients") -> list[Bucket]:
+    """The buckets ``name.0``, … for ``slots`` (in registration order); the last one carries ``extra`` numbers more."""
     groups: list[list[Slot]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Slot], int]] = {}
     for slot in reversed(slots):
@@ -103,7 +103,8 @@ def lay_out(slots: Sequence[Slot], extra: int) -> list[Bucket]:
     last = len(likes) - 1
     parts = groups or [[]] * len(likes)
     return [
-        Bucket(i, part, like, extra if i == last else 0) for i, (part, like) in enumerate(zip(parts, likes, strict=True))
+        Bucket(f"{name}.{i}", part, like, extra if i == last else 0)
+        for i, (part, like) in enumerate(zip(parts, likes, strict=True))
     ]
 
 

@@ -10,6 +10,8 @@ full and the k-1 before it were sent, those that never fill at the end.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
@@ -19,10 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from dualtrain.backends import Backend, ReduceOp
 from dualtrain.backends.agreement import agree_on_list
+from dualtrain.backends.wire import average_
 from dualtrain.buckets import Bucket, Slot, lay_out
 from dualtrain.errors import BackendError
 
 Unused = Literal["zero", "none"]
+
+_NUMBERS: weakref.WeakKeyDictionary[Backend, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class GradientReducer:
@@ -57,6 +62,8 @@ class GradientReducer:
         if passes < 1:
             raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
         self.backend = backend
+        # Two reducers may have their first bucket under way at once, and Horovod tells them apart by name.
+        self._number = next(_NUMBERS.setdefault(backend, itertools.count()))
         self.unused: Unused = unused
         self.passes = passes
         #: What this rank sends along with the next reduction; after it the sum over ranks. float64, (carry,), on the
@@ -70,7 +77,8 @@ class GradientReducer:
         self._laid_out = False
         self._next = 0  # the first bucket that was not sent yet
         self._seen = 0  # backward passes since the last reduction
-        self._in_backward = False
+        #: What runs when the pass that goes on has ended; dead where that pass failed: autograd has dropped it then.
+        self._ending: weakref.ref[Callable[[], None]] | None = None
         self._reduced = False
         self._paused = False
         self.add(named_parameters)
@@ -125,7 +133,7 @@ class GradientReducer:
             bucket.pending = len(bucket.slots)
         self._hand_out()
         self._reduce_sparse()
-        self._next, self._seen, self._in_backward, self._reduced = 0, 0, False, True
+        self._next, self._seen, self._ending, self._reduced = 0, 0, None, True
 
     def renew(self) -> None:
         """The gradients were used: the next ``reduce`` starts from what ``param.grad`` holds then."""
@@ -138,7 +146,7 @@ class GradientReducer:
             self._reduced = False
             if self._paused:
                 return
-            if not self._in_backward:
+            if self._ending is None or self._ending() is None:
                 self._begin_pass()
             if self._seen < self.passes or not self._laid_out:
                 return  # summed locally, or the first reduction: nothing is sent before the layouts were compared
@@ -155,16 +163,30 @@ class GradientReducer:
         return gradient_is_there
 
     def _begin_pass(self) -> None:
-        self._in_backward = True
+        if self._ending is not None:
+            self._forget_failed_pass()
+
+        def end_pass() -> None:
+            self._ending = None
+            if self._seen >= self.passes:
+                self.reduce()
+
+        self._ending = weakref.ref(end_pass)
         self._seen += 1
         self._look_for_thawed()
         # Runs when this backward has ended: what DDP and FSDP use for the same purpose.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        torch.autograd.Variable._execution_engine.queue_callback(end_pass)
 
-    def _end_pass(self) -> None:
-        self._in_backward = False
-        if self._seen >= self.passes:
-            self.reduce()
+    def _forget_failed_pass(self) -> None:
+        if self._next:
+            raise BackendError(
+                f"an earlier backward pass failed on rank {self.backend.rank}, after some of its gradients had been sent: "
+                "call synchronize() on the ranks where it failed, to end the exchange, and drop these gradients on all"
+            )
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.slots)
+        for slot in self._slots:
+            slot.fired = False
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
@@ -226,7 +248,7 @@ class GradientReducer:
         for slot in self._slots:
             slot.bucket = None
         extra = self.cargo.numel() + len(self._slots) * (self.unused == "none")
-        self._buckets = lay_out(dense, extra)
+        self._buckets = lay_out(dense, extra, f"gradients.{self._number}")
         self._next, self._laid_out = 0, True
 
     @torch.no_grad()
@@ -235,15 +257,19 @@ class GradientReducer:
             slot = self._slots[number]
             p = slot.param
             if p.grad is None:
-                grad = torch.sparse_coo_tensor(torch.empty(dims, 0), p.new_empty(0, *p.shape[dims:]), p.shape).coalesce()
+                grad = _sparse(torch.empty(dims, 0, dtype=torch.int64), p.new_empty(0, *p.shape[dims:]), p)
             else:
                 grad = (p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)).coalesce()
-            indices = self.backend.allgather(grad.indices().t(), name=f"{slot.name}.indices")
+            rows = grad.indices().t().clone(memory_format=torch.contiguous_format)
+            indices = self.backend.allgather(rows, name=f"{slot.name}.indices")
             values = self.backend.allgather(grad.values(), name=f"{slot.name}.values")
             if not len(indices) and self.unused == "none":
                 p.grad = None
                 continue
-            total = torch.sparse_coo_tensor(indices.t(), values, p.shape).coalesce()
-            p.grad = torch.sparse_coo_tensor(
-                total.indices(), total.values() / self.backend.size, p.shape, is_coalesced=True
-            )
+            p.grad = _sparse(indices.t(), values, p)
+            average_(p.grad.values(), self.backend.size)
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    # Left to its default, the check of the indices makes torch warn that it is off.
+    return torch.sparse_coo_tensor(indices, values, like.shape, device=like.device, check_invariants=False).coalesce()

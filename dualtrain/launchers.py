@@ -83,8 +83,8 @@ class _Variables:
             return default
         if value is None:
             raise UserError(
-                f"{self.launcher} did not set {name}: the process has only a part of its environment; "
-                f"pass the whole environment through, or start without {self.launcher}'s other variables"
+                f"{name} is not set, but {', '.join(seen for seen, _ in self.seen) or 'others of its kind'} are: the "
+                "process has only a part of its environment; pass all of it through, or unset those"
             )
         return self.whole(name, value)
 
@@ -96,9 +96,15 @@ class _Variables:
                 f"{name}={self.env[name]!r} is not a whole number; {self.launcher} sets it, do not override it"
             ) from None
 
-    def world(self, rank: int, size: int, local_rank: int, local_size: int, *, rendezvous: bool = False) -> World:
+    def rendezvous(self) -> tuple[str, int] | None:
+        """Where torch's processes are told to meet, if anywhere."""
+        host = self.text("MASTER_ADDR")
+        return None if host is None else (host, self.number("MASTER_PORT"))
+
+    def world(
+        self, rank: int, size: int, local_rank: int, local_size: int, rendezvous: tuple[str, int] | None = None
+    ) -> World:
         """The world with hosts assumed to be filled in order; ``connect`` replaces that by what the hosts say."""
-        address = (self.text("MASTER_ADDR"), self.number("MASTER_PORT")) if rendezvous else None
         return World(
             rank=rank,
             size=size,
@@ -107,14 +113,14 @@ class _Variables:
             cross_rank=rank // max(local_size, 1),
             cross_size=max(1, -(-size // max(local_size, 1))),
             launcher=self.launcher,
-            rendezvous=(address[0], address[1]) if address and address[0] else None,
+            rendezvous=rendezvous,
             evidence=tuple(self.seen),
         )
 
 
 def _torchrun(v: _Variables) -> World:
     local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
-    return v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, rendezvous=True)
+    return v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
 
 
 def _horovodrun(v: _Variables) -> World:
@@ -141,8 +147,8 @@ def _srun(v: _Variables) -> World:
 
 
 def _environment(v: _Variables) -> World:
-    size = v.number("WORLD_SIZE")
-    return v.world(v.number("RANK"), size, v.number("LOCAL_RANK", 0), v.number("LOCAL_WORLD_SIZE", size), rendezvous=True)
+    rank, size = v.number("RANK"), v.number("WORLD_SIZE")
+    return v.world(rank, size, v.number("LOCAL_RANK", 0), v.number("LOCAL_WORLD_SIZE", size), v.rendezvous())
 
 
 # The innermost launcher wins: torchrun inside an srun step is torchrun, a batch script inside Slurm is nobody.

@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(config: Config, world: World) -> int:
+    # What torch's C++ side warns of when a peer is gone, stack traces included, is said in one line here.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from dualtrain.backends import connect
     from dualtrain.training.loop import train
 

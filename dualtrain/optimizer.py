@@ -111,7 +111,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped optimizer's own."""
+        """The wrapped optimizer's own. Gradients that were averaged for a step that was not taken are forgotten."""
+        self.reducer.renew()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -164,4 +165,8 @@ def _name_all(
             f"named_parameters lacks {len(missing)} of the optimizer's parameters (the first is {missing[0]}): "
             "pass model.named_parameters() of the whole model"
         )
-    return [(name, p) for name, p in pairs if p in wanted]
+    first_names: dict[torch.nn.Parameter, str] = {}
+    for name, p in pairs:
+        if p in wanted:
+            first_names.setdefault(p, name)  # a shared parameter may have several
+    return [(name, p) for p, name in first_names.items()]

@@ -72,9 +72,12 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
-    """A hash of all parameters and buffers, in name order: equal exactly where the models are equal bit for bit."""
+    """A hash of the ``state_dict()``'s tensors (parameters, persistent buffers), in name order.
+
+    Equal exactly where they are equal bit for bit.
+    """
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in _named_tensors(model.state_dict()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(as_bytes(tensor).cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -82,7 +85,8 @@ def weights_sha256(model: torch.nn.Module) -> str:
 
 def _named_tensors(params: Params) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, torch.nn.Module):
-        params = params.state_dict(keep_vars=True)
+        # Not its state_dict, which leaves out buffers that are not persistent.
+        params = {**dict(params.named_parameters()), **dict(params.named_buffers())}
     entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     pairs = [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]
     return [(name, t) for name, t in pairs if isinstance(t, torch.Tensor)]

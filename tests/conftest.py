@@ -43,6 +43,11 @@ class Spmd:
         with connect("local") as backend:
             return [fn(backend, *args)]
 
+    def leave(self) -> None:
+        """Ends the world, if it is one that lasts, after a test that others cannot follow in it."""
+        if self._pool is not None:
+            self._pool.disconnect()
+
 
 def require_horovod() -> None:
     """Skips where Horovod is missing; in CI, where it must not be, fails."""

@@ -109,14 +109,19 @@ class Pool:
         """Opens the world of ``size`` ranks on the backend ``name``, unless it is open."""
         if self.open == (name, size):
             return
-        if self.open is not None:
-            self._demand(self._call(self.open[1], "close", what=f"closing the {self.open[0]} world of {self.open[1]}"))
-            self.open = None
+        self.disconnect()
         if not self._workers:
             self._workers = [_Worker() for _ in range(self.processes)]
         message = "open", name, size, free_port()
         self._demand(self._call(size, *message, what=f"opening the {name} world of {size}", seconds=OPEN_SECONDS))
         self.open = name, size
+
+    def disconnect(self) -> None:
+        """Closes the open world; the processes stay."""
+        if self.open is not None:
+            name, size = self.open
+            self._demand(self._call(size, "close", what=f"closing the {name} world of {size}"))
+            self.open = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """``fn(backend, *args)`` on every rank of the open world: the results in rank order."""
@@ -225,7 +230,10 @@ def _serve(connection: Connection) -> None:
             if backend is not None:
                 backend.abort(f"{type(failure).__name__}: {failure}")
             answer = pickle.dumps((None, error))
-        connection.send_bytes(answer)
+        try:
+            connection.send_bytes(answer)
+        except OSError:
+            break  # nobody listens any more
     if backend is not None:
         backend.close()
 

@@ -58,8 +58,8 @@ def test_a_failure_shows_the_rank_and_its_traceback_and_poisons_nothing():
 
 def test_workers_end_with_their_parent():
     program = (
-        "import time; from tests.pool import Pool; from tests.test_pool import place; pool = Pool(2)\n"
-        "pool.connect('torch', 2); pool.run(place, 0); print(*pool.pids, flush=True); time.sleep(60)"
+        "import time; from tests.pool import Pool; pool = Pool(2)\n"
+        "pool.connect('torch', 2); pool.run(repr); print(*pool.pids, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]

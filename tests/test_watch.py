@@ -19,11 +19,10 @@ from tests.pool import Pool
 from tests.test_pool import await_end
 from tests.threads import run_threads
 
-LIBRARIES = ["torch", "horovod"]
 CONTRACT_SECONDS = 10.0
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture
 def doomed(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """A world of three processes of its own; none is left behind."""
     if request.param == "horovod":
@@ -39,7 +38,7 @@ def doomed(request: pytest.FixtureRequest) -> Iterator[Pool]:
 def survive(backend, call):
     """Calls until it fails: the error, the seconds since the last success, and those until a second call fails."""
     success = time.monotonic()
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(BackendError) as caught:  # noqa: PT012 - which of the calls fails first is open
         for _ in range(100_000):
             call()
             success = time.monotonic()
@@ -65,15 +64,10 @@ def aborts(backend, victim):
     return survive(backend, lambda: backend.allreduce(torch.ones(1000)))
 
 
-def raises_in_a_with_statement(backend, victim):
-    if backend.rank == victim:
-        with pytest.raises(ValueError, match="boom"), backend:
-            raise ValueError("boom")
-        return None
-    return survive(backend, backend.barrier)
+KILLED = [("torch", 0), ("torch", 1), ("horovod", 1)]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("doomed", "victim"), KILLED, indirect=["doomed"])
 def test_a_killed_rank_is_named_to_the_others(doomed, victim):
     outcomes = doomed.outcomes(killed_on_the_way, victim)
     assert "exit code -9" in outcomes.pop(victim).error
@@ -85,6 +79,7 @@ def test_a_killed_rank_is_named_to_the_others(doomed, victim):
         assert second < CONTRACT_SECONDS
 
 
+@pytest.mark.parametrize("doomed", ["torch", "horovod"], indirect=True)
 def test_the_reason_of_a_rank_that_aborts_reaches_the_others(doomed):
     victim = doomed.processes - 1
     outcomes = doomed.outcomes(aborts, victim)
@@ -96,8 +91,16 @@ def test_the_reason_of_a_rank_that_aborts_reaches_the_others(doomed):
         assert first < CONTRACT_SECONDS
 
 
-def test_an_exception_in_a_with_statement_is_told_to_the_others(doomed):
-    results = doomed.run(raises_in_a_with_statement, 1)
+def raises_in_a_with_statement(backend):
+    if backend.rank == 1:
+        with pytest.raises(ValueError, match="boom"), backend:
+            raise ValueError("boom")
+        return None
+    return survive(backend, backend.barrier)
+
+
+def test_an_exception_in_a_with_statement_is_told_to_the_others():
+    results = run_threads(3, raises_in_a_with_statement)
     assert results.pop(1) is None
     for message, first, _ in results:
         assert "rank 1 stopped: ValueError: boom" in message
@@ -110,8 +113,9 @@ def leaves_early(backend):
     return survive(backend, backend.barrier)
 
 
-def test_who_waits_for_a_rank_that_has_left_is_told(doomed):
-    _, *results = doomed.run(leaves_early)
+def test_who_waits_for_a_rank_that_has_left_is_told(many):
+    _, *results = many(leaves_early)
+    many.leave()
     for message, first, _ in results:
         assert "rank 0 has left the job" in message
         assert first < CONTRACT_SECONDS

@@ -194,10 +194,12 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     The exception of the first rank that failed by itself is raised as it is.
     """
     room = Room(size)
+    backends = [ThreadsBackend(room, World(rank, size, rank, size, launcher="threads")) for rank in range(size)]
+    for backend in backends:
+        backend.watch = _Lifelines(backend, room)
 
     def member(rank: int) -> Any:
-        backend = ThreadsBackend(room, World(rank, size, rank, size, launcher="threads"))
-        backend.watch = _Lifelines(backend, room)
+        backend = backends[rank]
         try:
             return fn(backend, *copy.deepcopy(args))
         except BaseException as error:

@@ -22,7 +22,7 @@ from dualtrain.backends.http_store import HttpStore
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 
-INSTALL = "bash launch/setup.sh in dualtrain's source tree builds it"
+INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
 
 def _library() -> Any:
@@ -30,7 +30,8 @@ def _library() -> Any:
         import horovod.torch as hvd
     except ImportError as error:
         raise UserError(
-            f"Horovod is not usable in this environment ({error}): {INSTALL}; or use --backend torch under torchrun"
+            f"Horovod is not installed in this environment ({error}): {INSTALL}; without it, --backend torch under "
+            "torchrun trains the same model"
         ) from error
     return hvd
 

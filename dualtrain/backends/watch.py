@@ -108,7 +108,7 @@ class Watch:
                     if not secrets.compare_digest(str(hello["secret"]), secret):
                         raise ValueError("not of this job")
                     line.rank = int(str(hello["rank"]))
-                except (OSError, ValueError, KeyError, TypeError):
+                except (OSError, ValueError, KeyError, TypeError, RecursionError):
                     connection.close()  # a stranger
                     continue
                 callers[line.rank] = line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,8 @@ class Run:
     def train(self) -> dict[str, Any]:
         """The steps that are left, then the model and the summary."""
         cursor = self.cursor
-        self.metrics = MetricsFile(self.folder, cursor.step) if self.is_root else None
-        with Progress(self.total_steps, cursor.step, self.is_root) as self.progress:
+        metrics = MetricsFile(self.folder, cursor.step) if self.is_root else nullcontext()
+        with metrics as self.metrics, Progress(self.total_steps, cursor.step, self.is_root) as self.progress:
             self.progress.say(self._opening_line())
             while cursor.step < self.total_steps:
                 started = time.perf_counter()
@@ -101,8 +102,6 @@ class Run:
                     self._save()
                 elif self.config.checkpoint_every and cursor.step % self.config.checkpoint_every == 0:
                     self._save()
-        if self.metrics is not None:
-            self.metrics.close()
         return self._finish()
 
     def _step(self) -> float:
@@ -132,10 +131,11 @@ class Run:
 
     def _stop_diverged(self, here: bool) -> None:
         ranks = [str(rank) for rank, bad in enumerate(self.backend.allgather_object(here, name="loss")) if bad]
+        where = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
         saved = checkpoint.found(self.folder / "checkpoints") if self.is_root else []
         last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
         raise DivergedError(
-            f"the loss became infinite or not a number in step {self.cursor.step + 1} on rank {', '.join(ranks)}; "
+            f"the loss became infinite or not a number in step {self.cursor.step + 1} on {where}; "
             f"{last}; try a lower --lr (now {self.config.lr:g})"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from types import TracebackType
 from typing import Self
@@ -14,13 +15,16 @@ class Progress:
 
     def __init__(self, total: int, done: int, shown: bool) -> None:
         self._shown = shown
+        screen = shutil.get_terminal_size()
         self._bar = tqdm(
             total=total,
             initial=done,
             unit="step",
             file=sys.stdout,
             disable=not (shown and sys.stdout.isatty()),
-            dynamic_ncols=True,
+            # tqdm draws nothing on a terminal that does not know its size; this falls back to 80×24.
+            ncols=screen.columns,
+            nrows=screen.lines,
             mininterval=0.2,
         )
 

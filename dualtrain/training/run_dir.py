@@ -7,7 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from dualtrain.config import Config
 from dualtrain.errors import UserError
@@ -85,8 +85,10 @@ class MetricsFile:
         """Adds one line."""
         self._file.write(json.dumps(values) + "\n")
 
-    def close(self) -> None:
-        """Ends the file."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 

@@ -1,0 +1,83 @@
+"""Checkpoints: exact, whole or absent, verified, and free of code."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from dualtrain.errors import UserError
+from dualtrain.training import checkpoint
+
+TREE = {
+    "weights": {"a": torch.randn(3, 4), "b": torch.zeros(0), "c": torch.tensor(2.5, dtype=torch.float64)},
+    "strided": torch.arange(12.0).view(3, 4).t(),
+    "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+    "state": {0: {"step": torch.tensor(3.0)}, 1: {}},
+    "betas": (0.9, 0.1 + 0.2),
+    "list": [1, None, True, "text", float("inf")],
+}
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    path = checkpoint.save(tmp_path, 7, TREE)
+    assert same(checkpoint.load(path), TREE)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no temporary file is left
+
+
+def test_the_last_few_are_kept(tmp_path):
+    for step in range(1, 8):
+        checkpoint.save(tmp_path, step, {"step": step})
+    steps = [checkpoint.load(path)["step"] for path in checkpoint.found(tmp_path)]
+    assert steps == [7, 6, 5]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
+def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, damage):
+    checkpoint.save(tmp_path, 1, {"x": torch.ones(5)})
+    newest = checkpoint.save(tmp_path, 2, {"x": torch.zeros(5)})
+    data = newest.read_bytes()
+    changed = {"cut": data[:-3], "flip": data[:-1] + b"\x01", "empty": b"", "text": b"not a checkpoint at all"}
+    newest.write_bytes(changed[damage])
+    with pytest.raises(UserError, match="damaged") as refusal:
+        checkpoint.load(newest)
+    assert newest.name in str(refusal.value)
+    tree, problems = checkpoint.newest_good(tmp_path)
+    assert torch.equal(tree["x"], torch.ones(5))
+    assert newest.name in problems[0]
+
+
+def test_nothing_to_go_on_from(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint"):
+        checkpoint.newest_good(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        checkpoint.load(tmp_path / "step-1.safetensors")
+
+
+def test_a_full_disk_leaves_the_old_ones_whole(tmp_path, monkeypatch):
+    old = checkpoint.save(tmp_path, 1, TREE)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path, 2, TREE)
+    assert [file.name for file in tmp_path.iterdir()] == [old.name]
+    assert same(checkpoint.load(old), TREE)
+
+
+def test_code_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="plain values and tensors"):
+        checkpoint.save(tmp_path, 1, {"function": print})

@@ -1,0 +1,82 @@
+"""The command line: every flag, its bounds, and one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dualtrain.config import Config, flag, load_recipe, parse, recipe_names
+from dualtrain.errors import UserError
+
+FIELDS = dataclasses.fields(Config)
+
+
+def test_the_default_comes_from_the_recipe():
+    config = parse([])
+    assert config.recipe == "digits-convnet"
+    for name, value in load_recipe("digits-convnet").items():
+        assert getattr(config, name) == value
+
+
+def test_a_flag_overrides_the_recipe():
+    assert parse(["--lr", "0.25"]).lr == 0.25
+    assert parse(["--lr=0.25"]).lr == 0.25
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_made_of_known_fields(name):
+    assert set(load_recipe(name)) <= {field.name for field in FIELDS}
+    assert parse(["--recipe", name]).recipe == name
+
+
+def test_batch_size_is_per_rank_and_replaces_the_recipes_global_one():
+    config = parse(["--batch-size", "8"])
+    assert [config.global_batch(size) for size in (1, 3)] == [8, 24]
+    assert [parse(["--global-batch-size", "30"]).global_batch(size) for size in (1, 3)] == [30, 30]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--backend", "mpi"], ["--backend", "'mpi'", "auto, torch, horovod, local"]),
+        (["--lr", "-1"], ["--lr", "above 0", "'-1'"]),
+        (["--lr", "nan"], ["--lr", "above 0", "'nan'"]),
+        (["--lr", "inf"], ["--lr", "above 0", "'inf'"]),
+        (["--lr", "fast"], ["--lr", "number", "'fast'"]),
+        (["--epochs", "0"], ["--epochs", "whole number", "1 or more", "'0'"]),
+        (["--epochs", "1.5"], ["--epochs", "whole number", "'1.5'"]),
+        (["--max-steps", "0"], ["--max-steps", "1 or more"]),
+        (["--batch-size", "0"], ["--batch-size", "1 or more"]),
+        (["--global-batch-size", "x"], ["--global-batch-size", "whole number"]),
+        (["--batch-size", "4", "--global-batch-size", "8"], ["--batch-size", "--global-batch-size", "one"]),
+        (["--optimizer", "lion"], ["--optimizer", "sgd, adam, adamw"]),
+        (["--momentum", "1"], ["--momentum", "below 1"]),
+        (["--weight-decay", "-0.1"], ["--weight-decay", "0 or more"]),
+        (["--seed", "-1"], ["--seed", "0 or more"]),
+        (["--checkpoint-every", "0"], ["--checkpoint-every", "1 or more"]),
+        (["--log-every", "0"], ["--log-every", "1 or more"]),
+        (["--timeout", "0"], ["--timeout", "above 0"]),
+        (["--recipe", "nothing"], ["--recipe", "'nothing'", "digits-convnet"]),
+        (["--resume"], ["--resume", "--run-dir"]),
+        (["--lr"], ["--lr", "expected one argument"]),
+        (["--epoch", "3"], ["--epoch", "did you mean --epochs"]),
+        (["stray"], ["stray"]),
+    ],
+)
+def test_bad_input_names_the_flag_the_value_and_the_bound(arguments, parts):
+    with pytest.raises(UserError) as refusal:
+        parse(arguments)
+    message = str(refusal.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for field in FIELDS:
+        assert flag(field.name) in text

@@ -1,0 +1,201 @@
+"""Joining a world, refusing what is not the world that was launched, and leaving it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dualtrain import UserError, connect
+from dualtrain.backends.factory import NAMES, choose
+from dualtrain.launchers import World
+from tests.conftest import require_horovod
+from tests.pool import ROOT, free_port
+
+PAIR = World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", 1))
+ALONE = World(launcher="environment")
+
+
+def python(program):
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match=f"no backend is called 'nccl': choose one of {', '.join(NAMES)}"):
+        connect("nccl")
+
+
+IMPLIED = {
+    "none": "local",
+    "torchrun": "torch",
+    "srun": "torch",
+    "environment": "torch",
+    "mpirun": "horovod",
+    "mpiexec": "horovod",
+    "horovodrun --gloo": "horovod",
+}
+
+
+@pytest.mark.parametrize("launcher", IMPLIED)
+def test_auto_is_what_the_launcher_implies(launcher):
+    assert choose("auto", World(launcher=launcher)) == IMPLIED[launcher]
+    assert choose("local", World(launcher=launcher)) == "local"
+
+
+@pytest.mark.parametrize("device", ["banana", "mps", "meta"])
+def test_an_unsupported_device_is_refused(device):
+    with pytest.raises(UserError, match=f"device '{device}' .*choose auto, cpu, cuda or cuda:N"):
+        connect("local", device=device)
+
+
+def test_a_gpu_that_is_not_there_is_refused():
+    missing = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(UserError, match=f"device '{missing}' is not there: torch sees {torch.cuda.device_count()} GPUs"):
+        connect("local", device=missing)
+
+
+def test_the_device_may_be_named_or_given():
+    for device in ("cpu", torch.device("cpu")):
+        with connect("local", device=device) as backend:
+            assert backend.device == torch.device("cpu")
+
+
+def test_alone_under_a_launcher_of_two_is_refused():
+    with pytest.raises(UserError, match=r"local backend is rank 0 of 1, but environment started .* rank 0 of 2"):
+        connect("local", world=PAIR)
+
+
+def test_torch_without_a_rendezvous_names_the_variables():
+    with pytest.raises(UserError, match=r"mpirun sets no MASTER_ADDR and MASTER_PORT; start with torchrun"):
+        connect("torch", world=World(0, 2, 0, 2, launcher="mpirun"))
+
+
+@pytest.mark.parametrize("name", ["torch", "horovod"])
+def test_a_port_in_use_is_named(name):
+    if name == "horovod":
+        require_horovod()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        program = f"""
+from dualtrain import UserError, connect
+from dualtrain.launchers import World
+try:
+    connect({name!r}, world=World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", {port})))
+except UserError as error:
+    print(error)
+"""
+        assert f"port {port} on 127.0.0.1 is in use by another program: set MASTER_PORT" in python(program)
+
+
+def test_a_rendezvous_that_nobody_serves_is_named():
+    port = free_port()
+    world = World(1, 2, 1, 2, launcher="environment", rendezvous=("127.0.0.1", port))
+    with pytest.raises(UserError, match=f"rank 1 could not meet the others at 127.0.0.1:{port} within 1 s"):
+        connect("torch", world=world, timeout=1.0)
+
+
+def test_a_missing_horovod_is_said_with_the_cure():
+    program = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "horovod":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Missing())
+from dualtrain import UserError, connect
+from dualtrain.launchers import World
+try:
+    connect("horovod", world=World(launcher="environment"))
+except UserError as error:
+    print(error)
+"""
+    said = python(program)
+    assert "No module named 'horovod" in said
+    assert "bash launch/setup.sh" in said
+    assert "--backend torch" in said
+
+
+FOUND = {
+    "torch": "import torch.distributed as dist; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+    "horovod": "import horovod.torch as hvd; hvd.init()",
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_world_of_another_size_than_the_launchers_is_refused(name):
+    if name == "horovod":
+        require_horovod()
+    program = f"""
+import os
+os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
+{FOUND[name]}
+from dualtrain import UserError, connect
+from dualtrain.launchers import World
+try:
+    connect({name!r}, world=World(1, 2, 1, 2, launcher="srun", rendezvous=("127.0.0.1", 1)))
+except UserError as error:
+    print(error)
+"""
+    assert f"the {name} backend is rank 0 of 1, but srun started this process as rank 1 of 2" in python(program)
+
+
+def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():
+    for name in ("local", "torch"):
+        for _ in range(2):
+            backend = connect(name, world=ALONE)
+            assert backend.allreduce(torch.ones(2)).tolist() == [1, 1]
+            backend.close()
+            backend.close()
+            assert not torch.distributed.is_initialized()
+
+
+def test_a_with_statement_closes_and_lets_exceptions_through():
+    with connect("torch", world=ALONE):
+        assert torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(KeyError), connect("torch", world=ALONE):
+        raise KeyError("mine")
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_world_that_was_found_is_left_as_it_was():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with connect("torch", world=ALONE) as backend:
+            assert backend.allgather_object("here") == ["here"]
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def one_is_ordinary(backend):
+    group = backend.group([0])
+    assert (group.size, backend.size, backend.local_size) == (1, 1, 1)
+    for each in (group, backend):
+        assert each.allreduce(torch.tensor([3]), "average").tolist() == [3]
+        assert each.allgather(torch.ones(2, 2)).shape == (2, 2)
+        assert each.alltoall(torch.ones(2), [1])[1].tolist() == [1]
+        assert each.reducescatter(torch.ones(3)).tolist() == [1, 1, 1]
+        assert each.broadcast_object({"a": 1}) == {"a": 1}
+
+
+@pytest.mark.parametrize("name", ["torch", "horovod"])
+def test_a_world_of_one_is_ordinary(name, pool):
+    if name == "horovod":
+        require_horovod()
+    pool.connect(name, 1)
+    pool.run(one_is_ordinary)
+
+
+def own_place(backend):
+    return backend.world.evidence, backend.world.launcher, backend.transport, backend.device.type
+
+
+def test_the_world_keeps_what_the_launcher_said(real):
+    assert real(own_place) == [((), "environment", "gloo", "cpu")] * real.size

@@ -1,0 +1,999 @@
+"""``GradientReducer``: after backward every rank's gradients are the average, whatever the model and the pass are like."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dualtrain import BackendError, buckets
+from dualtrain.gradients import GradientReducer
+from tests.models_for_tests import (
+    EXACT,
+    conv_net,
+    gradients,
+    image_loss,
+    images,
+    living_tensors,
+    mean_gradients,
+    perceptron,
+    same_on_all,
+    seeded,
+    sgd,
+    small_buckets,
+    vector_loss,
+    vectors,
+    wrap,
+)
+
+UNUSED = ["zero", "none"]
+unused_rules = pytest.mark.parametrize("unused", UNUSED)
+
+
+def check(actual, expected, **tolerance):
+    assert len(actual) == len(expected)
+    for mine, oracle in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, oracle, **tolerance)
+
+
+def of_every_rank(backend, loss):
+    """The oracle's list: ``loss(model, rank)`` for each rank."""
+    return [lambda model, rank=rank: loss(model, rank) for rank in range(backend.size)]
+
+
+# -- the average --------------------------------------------------------------------------------------------------
+
+
+def averages(backend, sizes):
+    model = conv_net()
+    expected = mean_gradients(model, of_every_rank(backend, image_loss))
+    with small_buckets(sizes):
+        optimizer = sgd(model, backend)
+        for _ in range(3):  # the first is the one that lays out
+            optimizer.zero_grad()
+            image_loss(model, backend.rank).backward()
+            check(gradients(model), expected)
+            assert same_on_all(backend, gradients(model))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    check([(old - p.detach()) for old, p in zip(before, model.parameters(), strict=True)], [0.1 * g for g in expected])
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1), (1 << 8, 1 << 11), (1 << 20, 25 << 20)], ids=["each-its-own", "small", "default"]
+)
+def test_gradients_are_the_mean_over_ranks_right_after_backward(spmd, sizes):
+    spmd(averages, sizes)
+
+
+def reducer_alone(backend):
+    model = perceptron()
+    expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+    reducer = GradientReducer(model.named_parameters(), backend)
+    vector_loss(model, backend.rank).backward()
+    check(gradients(model), expected)
+    reducer.reduce()  # is done already
+    check(gradients(model), expected)
+    reducer.close()
+    model.zero_grad()
+    vector_loss(model, backend.rank).backward()
+    check(gradients(model), mean_gradients(model, [lambda m: vector_loss(m, backend.rank)]))
+
+
+def test_a_reducer_works_without_an_optimizer_and_ends_with_close(spmd):
+    spmd(reducer_alone)
+
+
+def views(backend):
+    model = conv_net()
+    optimizer = sgd(model, backend)
+    image_loss(model, backend.rank).backward()
+    inside = [
+        (b.wire.data_ptr(), b.wire.data_ptr() + b.wire.numel() * b.wire.element_size()) for b in optimizer.reducer._buckets
+    ]
+    for p in model.parameters():
+        assert any(start <= p.grad.data_ptr() < end for start, end in inside)
+    first = gradients(model)
+    optimizer.zero_grad(set_to_none=False)
+    image_loss(model, backend.rank).backward()  # accumulates into the buffer itself
+    check(gradients(model), first, **EXACT)
+
+
+def test_gradients_are_views_into_the_buffers_and_may_be_zeroed_in_place(spmd):
+    spmd(views)
+
+
+def clips(backend):
+    model = conv_net()
+    optimizer = sgd(model, backend)
+    image_loss(model, backend.rank).backward()
+    expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in gradients(model)]))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    assert same_on_all(backend, [norm])
+    torch.testing.assert_close(norm, expected)
+    clipped = gradients(model)
+    optimizer.synchronize()
+    optimizer.step()
+    check(gradients(model), clipped, **EXACT)  # not averaged once more
+    assert same_on_all(backend, list(model.parameters()))
+
+
+def test_clipping_after_backward_sees_the_average(spmd):
+    spmd(clips)
+
+
+# -- layouts, dtypes ----------------------------------------------------------------------------------------------
+
+
+def channels_last(backend):
+    models = [conv_net(), conv_net().to(memory_format=torch.channels_last)]
+    with small_buckets():
+        optimizers = [sgd(model, backend) for model in models]
+        for step in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                image_loss(model, step * backend.size + backend.rank).backward()
+                assert [p.grad.stride() for p in model.parameters()] == [p.stride() for p in model.parameters()]
+                optimizer.step()
+    assert models[1][0].weight.stride() != models[0][0].weight.stride()
+    check(list(models[1].parameters()), list(models[0].parameters()))
+
+
+def test_channels_last_gradients_keep_the_strides_of_their_parameters(spmd):
+    spmd(channels_last)
+
+
+def strange_strides(backend):
+    base = torch.arange(24.0).reshape(4, 6)
+    params = [
+        nn.Parameter(base[:, ::2]),
+        nn.Parameter(base.t()),
+        nn.Parameter(torch.tensor(2.0)),
+        nn.Parameter(torch.ones(0)),
+    ]
+    reducer = GradientReducer([(str(i), p) for i, p in enumerate(params)], backend)
+    ((backend.rank + 1.0) * sum((p * p).sum() for p in params)).backward()
+    mean = (backend.size + 1) / 2
+    check([p.grad for p in params], [2 * mean * p.detach() for p in params])
+    reducer.close()
+
+
+def test_strided_transposed_scalar_and_empty_parameters(spmd):
+    spmd(strange_strides)
+
+
+TOLERANCES = {
+    torch.bfloat16: {"rtol": 3e-2, "atol": 1e-3},
+    torch.float16: {"rtol": 4e-3, "atol": 1e-4},
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.complex64: {"rtol": 1e-5, "atol": 1e-6},
+}
+
+
+def of_dtype(backend, dtype):
+    model = perceptron(dtype=dtype)
+    expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+    optimizer = sgd(model, backend)
+    for _ in range(2):
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        assert {p.grad.dtype for p in model.parameters()} == {dtype}
+        check(gradients(model), expected, **TOLERANCES[dtype])
+    optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_dtypes(spmd, dtype):
+    spmd(of_dtype, dtype)
+
+
+def large_halves(backend):
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    GradientReducer([("p", p)], backend)
+    (p.float() * 60000.0).sum().backward()
+    check([p.grad], [torch.full((3,), 60000.0).half()], **EXACT)
+
+
+def test_the_average_of_large_16_bit_gradients_does_not_overflow(typical):
+    typical(large_halves)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.brain = nn.Linear(4, 5, dtype=torch.bfloat16)
+        self.single = nn.Linear(5, 6)
+        self.wide = nn.Linear(6, 2, dtype=torch.float64)
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.last = nn.Linear(2, 1, dtype=torch.float16)
+
+    def forward(self, x):
+        y = self.wide(self.single(self.brain(x.bfloat16()).float()).double())
+        return self.last((y * self.phase).abs().half()).float()
+
+
+def mixed_loss(model, key):
+    return model(vectors(key)).square().mean()
+
+
+def mixed(backend, carry, unused):
+    model = seeded(Mixed())
+    expected = mean_gradients(model, of_every_rank(backend, mixed_loss))
+    with small_buckets((16, 64)):
+        optimizer = sgd(model, backend, carry=carry, unused=unused)
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.cargo[:] = backend.rank + 1
+            mixed_loss(model, backend.rank).backward()
+            check(gradients(model), expected, rtol=3e-2, atol=2e-3)
+            assert optimizer.cargo.tolist() == [backend.size * (backend.size + 1) / 2] * carry
+    found = [{slot.param.dtype for slot in bucket.slots} for bucket in optimizer.reducer._buckets]
+    assert all(len(dtypes) == 1 for dtypes in found)
+    assert set().union(*found) == {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("carry", [0, 2])
+@unused_rules
+def test_one_model_may_mix_dtypes(typical, carry, unused):
+    typical(mixed, carry, unused)
+
+
+# -- parameters that come and go ----------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Three parameters, of which a pass may use any."""
+
+    def __init__(self):
+        super().__init__()
+        self.common = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.left = nn.Parameter(torch.tensor([3.0, 4.0]))
+        self.right = nn.Parameter(torch.tensor([5.0, 6.0]))
+
+    def loss(self, names, factor=1.0):
+        return factor * sum((getattr(self, name) ** 2).sum() for name in names)
+
+
+def unused_somewhere(backend, unused):
+    model = Branches()
+    plans = [["common", "left"] if rank == 0 else ["common"] for rank in range(backend.size)]
+    expected = mean_gradients(model, [lambda m, names=names: m.loss(names) for names in plans])
+    optimizer = sgd(model, backend, momentum=0, unused=unused)
+    for _ in range(3):  # also when the left-over gradients of the last pass were the buffer's views
+        optimizer.zero_grad()
+        model.loss(plans[backend.rank]).backward()
+        check([model.common.grad, model.left.grad], expected[:2])
+        if unused == "zero":
+            check([model.right.grad], expected[2:], **EXACT)
+        else:
+            assert model.right.grad is None
+
+
+@unused_rules
+def test_a_parameter_without_gradient_on_some_ranks_counts_as_zero_there(spmd, unused):
+    spmd(unused_somewhere, unused)
+
+
+def unused_everywhere(backend, unused):
+    model = Branches()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = wrap(inner, model, backend, unused=unused)
+    before = model.right.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.loss(["common", "left"]).backward()
+        optimizer.step()
+    decayed = before * (1 - 0.1 * 0.5) ** 2
+    check([model.right.detach()], [decayed if unused == "zero" else before])
+    optimizer.zero_grad()
+    model.loss(["common", "right"]).backward()  # and it may come back
+    check([model.right.grad], [2 * model.right.detach()])
+
+
+@unused_rules
+def test_weight_decay_moves_an_unused_parameter_by_horovods_rule_only(spmd, unused):
+    spmd(unused_everywhere, unused)
+
+
+def no_backward(backend, unused):
+    model = perceptron()
+    optimizer = sgd(model, backend, unused=unused)
+    last = backend.size - 1
+    losses = of_every_rank(backend, vector_loss)
+    for step in range(3):
+        idle = last if step != 1 else 0
+        expected = mean_gradients(model, [None if rank == idle else loss for rank, loss in enumerate(losses)])
+        optimizer.zero_grad()
+        if backend.rank != idle:
+            vector_loss(model, backend.rank).backward()
+        optimizer.step()
+        if backend.size > 1 or unused == "zero":
+            check(gradients(model), expected)
+    assert same_on_all(backend, list(model.parameters()))
+
+
+@unused_rules
+def test_a_rank_without_backward_counts_as_zeros_at_step(spmd, unused):
+    spmd(no_backward, unused)
+
+
+def skipped_then_idle(backend):
+    """A step that all skip (a scaler does so), then one without backward on the last rank."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    expected = mean_gradients(model, [*of_every_rank(backend, vector_loss)[:-1], None])
+    vector_loss(model, backend.rank).backward()
+    optimizer.zero_grad()
+    if backend.rank < backend.size - 1:
+        vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    check(gradients(model), expected)
+
+
+def test_a_skipped_step_leaves_no_trace(spmd):
+    spmd(skipped_then_idle)
+
+
+def frozen(backend):
+    model = conv_net()
+    model[0].requires_grad_(False)
+    start = model[0].weight.detach().clone()
+    optimizer = sgd(model, backend, weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        image_loss(model, step * backend.size + backend.rank).backward()
+        assert model[0].weight.grad is None
+        optimizer.step()
+    check([model[0].weight.detach()], [start], **EXACT)
+    model[0].requires_grad_(True)
+    for step in range(3, 5):
+        expected = mean_gradients(model, of_every_rank(backend, lambda m, r, s=step: image_loss(m, s * backend.size + r)))
+        optimizer.zero_grad()
+        image_loss(model, step * backend.size + backend.rank).backward()
+        check(gradients(model), expected)
+        optimizer.step()
+    assert not torch.equal(model[0].weight, start)
+    assert same_on_all(backend, list(model.parameters()))
+
+
+def test_frozen_parameters_are_left_alone_until_they_are_thawed(spmd):
+    spmd(frozen)
+
+
+def all_frozen_then_thawed(backend):
+    model = perceptron().requires_grad_(False)
+    optimizer = sgd(model, backend, momentum=0)
+    optimizer.step()  # nothing to do
+    model.requires_grad_(True)
+    for step in range(2):
+        expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        optimizer.step() if step == 0 else optimizer.synchronize()
+        check(gradients(model), expected)
+
+
+def test_a_model_that_is_frozen_as_a_whole_may_be_thawed(spmd):
+    spmd(all_frozen_then_thawed)
+
+
+def frozen_later(backend, unused):
+    model = perceptron()
+    optimizer = sgd(model, backend, unused=unused)
+    for trained in (True, False, True):
+        model[0].requires_grad_(trained)
+        expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        if trained or unused == "zero":
+            check(gradients(model), expected)
+        else:
+            assert model[0].weight.grad is None
+            check([model[2].weight.grad, model[2].bias.grad], expected[2:])
+        optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+
+
+@unused_rules
+def test_parameters_may_be_frozen_later(spmd, unused):
+    spmd(frozen_later, unused)
+
+
+def adversaries(backend):
+    """Two models, two optimizers: one step each, then one backward through both."""
+    generator, judge = seeded(nn.Linear(4, 4), 1), perceptron(2)
+    makes, judges = sgd(generator, backend), sgd(judge, backend)
+
+    def loss(pair, rank):
+        return pair[1](pair[0](vectors(rank))).square().mean()
+
+    pair = nn.ModuleList([generator, judge])
+    for step in range(2):
+        for trained, optimizer in ((1, judges), (0, makes)):
+            for i, model in enumerate(pair):
+                model.requires_grad_(i == trained)
+            expected = mean_gradients(pair[trained], of_every_rank(backend, _with_other(pair, trained, loss)))
+            optimizer.zero_grad()
+            loss(pair, backend.rank).backward()
+            check(gradients(pair[trained]), expected)
+            optimizer.step()
+        assert step < 2
+    pair.requires_grad_(True)
+    expected = mean_gradients(pair, of_every_rank(backend, loss))
+    makes.zero_grad()
+    judges.zero_grad()
+    loss(pair, backend.rank).backward()
+    check(gradients(pair), expected)
+    makes.step()
+    judges.step()
+    assert same_on_all(backend, list(pair.parameters()))
+
+
+def _with_other(pair, trained, loss):
+    def one(model, rank):
+        return loss([model if i == trained else other for i, other in enumerate(pair)], rank)
+
+    return one
+
+
+def test_two_optimizers_take_turns_and_share_a_backward(spmd):
+    spmd(adversaries)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def tied(backend):
+    model = seeded(Tied())
+    expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+    optimizer = sgd(model, backend)
+    for _ in range(2):
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        check(gradients(model), expected)
+    optimizer.step()
+    assert model.second.weight is model.first.weight
+
+
+def test_shared_parameters_are_reduced_once(spmd):
+    spmd(tied)
+
+
+# -- sparse gradients ---------------------------------------------------------------------------------------------
+
+
+class Lookup(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.table = nn.Embedding(7, 3, sparse=sparse)
+        self.head = nn.Linear(3, 2)
+
+    def loss(self, words):
+        out = self.head(torch.ones(1, 3))
+        return (out if words is None else out + self.head(self.table(words)).mean(0)).square().sum()
+
+
+def words(step, rank, size):
+    """What rank looks up: repeated words, words of its own, on the last rank (of several) nothing at all."""
+    if size > 1 and rank == size - 1:
+        return None
+    return torch.tensor([0, rank, 5, 5, step])
+
+
+def look_up(backend, unused, momentum):
+    sparse, dense = (seeded(Lookup(kind)) for kind in (True, False))
+    with small_buckets():
+        optimizer = sgd(sparse, backend, momentum=momentum, unused=unused)
+    oracle = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=momentum)
+    for step in range(4):
+        losses = [lambda m, r=rank, s=step: m.loss(words(s, r, backend.size)) for rank in range(backend.size)]
+        expected = mean_gradients(dense, losses)
+        optimizer.zero_grad()
+        sparse.loss(words(step, backend.rank, backend.size)).backward()
+        assert sparse.table.weight.grad.is_sparse
+        check(gradients(sparse), expected)
+        optimizer.step()
+        for p, grad in zip(dense.parameters(), expected, strict=True):
+            p.grad = grad
+        oracle.step()
+    check(list(sparse.parameters()), list(dense.parameters()))
+    assert same_on_all(backend, list(sparse.parameters()))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@unused_rules
+def test_sparse_gradients_equal_dense_ones(typical, unused, momentum):
+    typical(look_up, unused, momentum)
+
+
+def look_up_nothing(backend, unused):
+    model = seeded(Lookup(True))
+    optimizer = sgd(model, backend, momentum=0, unused=unused)
+    for step, used in enumerate((True, False, True)):
+        optimizer.zero_grad()
+        model.loss(torch.tensor([backend.rank % 7, step]) if used else None).backward()
+        grad = model.table.weight.grad
+        assert (grad is None) == (not used and unused == "none")
+        assert used or grad is None or (grad.is_sparse and grad._nnz() == 0)
+        optimizer.step()
+
+
+@unused_rules
+def test_a_sparse_parameter_that_nobody_used(typical, unused):
+    typical(look_up_nothing, unused)
+
+
+def sparse_adam(backend):
+    model, replica = (seeded(nn.Embedding(7, 3, sparse=True)) for _ in range(2))
+    optimizer = wrap(torch.optim.SparseAdam(model.parameters(), lr=0.1), model, backend)
+    oracle = torch.optim.SparseAdam(replica.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        looked_up = words(step, backend.rank, backend.size)
+        if looked_up is not None:
+            model(looked_up).square().sum().backward()
+        optimizer.step()
+        seen = [words(step, rank, backend.size) for rank in range(backend.size)]
+        seen = torch.cat([each for each in seen if each is not None])
+        oracle.zero_grad()
+        (replica(seen).square().sum() / backend.size).backward()
+        oracle.step()
+    check(list(model.parameters()), list(replica.parameters()))
+    assert same_on_all(backend, list(model.parameters()))
+
+
+def test_sparse_adam_equals_one_process(spmd):
+    spmd(sparse_adam)
+
+
+# -- several passes -----------------------------------------------------------------------------------------------
+
+
+def accumulated(model, keys):
+    return sum(vector_loss(model, key) for key in keys)
+
+
+def in_passes(backend, how, unused):
+    passes = 3
+    model = perceptron()
+    optimizer = sgd(model, backend, unused=unused, **({"backward_passes_per_step": passes} if how == "counted" else {}))
+    for step in range(2):
+        keys = [[(step * passes + i) * backend.size + rank for i in range(passes)] for rank in range(backend.size)]
+        expected = mean_gradients(model, [lambda m, mine=mine: accumulated(m, mine) for mine in keys])
+        optimizer.zero_grad()
+        *early, last = keys[backend.rank]
+        for key in early:
+            if how == "no_sync":
+                with optimizer.no_sync():
+                    vector_loss(model, key).backward()
+            else:
+                vector_loss(model, key).backward()
+        if how != "every":
+            local = mean_gradients(model, [lambda m, mine=early: accumulated(m, mine)])
+            check(gradients(model), local)  # nothing was sent
+        vector_loss(model, last).backward()
+        check(gradients(model), expected)
+        optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+
+
+@pytest.mark.parametrize("how", ["no_sync", "counted", "every"])
+@unused_rules
+def test_gradients_of_several_passes_add_up(typical, how, unused):
+    """Sent once, after the last (``no_sync``, ``backward_passes_per_step``), or after each of them."""
+    typical(in_passes, how, unused)
+
+
+def partial(backend, how):
+    model = perceptron()
+    optimizer = sgd(model, backend, **({"backward_passes_per_step": 3} if how == "counted" else {}))
+    for _ in range(2):
+        expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+        optimizer.zero_grad()
+        if how == "no_sync":
+            with optimizer.no_sync():
+                vector_loss(model, backend.rank).backward()
+        else:
+            vector_loss(model, backend.rank).backward()
+        optimizer.step()  # sends what there is
+        check(gradients(model), expected)
+    assert same_on_all(backend, list(model.parameters()))
+
+
+@pytest.mark.parametrize("how", ["no_sync", "counted"])
+def test_a_step_sends_what_has_accumulated_so_far(spmd, how):
+    spmd(partial, how)
+
+
+def nested_no_sync(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    with optimizer.no_sync():
+        with pytest.raises(KeyError), optimizer.no_sync():
+            raise KeyError
+        vector_loss(model, backend.rank).backward()
+        check(gradients(model), mean_gradients(model, [lambda m: vector_loss(m, backend.rank)]))
+    optimizer.zero_grad()
+    vector_loss(model, backend.rank).backward()
+    check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
+
+
+def test_no_sync_nests_and_ends_with_an_exception(spmd):
+    spmd(nested_no_sync)
+
+
+def different_parts(backend):
+    """Each pass of the accumulation uses other parameters."""
+    model = Branches()
+    factors = list(range(1, backend.size + 1))
+    expected = mean_gradients(
+        model, [lambda m, f=f: m.loss(["common", "left"], f) + m.loss(["common", "right"], f) for f in factors]
+    )
+    optimizer = sgd(model, backend, backward_passes_per_step=2)
+    with small_buckets((1, 1)):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for side in ("left", "right"):
+                model.loss(["common", side], factors[backend.rank]).backward()
+            check(gradients(model), expected)
+
+
+def test_passes_may_use_different_parameters(spmd):
+    spmd(different_parts)
+
+
+def retained(backend):
+    model = perceptron()
+    once = mean_gradients(model, of_every_rank(backend, vector_loss))
+    optimizer = sgd(model, backend)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = vector_loss(model, backend.rank)
+        loss.backward(retain_graph=True)
+        check(gradients(model), once)
+        loss.backward()
+        check(gradients(model), [2 * g for g in once])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # create_graph warns of a reference cycle
+            optimizer.zero_grad()
+            vector_loss(model, backend.rank).backward(create_graph=True)
+        check(gradients(model), once)
+
+
+def test_a_graph_may_be_used_twice(spmd):
+    spmd(retained)
+
+
+def functional_gradients(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    if backend.rank == 0:  # no collective: one rank alone may do it
+        torch.autograd.grad(vector_loss(model, 0), list(model.parameters()))
+    expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+    optimizer.zero_grad()
+    vector_loss(model, backend.rank).backward(inputs=list(model[2].parameters()))
+    optimizer.synchronize()
+    check([p.grad for p in model[2].parameters()], expected[2:])
+
+
+def test_autograd_grad_is_local_and_inputs_of_backward_count(spmd):
+    spmd(functional_gradients)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.reentrant = reentrant
+        self.body, self.head = perceptron(1), seeded(nn.Linear(3, 2), 2)
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.head(self.body(x))
+        return self.head(checkpoint(self.body, x.requires_grad_(), use_reentrant=self.reentrant))
+
+
+def checkpointed(backend, reentrant):
+    model = Checkpointed(reentrant)
+    expected = mean_gradients(Checkpointed(), of_every_rank(backend, vector_loss))
+    with small_buckets((1, 1)):
+        optimizer = sgd(model, backend)
+        for _ in range(3):
+            optimizer.zero_grad()
+            vector_loss(model, backend.rank).backward()
+            check(gradients(model), expected)
+    optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+def test_activation_checkpointing(spmd, reentrant):
+    spmd(checkpointed, reentrant)
+
+
+# -- numbers that travel along ------------------------------------------------------------------------------------
+
+
+def carries(backend, unused):
+    model = conv_net()
+    with small_buckets():
+        optimizer = sgd(model, backend, carry=3, unused=unused)
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.cargo.copy_(torch.tensor([backend.rank, step, 0.5]))
+            image_loss(model, backend.rank).backward()
+            size = backend.size
+            assert optimizer.cargo.tolist() == [size * (size - 1) / 2, step * size, size / 2]
+            assert optimizer.cargo.dtype is torch.float64
+            optimizer.step()
+
+
+@unused_rules
+def test_numbers_of_the_caller_are_summed_with_the_gradients(spmd, unused):
+    spmd(carries, unused)
+
+
+def carries_alone(backend):
+    """With sparse parameters only, there is no bucket of gradients for the numbers to travel behind."""
+    table = seeded(nn.Embedding(4, 2, sparse=True))
+    optimizer = sgd(table, backend, momentum=0, carry=1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.cargo[0] = backend.rank
+        table(torch.tensor([1])).sum().backward()
+        assert optimizer.cargo.tolist() == [backend.size * (backend.size - 1) / 2]
+
+
+def test_numbers_travel_without_dense_gradients(typical):
+    typical(carries_alone)
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def differing(backend, how):
+    last = backend.rank == backend.size - 1
+    if how == "shape":
+        layer = nn.Linear(4, 5 if last else 6)
+    elif how == "dtype":
+        layer = nn.Linear(4, 6, dtype=torch.float64 if last else torch.float32)
+    else:
+        layer = nn.Conv2d(4, 2, 2).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    model = nn.Sequential(nn.Tanh(), layer)
+    optimizer = sgd(model, backend)
+    with pytest.raises(BackendError, match=r"same parameters: number 0 is 1\.weight .* on rank 0 and 1\.weight .* on rank"):
+        sum((p * p).sum() for p in model.parameters()).backward()
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size  # the backend is as good as before
+    with pytest.raises(BackendError, match=r"1\.weight"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "strides"])
+def test_different_parameters_are_reported_on_every_rank(many, how):
+    many(differing, how)
+
+
+def fewer(backend):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + (backend.rank == 0))))
+    sgd(model, backend)
+    with pytest.raises(BackendError, match=r"rank 0 has 6, rank 1 has 4"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_fewer_parameters_on_one_rank_are_reported(many):
+    many(fewer)
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, armed):
+        ctx.armed = armed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.armed:
+            raise ArithmeticError("backward failed")
+        return grad, None
+
+
+class Fragile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = seeded(nn.Linear(4, 4), 1), seeded(nn.Linear(4, 4), 2)
+        self.armed = False
+
+    def forward(self, x):
+        return self.second(Explode.apply(self.first(x), self.armed))
+
+
+def fails_in_backward(backend, sizes, passes):
+    """On all ranks, in the same place; with small buckets after one of them was sent."""
+    model = Fragile()
+    losses = of_every_rank(backend, lambda m, rank: passes * vector_loss(m, rank))
+    with small_buckets(sizes):
+        optimizer = sgd(model, backend, backward_passes_per_step=passes)
+        for armed in (False, True, False, True, True, False):
+            model.armed = False
+            expected = mean_gradients(model, losses)
+            optimizer.zero_grad()
+            for _ in range(passes):
+                model.armed = armed
+                with pytest.raises(ArithmeticError) if armed else nullcontext():
+                    vector_loss(model, backend.rank).backward()
+            if armed:
+                optimizer.synchronize()
+            else:
+                check(gradients(model), expected)
+                optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1 << 20, 25 << 20)], ids=["after-sending", "before-sending"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_after_a_failed_backward_synchronize_brings_the_ranks_together(typical, sizes, passes):
+    typical(fails_in_backward, sizes, passes)
+
+
+def fails_unsent(backend):
+    model = Fragile()
+    optimizer = sgd(model, backend)
+    for armed in (False, True, False):
+        expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+        optimizer.zero_grad()
+        model.armed = armed
+        if armed:
+            with pytest.raises(ArithmeticError):
+                vector_loss(model, backend.rank).backward()
+            model.armed = False
+        else:
+            vector_loss(model, backend.rank).backward()
+            check(gradients(model), expected)  # the average, before any step
+            optimizer.step()
+
+
+def test_a_pass_that_failed_before_anything_was_sent_is_forgotten(spmd):
+    spmd(fails_unsent)
+
+
+def fails_sent(backend):
+    model = Fragile()
+    with small_buckets((1, 1)):
+        optimizer = sgd(model, backend)
+        vector_loss(model, backend.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.armed = True
+        with pytest.raises(ArithmeticError):
+            vector_loss(model, backend.rank).backward()
+        model.armed = False
+        optimizer.zero_grad()
+        with pytest.raises(BackendError, match="call synchronize"):
+            vector_loss(model, backend.rank).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+    check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
+
+
+def test_a_pass_that_failed_after_sending_is_not_mixed_with_the_next(spmd):
+    spmd(fails_sent)
+
+
+# -- the buckets --------------------------------------------------------------------------------------------------
+
+
+def test_buckets_are_in_reverse_registration_order_and_the_first_is_smaller():
+    model = conv_net()
+    with small_buckets((600, 4096)):
+        slots = [buckets.Slot(name, p) for name, p in model.named_parameters()]
+        found = buckets.lay_out(slots, extra=2)
+    order = [slot.name for bucket in found for slot in bucket.slots]
+    assert order == [name for name, _ in model.named_parameters()][::-1]
+    sizes = [sum(slot.param.numel() * slot.param.element_size() for slot in bucket.slots) for bucket in found]
+    assert len(found) >= 3
+    assert sizes[0] <= 600
+    assert all(size <= 4096 or len(bucket.slots) == 1 for size, bucket in zip(sizes, found, strict=True))
+    assert [bucket.extra.numel() for bucket in found] == [0] * (len(found) - 1) + [2]
+    assert [bucket.name for bucket in found] == [f"gradients.{i}" for i in range(len(found))]
+    for bucket in found:
+        assert bucket.wire.numel() == sum(slot.param.numel() for slot in bucket.slots) + bucket.extra.numel()
+        for slot in bucket.slots:
+            assert slot.view.shape == slot.param.shape
+            assert slot.view.stride() == slot.param.stride()
+
+
+def test_the_default_buckets_are_of_megabytes():
+    first, later = buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES
+    params = [nn.Parameter(torch.empty(1 << 18, device="meta")) for _ in range(60)]
+    found = buckets.lay_out([buckets.Slot(str(i), p) for i, p in enumerate(params)], extra=0)
+    sizes = [sum(slot.param.numel() * slot.param.element_size() for slot in bucket.slots) for bucket in found]
+    assert sizes[0] == first < later
+    assert sizes[1:-1] == [later] * (len(sizes) - 2)
+
+
+def test_no_parameters_need_no_bucket_unless_numbers_travel():
+    assert buckets.lay_out([], extra=0) == []
+    (bucket,) = buckets.lay_out([], extra=3)
+    assert bucket.extra.shape == (3,)
+
+
+# -- lifetime -----------------------------------------------------------------------------------------------------
+
+
+def nothing_grows(backend):
+    model = conv_net()
+    with small_buckets():
+        optimizer = sgd(model, backend, unused="none", carry=1)
+        for step in range(30):
+            optimizer.zero_grad()
+            image_loss(model, step).backward()
+            optimizer.step()
+            if step == 4:
+                before = living_tensors()
+    assert living_tensors() == before
+    optimizer.reducer.close()
+    model.zero_grad()
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_many_steps_leave_no_tensors_behind(real):
+    real(nothing_grows)
+
+
+def wrapped_again(backend):
+    model = perceptron()
+    for _ in range(3):
+        expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+        optimizer = sgd(model, backend)
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        check(gradients(model), expected)
+        optimizer.step()
+        optimizer.reducer.close()
+
+
+def test_parameters_may_be_wrapped_again_after_close(spmd):
+    spmd(wrapped_again)
+
+
+def test_bad_options_are_refused(typical):
+    typical(refuses)
+
+
+def refuses(backend):
+    model = perceptron()
+    with pytest.raises(ValueError, match='unused=\'sometimes\' is not known: choose "zero" or "none"'):
+        GradientReducer(model.named_parameters(), backend, unused="sometimes")
+    with pytest.raises(ValueError, match="1 or more, not 0"):
+        GradientReducer(model.named_parameters(), backend, passes=0)
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def images_of_two_sizes(backend):
+    """Ranks with different numbers of samples: still the mean over ranks, as promised."""
+    model = conv_net()
+
+    def loss(m, rank):
+        x, y = images(rank, n=2 + rank)
+        return nn.functional.cross_entropy(m(x), y)
+
+    expected = mean_gradients(model, of_every_rank(backend, loss))
+    sgd(model, backend)
+    loss(model, backend.rank).backward()
+    check(gradients(model), expected)
+
+
+def test_ranks_count_equally_whatever_their_batches(typical):
+    typical(images_of_two_sizes)

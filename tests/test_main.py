@@ -1,0 +1,122 @@
+"""The command line as one process: exit status, messages, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dualtrain import main as command
+from dualtrain.config import parse
+from dualtrain.errors import DivergedError, UserError
+from tests.pool import free_port
+
+MAIN = [sys.executable, "-m", "dualtrain.main"]
+
+
+def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MAIN, *arguments], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_run_ends_well_and_says_what_came_out(tmp_path):
+    end = run("--max-steps", "3", cwd=tmp_path)
+    assert (end.returncode, end.stderr) == (0, "")
+    assert "val accuracy" in end.stdout.splitlines()[-1]
+    assert "\r" not in end.stdout  # no bar where nobody looks
+
+
+def test_a_terminal_gets_a_bar(tmp_path):
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([*MAIN, "--max-steps", "3"], cwd=tmp_path, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while data := os.read(ours, 65536):
+                shown += data
+        except OSError:
+            pass  # how a terminal on Linux says that its program has ended
+    os.close(ours)
+    assert process.returncode == 0
+    assert "3/3" in shown.decode()
+    assert "█" in shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "part"),
+    [
+        (["--lr", "x"], {}, "--lr"),
+        (["--data-dir", "missing"], {}, "--data-dir"),
+        (["--device", "cuda:99"], {}, "device"),
+        (["--backend", "local"], {"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2"),
+        (["--backend", "torch"], {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ([], {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "rank 2"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line_and_status_2(tmp_path, arguments, env, part):
+    end = run(*arguments, cwd=tmp_path, **env)
+    assert end.returncode == 2
+    (line,) = end.stderr.splitlines()
+    assert line.startswith("dualtrain: error")
+    assert part in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_lost_peer_at_the_start_is_a_bounded_wait(tmp_path):
+    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    end = run("--backend", "torch", "--timeout", "2", cwd=tmp_path, **world)
+    assert end.returncode == 2
+    assert "within 2 s" in end.stderr
+
+
+def test_horovod_missing_names_its_cure(tmp_path):
+    (tmp_path / "horovod.py").write_text("raise ImportError('No module named horovod')")
+    end = run("--backend", "horovod", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert end.returncode == 2
+    (line,) = end.stderr.splitlines()
+    assert "launch/setup.sh" in line
+    assert "horovodrun" in line
+
+
+def test_an_unforeseen_error_keeps_its_traceback(tmp_path, monkeypatch, capsys):
+    def broken(*_: object) -> None:
+        raise KeyError("lost key")
+
+    monkeypatch.setattr("dualtrain.training.loop.train", broken)
+    assert command.main(["--run-dir", str(tmp_path)]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "lost key" in shown.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (UserError("mend it", shared=True), 2),
+        (UserError("mend it"), 2),
+        (DivergedError("inf"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_the_status_says_what_kind_of_end_it_was(tmp_path, monkeypatch, capsys, error, status):
+    def ending(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("dualtrain.training.loop.train", ending)
+    assert command.main(["--run-dir", str(tmp_path)]) == status
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_only_rank_0_answers_a_mistyped_flag(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert command.main(["--lr", "x"]) == 2
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError):
+        parse(["--lr", "x"])

@@ -1,0 +1,507 @@
+"""``DistributedOptimizer``: a torch optimizer like any other, to schedulers, scalers, checkpoints and users."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain import DistributedOptimizer
+from tests.models_for_tests import (
+    EXACT,
+    gradients,
+    mean_gradients,
+    perceptron,
+    same_on_all,
+    seeded,
+    sgd,
+    vector_loss,
+    vectors,
+    wrap,
+)
+
+KINDS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "adamw-foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    "lr-tensor": (torch.optim.Adam, {"lr": torch.tensor(0.01)}),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind, model):
+    build, options = KINDS[kind]
+    return build(model.parameters(), **options)
+
+
+def key(backend, step, rank=None):
+    return step * backend.size + (backend.rank if rank is None else rank)
+
+
+def train(model, optimizer, backend, steps, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        vector_loss(model, key(backend, step)).backward()
+        optimizer.step()
+
+
+def alone(model, optimizer, backend, steps, start=0, before_step=lambda: None):
+    """The oracle: one process with the averages of all ranks."""
+    for step in range(start, start + steps):
+        keys = [key(backend, step, rank) for rank in range(backend.size)]
+        losses = [lambda m, k=k: vector_loss(m, k) for k in keys]
+        for p, grad in zip(model.parameters(), mean_gradients(model, losses), strict=True):
+            p.grad = grad
+        before_step()
+        optimizer.step()
+
+
+def check(model, oracle, **tolerance):
+    for p, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(p, expected, **tolerance)
+
+
+# -- what it is ---------------------------------------------------------------------------------------------------
+
+
+def is_optimizer(backend, kind):
+    model, oracle = perceptron(), perceptron()
+    inner = make(kind, model)
+    optimizer = wrap(inner, model, backend)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert "DistributedOptimizer" in repr(optimizer)
+    assert type(inner).__name__ in repr(optimizer)
+    assert f"rank {backend.rank} of {backend.size}" in repr(optimizer)
+    train(model, optimizer, backend, 4)
+    alone(oracle, make(kind, oracle), backend, 4)
+    check(model, oracle)
+    assert same_on_all(backend, list(model.parameters()))
+    assert inner.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+@kinds
+def test_it_is_the_optimizer_that_it_wraps_on_the_average(typical, kind):
+    typical(is_optimizer, kind)
+
+
+def keeps_state(backend):
+    model, oracle = perceptron(), perceptron()
+    inner, single = (torch.optim.Adam(m.parameters(), lr=0.05) for m in (model, oracle))
+    alone(model, inner, backend, 3)
+    alone(oracle, single, backend, 6)
+    optimizer = wrap(inner, model, backend)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+    train(model, optimizer, backend, 3, start=3)
+    check(model, oracle)
+    assert {int(state["step"]) for state in inner.state.values()} == {6}
+
+
+def test_state_from_before_wrapping_is_kept(spmd):
+    spmd(keeps_state)
+
+
+def copies(backend):
+    model = perceptron()
+    inner = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = wrap(inner, model, backend)
+    train(model, optimizer, backend, 2)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(other) is torch.optim.Adam
+        assert other is not inner
+        assert other.param_groups[0]["lr"] == 0.05
+        assert [int(state["step"]) for state in other.state.values()] == [2] * 4
+    buffer = io.BytesIO()
+    torch.save({"optimizer": optimizer}, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer, weights_only=False)["optimizer"]) is torch.optim.Adam
+
+
+def test_a_copy_is_the_wrapped_optimizer(spmd):
+    spmd(copies)
+
+
+def state_dicts(backend):
+    model, oracle = perceptron(), perceptron()
+    optimizer = wrap(torch.optim.Adam(model.parameters(), lr=0.05), model, backend)
+    train(model, optimizer, backend, 3)
+    bare = torch.optim.Adam(oracle.parameters(), lr=1.0)
+    oracle.load_state_dict(model.state_dict())
+    bare.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's own loading shares tensors
+    assert bare.param_groups[0]["lr"] == 0.05
+    alone(oracle, bare, backend, 2, start=3)
+    train(model, optimizer, backend, 2, start=3)
+    check(model, oracle)
+
+    again = perceptron()
+    again.load_state_dict(oracle.state_dict())
+    fresh = wrap(torch.optim.Adam(again.parameters(), lr=1.0), again, backend)
+    fresh.load_state_dict(copy.deepcopy(bare.state_dict()))
+    train(again, fresh, backend, 2, start=5)
+    train(model, optimizer, backend, 2, start=5)
+    check(again, model)
+
+
+def test_state_dicts_pass_between_the_bare_and_the_wrapped_optimizer(spmd):
+    spmd(state_dicts)
+
+
+def zeroes(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not grad.any() for grad in gradients(model))
+    vector_loss(model, backend.rank).backward()
+    optimizer.zero_grad(set_to_none=True)
+    assert all(p.grad is None for p in model.parameters())
+    vector_loss(model, backend.rank).backward()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_zero_grad_knows_both_ways(spmd):
+    spmd(zeroes)
+
+
+def synchronizes(backend):
+    model = perceptron()
+    expected = mean_gradients(model, [lambda m, rank=rank: vector_loss(m, rank) for rank in range(backend.size)])
+    optimizer = sgd(model, backend, backward_passes_per_step=2)
+    vector_loss(model, backend.rank).backward()  # one of two: nothing was sent yet
+    for _ in range(3):
+        optimizer.synchronize()
+        for mine, mean in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(mine, mean)
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    optimizer.step()
+    for mine, mean in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(mine, 0.5 * mean)
+
+
+def test_synchronize_is_idempotent_and_step_takes_what_it_finds(spmd):
+    spmd(synchronizes)
+
+
+def hooked(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    seen = []
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(("before", opt)))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(("after", opt)))
+    optimizer.optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(("inner", opt)))
+    train(model, optimizer, backend, 2)
+    assert seen == [("before", optimizer), ("inner", optimizer.optimizer), ("after", optimizer)] * 2
+
+
+def test_step_hooks_run_once(spmd):
+    spmd(hooked)
+
+
+# -- learning-rate schedules --------------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    "one-cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=8),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "sequential": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        ],
+        milestones=[3],
+    ),
+}
+
+
+def scheduled(backend, name, on_inner):
+    model, oracle = perceptron(), perceptron()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a step() that the scheduler has not seen
+        if name == "sequential":
+            warnings.filterwarnings("ignore", "The epoch parameter")
+        early = SCHEDULES[name](inner) if on_inner else None
+        optimizer = wrap(inner, model, backend)
+        scheduler = early or SCHEDULES[name](optimizer)
+        single = torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
+        reference = SCHEDULES[name](single)
+        for step in range(6):
+            train(model, optimizer, backend, 1, start=step)
+            scheduler.step()
+            alone(oracle, single, backend, 1, start=step)
+            reference.step()
+            assert optimizer.param_groups[0]["lr"] == single.param_groups[0]["lr"]
+    check(model, oracle)
+    scheduler.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+    if name != "lambda":  # a lambda cannot be pickled, whoever schedules
+        pickle.dumps(scheduler.state_dict())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("on_inner", [False, True], ids=["after", "before"])
+def test_schedules_made_before_and_after_wrapping(typical, name, on_inner):
+    typical(scheduled, name, on_inner)
+
+
+# -- mixed precision ----------------------------------------------------------------------------------------------
+
+
+def scaled_step(model, optimizer, scaler, loss, max_norm=None):
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm if max_norm is not None else None
+
+
+def scales(backend, max_norm):
+    model, oracle = perceptron(), perceptron()
+    optimizer, single = sgd(model, backend), torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+    def clip():
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(oracle.parameters(), max_norm)
+
+    for step in range(4):
+        norm = scaled_step(model, optimizer, scaler, vector_loss(model, key(backend, step)), max_norm)
+        assert norm is None or same_on_all(backend, [norm])
+    alone(oracle, single, backend, 4, before_step=clip)
+    check(model, oracle)
+    assert scaler.get_scale() == 2.0**12
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["plain", "clipped"])
+def test_loss_scaling_with_and_without_clipping(spmd, max_norm):
+    spmd(scales, max_norm)
+
+
+def overflows(backend, unscaled):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    last = backend.size - 1
+    for step in range(4):
+        before = [p.detach().clone() for p in model.parameters()]
+        scale = scaler.get_scale()
+        loss = vector_loss(model, key(backend, step))
+        if step % 2 and backend.rank == last:
+            loss = loss * torch.inf
+        scaled_step(model, optimizer, scaler, loss, 1.0 if unscaled else None)
+        stayed = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert stayed == bool(step % 2)
+        assert scaler.get_scale() == (scale / 2 if step % 2 else scale)
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+        assert same_on_all(backend, list(model.parameters()))
+
+
+@pytest.mark.parametrize("unscaled", [False, True], ids=["plain", "clipped"])
+def test_an_overflow_on_one_rank_makes_all_ranks_skip(spmd, unscaled):
+    spmd(overflows, unscaled)
+
+
+def autocasts(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(vectors(key(backend, step)))
+            assert y.dtype is torch.bfloat16
+            loss = y.float().square().mean()
+        loss.backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+    oracle = perceptron()
+    alone(oracle, torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9), backend, 3)
+    check(model, oracle, rtol=5e-2, atol=5e-3)
+
+
+def test_autocast_to_bfloat16(spmd):
+    spmd(autocasts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("overflow", [False, True], ids=["plain", "overflow"])
+def test_float16_on_a_gpu(overflow):
+    from dualtrain import connect
+
+    with connect("local") as backend:
+        model = perceptron().cuda()
+        optimizer = sgd(model, backend)
+        scaler = torch.amp.GradScaler("cuda")
+        before, scale = [p.detach().clone() for p in model.parameters()], scaler.get_scale()
+        with torch.autocast("cuda", dtype=torch.float16):
+            y = model(vectors(0).cuda())
+            assert y.dtype is torch.float16
+        scaled_step(model, optimizer, scaler, y.float().square().mean() * (torch.inf if overflow else 1.0), 1.0)
+        stayed = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert stayed == overflow
+        assert scaler.get_scale() == (scale / 2 if overflow else scale)
+
+
+# -- groups, closures ---------------------------------------------------------------------------------------------
+
+
+def adds_group(backend, named):
+    model, oracle = perceptron(), perceptron()
+
+    def first_only(m):
+        return torch.optim.SGD(m[0].parameters(), lr=0.1, momentum=0.9)
+
+    inner, single = first_only(model), first_only(oracle)
+    optimizer = DistributedOptimizer(inner, model.named_parameters() if named else None, backend=backend)
+    train(model, optimizer, backend, 2)
+    alone(oracle, single, backend, 2)
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
+    single.add_param_group({"params": list(oracle[2].parameters()), "lr": 0.02})
+    train(model, optimizer, backend, 2, start=2)
+    alone(oracle, single, backend, 2, start=2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.02]
+    check(model, oracle)
+    assert same_on_all(backend, list(model.parameters()))
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "numbered"])
+def test_a_group_added_later_is_reduced_too(spmd, named):
+    spmd(adds_group, named)
+
+
+def line_search(backend):
+    """Rank-local losses would send the ranks' line searches different ways."""
+    model, oracle = perceptron(), perceptron()
+    options = {"max_iter": 6, "line_search_fn": "strong_wolfe"}
+    optimizer = wrap(torch.optim.LBFGS(model.parameters(), **options), model, backend)
+    single = torch.optim.LBFGS(oracle.parameters(), **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = vector_loss(model, backend.rank) * (1 + backend.rank)
+        loss.backward()
+        return loss
+
+    def whole():
+        single.zero_grad()
+        loss = sum(vector_loss(oracle, rank) * (1 + rank) for rank in range(backend.size)) / backend.size
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        loss, expected = optimizer.step(closure), single.step(whole)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=1e-5)
+        assert same_on_all(backend, [loss, *model.parameters()])
+    assert optimizer.state[next(model.parameters())]["func_evals"] > 3
+    check(model, oracle, rtol=5e-3, atol=1e-3)
+
+
+def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(spmd):
+    spmd(line_search)
+
+
+def closure_of_sgd(backend):
+    model, oracle = perceptron(), perceptron()
+    optimizer = sgd(model, backend)
+    numbers = []
+
+    for step in range(2):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = vector_loss(model, key(backend, step))
+            loss.backward()
+            numbers.append(loss.item())
+            return loss.item()
+
+        assert optimizer.step(closure) == numbers[-1]  # a number is the caller's own
+    alone(oracle, torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9), backend, 2)
+    check(model, oracle)
+
+
+def test_a_closure_may_return_a_number(spmd):
+    spmd(closure_of_sgd)
+
+
+# -- names and mistakes -------------------------------------------------------------------------------------------
+
+
+def without_names(backend):
+    model = perceptron()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backend=backend)
+    train(model, optimizer, backend, 2)
+    assert same_on_all(backend, list(model.parameters()))
+    assert optimizer.reducer._slots[0].name == "group 0 parameter 0"
+
+
+def test_names_are_optional(spmd):
+    spmd(without_names)
+
+
+def names(backend):
+    model = perceptron()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"lacks 2 of the optimizer's parameters \(the first is group 0 parameter 2\)"):
+        DistributedOptimizer(inner, model[0].named_parameters(), backend=backend)
+    with pytest.raises(ValueError, match="has the name 'w' twice"):
+        DistributedOptimizer(inner, [("w", p) for p in model.parameters()], backend=backend)
+    with pytest.raises(ValueError, match="backward passes per step must be 1 or more, not -1"):
+        wrap(inner, model, backend, backward_passes_per_step=-1)
+    with pytest.raises(ValueError, match="unused='all' is not known"):
+        wrap(inner, model, backend, unused="all")
+    with pytest.raises(ValueError, match="some parameters appear"):
+        wrap(inner, model, backend).add_param_group({"params": list(model.parameters())})
+
+
+def test_mistakes_are_refused(typical):
+    typical(names)
+
+
+def parts_of_a_model(backend):
+    """The names of the whole model will do for an optimizer of a part of it; the rest is left alone."""
+    model = perceptron()
+    inner = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend)
+    assert [slot.name for slot in optimizer.reducer._slots] == ["2.weight", "2.bias"]
+    vector_loss(model, backend.rank).backward()
+    local = mean_gradients(perceptron(), [lambda m: vector_loss(m, backend.rank)])
+    torch.testing.assert_close(model[0].weight.grad, local[0], **EXACT)
+
+
+def test_parameters_of_others_are_ignored(spmd):
+    spmd(parts_of_a_model)
+
+
+def same_parameter_twice(backend):
+    """Two names for one parameter, as ``named_parameters(remove_duplicate=False)`` gives them."""
+    layer = seeded(nn.Linear(4, 4))
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    expected = mean_gradients(model, [lambda m, rank=rank: vector_loss(m, rank) for rank in range(backend.size)])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(remove_duplicate=False), backend=backend)
+    for _ in range(2):
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        for mine, mean in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(mine, mean)
+    assert len(optimizer.reducer._slots) == len(list(model.parameters()))
+
+
+def test_a_parameter_with_two_names_is_reduced_once(typical):
+    typical(same_parameter_twice)

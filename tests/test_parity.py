@@ -1,0 +1,133 @@
+"""The same bits from everyone: our two backends, torch's DDP and Horovod's own optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dualtrain import weights_sha256
+from tests.conftest import REAL, THREADS, Spmd
+from tests.models_for_tests import DEFAULT_BUCKETS, SMALL_BUCKETS, conv_net, image_loss, images, small_buckets, wrap
+
+STEPS = 50
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
+    "adam": (torch.optim.Adam, {"lr": 3e-3}),
+    "adamw": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1}),
+}
+CASES = [("sgd", SMALL_BUCKETS), ("adam", SMALL_BUCKETS), ("adamw", SMALL_BUCKETS), ("sgd", DEFAULT_BUCKETS)]
+IDS = ["sgd", "adam", "adamw", "sgd-default-buckets"]
+cases = pytest.mark.parametrize("case", CASES, ids=IDS)
+
+
+def make_optimizer(name, model):
+    kind, options = OPTIMIZERS[name]
+    return kind(model.parameters(), **options)
+
+
+def of_two_ranks(worlds):
+    """One addition gives the same bits whoever does it, in whatever order; the additions of three numbers do not."""
+    chosen = [(name, size) for name, size in worlds if size == 2]
+    return {"argvalues": chosen, "ids": [f"{name}-{size}" for name, size in chosen]}
+
+
+def fit(model, optimizer, rank, size):
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        image_loss(model, step * size + rank).backward()
+        optimizer.step()
+
+
+# -- test bodies --------------------------------------------------------------------------------------------------
+
+
+def ours(backend, case):
+    """The hash of the weights, and how many buckets there were."""
+    name, sizes = case
+    with small_buckets(sizes):
+        model = conv_net()
+        optimizer = wrap(make_optimizer(name, model), model, backend)
+        fit(model, optimizer, backend.rank, backend.size)
+    return weights_sha256(model), len(optimizer.reducer._buckets)
+
+
+def ddp(backend, case):
+    model = conv_net()
+    fit(DistributedDataParallel(model), make_optimizer(case[0], model), backend.rank, backend.size)
+    return weights_sha256(model)
+
+
+def horovods(backend, case):
+    import horovod.torch as hvd
+
+    model = conv_net()
+    optimizer = hvd.DistributedOptimizer(make_optimizer(case[0], model), model.named_parameters())
+    fit(model, optimizer, backend.rank, backend.size)
+    return weights_sha256(model)
+
+
+def whole_batch(size, steps):
+    """What one process makes of all ranks' samples."""
+    model = conv_net()
+    optimizer = make_optimizer("sgd", model)
+    for step in range(steps):
+        parts = [images(step * size + rank) for rank in range(size)]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])).backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def shares_of_a_batch(backend, steps):
+    model = conv_net()
+    optimizer = wrap(make_optimizer("sgd", model), model, backend)
+    for step in range(steps):
+        optimizer.zero_grad()
+        image_loss(model, step * backend.size + backend.rank).backward()
+        optimizer.step()
+    for mine, alone in zip(model.parameters(), whole_batch(backend.size, steps), strict=True):
+        torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
+
+
+# -- tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def hashes():
+    """What our runs gave so far: (world, size, case) → hash."""
+    return {}
+
+
+def our_hash(spmd, case, hashes):
+    key = spmd.name, spmd.size, case
+    if key not in hashes:
+        results = spmd(ours, case)
+        assert results == results[:1] * spmd.size
+        digest, buckets = results[0]
+        assert buckets >= 3 or case[1] == DEFAULT_BUCKETS
+        hashes[key] = digest
+    return hashes[key]
+
+
+@cases
+def test_torch_and_horovod_give_the_same_bits(real, case, hashes, pool):
+    digest = our_hash(real, case, hashes)
+    if real.name != "torch":  # whose worlds come first, so that its hash is here already
+        assert digest == our_hash(Spmd("torch", real.size, pool), case, hashes)
+
+
+@pytest.mark.parametrize("many", **of_two_ranks(THREADS + REAL), indirect=True)
+@cases
+def test_two_ranks_give_the_bits_of_the_other_libraries(many, case, hashes):
+    digest = our_hash(many, case, hashes)
+    if many.name == "threads":
+        assert {digest} == {found for (_, size, of), found in hashes.items() if (size, of) == (many.size, case)}
+    else:
+        theirs = many({"torch": ddp, "horovod": horovods}[many.name], case)
+        assert theirs == [digest] * many.size
+
+
+def test_ranks_on_shares_of_a_batch_equal_one_on_the_whole(spmd):
+    spmd(shares_of_a_batch, 10)

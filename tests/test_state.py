@@ -1,0 +1,424 @@
+"""The same start on every rank: parameters, optimizer state, buffers; and the hash that tells whether they are equal."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain import (
+    BackendError,
+    average_buffers,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    state,
+    weights_sha256,
+)
+from tests.models_for_tests import EXACT, conv_net, perceptron, same_on_all, seeded, vector_loss, wrap
+
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.complex64),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+]
+
+
+class Normalised(nn.Module):
+    """Buffers of several kinds: running statistics, a counter, one that no state_dict holds, a frozen parameter."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("table", torch.full((3,), float(seed)))
+        self.register_buffer("transient", torch.full((2,), float(seed)), persistent=False)
+        seeded(self, seed)
+        self.conv.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+def tensors_of(model):
+    return [*model.parameters(), *model.buffers()]
+
+
+def check(actual, expected, **tolerance):
+    for mine, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, other, **(tolerance or EXACT))
+
+
+# -- broadcast_parameters -----------------------------------------------------------------------------------------
+
+FORMS = {
+    "module": lambda model: model,
+    "state_dict": lambda model: model.state_dict(),
+    "unordered": lambda model: dict(reversed(model.state_dict().items())),
+    "generator": lambda model: model.named_parameters(),
+    "parameters": lambda model: model.parameters(),
+    "list": lambda model: [p.data for p in model.parameters()],
+}
+
+
+def broadcasts(backend, form):
+    for root in range(backend.size):
+        model, expected = Normalised(seed=backend.rank), Normalised(seed=root)
+        identities = [id(t) for t in tensors_of(model)]
+        broadcast_parameters(FORMS[form](model), backend, root)
+        check(model.parameters(), expected.parameters())
+        assert [id(t) for t in tensors_of(model)] == identities
+        if form in ("module", "state_dict", "unordered"):
+            check([model.table, model.norm.running_mean], [expected.table, expected.norm.running_mean])
+        if form == "module":
+            check([model.transient], [expected.transient])
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_everyone_gets_the_roots_values(spmd, form):
+    spmd(broadcasts, form)
+
+
+def mine(rank, dtype):
+    """Tensors of ``dtype`` in all layouts, with values of ``rank``."""
+    numbers = (torch.arange(48) * 7 + 3 * rank + 1) % 120
+    full = (numbers % 2 == rank % 2) if dtype is torch.bool else numbers.to(dtype)
+    return [
+        full.reshape(2, 3, 2, 4),
+        full.clone().reshape(6, 8).t(),
+        full.clone().reshape(6, 8)[::2, 1::3],
+        full.clone().reshape(2, 3, 2, 4).permute(0, 3, 1, 2),
+        full.clone()[5],
+        full.clone()[:0],
+        full.clone()[1:2],
+    ]
+
+
+def broadcasts_layouts(backend, dtype):
+    root = backend.size - 1
+    tensors = mine(backend.rank, dtype)
+    strides = [t.stride() for t in tensors]
+    broadcast_parameters(tensors, backend, root)
+    expected = mine(root, dtype)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors, expected, strict=True))
+    assert [t.stride() for t in tensors] == strides
+
+
+def bits(tensor):
+    return tensor.contiguous().flatten().clone().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_layout(typical, dtype):
+    typical(broadcasts_layouts, dtype)
+
+
+def mixed_layouts(backend):
+    """Ranks may differ in layout, not in shape; odd bytes in between shift what follows."""
+    layout = torch.channels_last if backend.rank % 2 else torch.contiguous_format
+    tensors = OrderedDict(
+        flag=torch.tensor([backend.rank == 0]),
+        weight=torch.full((2, 3, 4, 5), float(backend.rank)).to(memory_format=layout),
+        count=torch.tensor(backend.rank),
+        note="not a tensor",
+    )
+    broadcast_parameters(tensors, backend)
+    assert tensors["flag"].item() is True
+    assert not tensors["weight"].any()
+    assert tensors["weight"].is_contiguous(memory_format=layout)
+    assert tensors["count"].item() == 0
+
+
+def test_layouts_may_differ_between_ranks(spmd):
+    spmd(mixed_layouts)
+
+
+@pytest.mark.xfail(strict=True, reason="wire.as_bytes: one element with a stride cannot be viewed as bytes")
+def test_a_single_element_with_a_stride(typical):
+    typical(single_elements)
+
+
+def single_elements(backend):
+    tensors = [torch.full((4,), float(backend.rank))[::4]]
+    broadcast_parameters(tensors, backend)
+    assert tensors[0].item() == 0
+
+
+def broadcasts_nothing(backend):
+    broadcast_parameters([], backend)
+    broadcast_parameters({}, backend)
+    broadcast_parameters(nn.ReLU(), backend)
+    broadcast_parameters([torch.empty(0), torch.empty(3, 0)], backend)
+    average_buffers(nn.ReLU(), backend)
+    average_buffers(perceptron(), backend)
+
+
+def test_nothing_to_send(spmd):
+    spmd(broadcasts_nothing)
+
+
+def in_chunks(backend):
+    """More than one message: tensors larger than a chunk, and chunks that fill up."""
+    tensors = [torch.full((n,), backend.rank + i, dtype=torch.float32) for i, n in enumerate((3, 100, 1, 20, 20, 50))]
+    broadcast_parameters(tensors, backend, backend.size - 1)
+    check(tensors, [torch.full_like(t, backend.size - 1 + i) for i, t in enumerate(tensors)])
+
+
+def test_large_sets_travel_in_chunks(typical, monkeypatch):
+    monkeypatch.setattr(state, "_CHUNK_BYTES", 100)  # in this process: the worlds of processes keep theirs
+    typical(in_chunks)
+
+
+def mismatches(backend):
+    last = backend.rank == backend.size - 1
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5 if last else 4))
+    with pytest.raises(BackendError, match=r"number 2 is 1\.bias \(torch\.float32, \(4,\)\) on rank 0 and 1\.bias .*5"):
+        broadcast_parameters(model, backend)
+    with pytest.raises(BackendError, match=r"rank 0 has 1, rank \d has 2"):
+        broadcast_parameters([torch.ones(1)] * (1 + last), backend)
+    with pytest.raises(BackendError, match=r"number 0 is a .* on rank 0 and b "):
+        broadcast_parameters({"b" if last else "a": torch.ones(1)}, backend)
+    with pytest.raises(BackendError, match=r"float32.* on rank 0 and 0 \(torch\.float64"):
+        broadcast_parameters([torch.ones(1, dtype=torch.float64 if last else torch.float32)], backend)
+    kept = torch.full((2,), float(backend.rank))
+    broadcast_parameters([kept], backend)
+    assert not kept.any()
+
+
+def test_a_mismatch_is_reported_by_name_on_every_rank(many):
+    many(mismatches)
+
+
+def no_such_root(backend):
+    for root in (-1, backend.size):
+        for call in (
+            lambda root: broadcast_parameters(perceptron(), backend, root),
+            lambda root: broadcast_optimizer_state(torch.optim.SGD(perceptron().parameters(), lr=0.1), backend, root),
+        ):
+            with pytest.raises(ValueError, match=f"root {root} is no rank"):
+                call(root)
+
+
+def test_a_root_that_is_no_rank(typical):
+    typical(no_such_root)
+
+
+# -- broadcast_optimizer_state ------------------------------------------------------------------------------------
+
+KINDS = {
+    "sgd": lambda params, lr: torch.optim.SGD(params, lr=lr),
+    "momentum": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.1),
+    "adam": lambda params, lr: torch.optim.Adam(params, lr=lr),
+    "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr, weight_decay=0.1),
+    "lbfgs": lambda params, lr: torch.optim.LBFGS(params, lr=lr),
+}
+
+
+def wrapped_or_bare(kind, model, lr, backend, wrapped):
+    inner = KINDS[kind](model.parameters(), lr)
+    return wrap(inner, model, backend) if wrapped else inner
+
+
+def local_step(model, optimizer, key=0):
+    inner = getattr(optimizer, "optimizer", optimizer)
+
+    def closure():
+        inner.zero_grad()
+        loss = vector_loss(model, key)
+        loss.backward()
+        return loss
+
+    inner.step(closure)
+
+
+def fresh(backend, kind, wrapped):
+    for root in range(backend.size):
+        model = perceptron(seed=backend.rank)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = wrapped_or_bare(kind, model, 0.1 * (1 + backend.rank), backend, wrapped)
+        groups = optimizer.param_groups[0]["params"]
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        broadcast_optimizer_state(optimizer, backend, root)
+        check(model.parameters(), before)
+        assert not optimizer.state_dict()["state"]
+        assert optimizer.param_groups[0]["lr"] == 0.1 * (1 + root)
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], groups, strict=True))
+        assert bool((model[0].weight.grad == 1).all())
+        assert model[0].bias.grad is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
+def test_of_a_fresh_optimizer_only_the_options_change(typical, kind, wrapped):
+    typical(fresh, kind, wrapped)
+
+
+def resumes(backend, kind, wrapped, everywhere):
+    """State on the root alone (the usual way to resume), or on all ranks, each its own."""
+    root = backend.size - 1
+    model, oracle = perceptron(), perceptron()
+    if backend.rank == root or everywhere:
+        optimizer = wrapped_or_bare(kind, model, 0.01 * (1 + backend.rank), backend, False)
+        for step in range(2 + (backend.rank == root)):
+            local_step(model, optimizer, key=step + 10 * backend.rank)
+    else:
+        optimizer = wrapped_or_bare(kind, model, 0.5, backend, False)
+    reference = wrapped_or_bare(kind, oracle, 0.01 * (1 + root), backend, False)
+    for step in range(3):
+        local_step(oracle, reference, key=step + 10 * root)
+    if wrapped:
+        optimizer = wrap(optimizer, model, backend)
+    broadcast_parameters(model, backend, root)
+    broadcast_optimizer_state(optimizer, backend, root)
+    check(model.parameters(), oracle.parameters())
+    found, expected = optimizer.state_dict(), reference.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    torch.testing.assert_close(found["state"], expected["state"], **EXACT)
+    local_step(model, optimizer, key=99)
+    local_step(oracle, reference, key=99)
+    check(model.parameters(), oracle.parameters(), rtol=1e-5, atol=1e-6)
+    assert same_on_all(backend, list(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["root-only", "everywhere"])
+def test_state_reaches_ranks_that_have_none_and_replaces_what_others_have(typical, kind, wrapped, everywhere):
+    typical(resumes, kind, wrapped, everywhere)
+
+
+def step_counts(backend):
+    model = perceptron()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in range(3 if backend.rank == 0 else 0):
+        local_step(model, optimizer, key=step)
+    broadcast_optimizer_state(optimizer, backend)
+    assert [state["step"].item() for state in optimizer.state.values()] == [3] * len(list(model.parameters()))
+    assert {state["exp_avg"].shape for state in optimizer.state.values()} == {p.shape for p in model.parameters()}
+
+
+def test_adam_goes_on_counting_where_the_root_was(spmd):
+    spmd(step_counts)
+
+
+def several_groups(backend):
+    model = perceptron()
+    lr = 0.1 * (1 + backend.rank)
+    groups = [
+        {"params": list(model[0].parameters()), "lr": lr},
+        {"params": list(model[2].parameters()), "lr": torch.tensor(lr)},
+    ]
+    optimizer = torch.optim.Adam(groups, betas=(0.5 + 0.1 * backend.rank, 0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    broadcast_optimizer_state(optimizer, backend)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert isinstance(optimizer.param_groups[1]["lr"], torch.Tensor)
+    assert optimizer.param_groups[1]["lr"].item() == pytest.approx(0.1)
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.5, 0.9)] * 2
+    assert optimizer.param_groups[0]["initial_lr"] == 0.1
+    local_step(model, optimizer)
+    scheduler.step()
+
+
+def test_options_of_every_group_travel(spmd):
+    spmd(several_groups)
+
+
+def unsendable(backend):
+    optimizer = torch.optim.SGD(perceptron().parameters(), lr=0.1)
+    optimizer.param_groups[0]["thing"] = object()
+    expected = (TypeError, "cannot be sent") if backend.rank == 0 else (BackendError, "rank 0 could not send")
+    with pytest.raises(expected[0], match=expected[1]):
+        broadcast_optimizer_state(optimizer, backend)
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+
+
+def test_options_that_cannot_travel_are_refused_on_all_ranks(spmd):
+    spmd(unsendable)
+
+
+# -- buffers ------------------------------------------------------------------------------------------------------
+
+
+def averages_buffers(backend):
+    model = Normalised().to(memory_format=torch.channels_last)
+    inputs = [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(rank)) for rank in range(backend.size)]
+    replicas = [copy.deepcopy(model) for _ in inputs]
+    for replica, x in zip(replicas, inputs, strict=True):
+        replica(x)
+    model(inputs[backend.rank])
+    weights = [p.detach().clone() for p in model.parameters()]
+    model.table.fill_(backend.rank)
+    average_buffers(model, backend)
+    for name in ("running_mean", "running_var"):
+        expected = torch.stack([getattr(replica.norm, name) for replica in replicas]).double().mean(0).float()
+        torch.testing.assert_close(getattr(model.norm, name), expected)
+    assert model.norm.num_batches_tracked.item() == 1
+    assert model.table.tolist() == [(backend.size - 1) / 2] * 3
+    check(model.parameters(), weights)
+    assert same_on_all(backend, list(model.buffers()))
+    before = weights_sha256(model)
+    average_buffers(model, backend)  # the average of equal numbers is that number
+    assert weights_sha256(model) == before
+
+
+def test_running_statistics_become_the_average(spmd):
+    spmd(averages_buffers)
+
+
+# -- the hash -----------------------------------------------------------------------------------------------------
+
+
+def test_the_hash_notices_a_single_bit_anywhere():
+    model = Normalised()
+    reference = weights_sha256(model)
+    assert weights_sha256(copy.deepcopy(model)) == reference
+    for name, tensor in model.state_dict().items():
+        flat = tensor.reshape(-1).view(torch.uint8)
+        flat[-1] ^= 1
+        assert weights_sha256(model) != reference, name
+        flat[-1] ^= 1
+    assert weights_sha256(model) == reference
+    model.conv.weight.data.flatten()[0] = 0.0
+    zero = weights_sha256(model)
+    model.conv.weight.data.flatten()[0] = -0.0
+    assert weights_sha256(model) != zero
+
+
+def test_the_hash_does_not_depend_on_registration_order_or_layout():
+    one, other = nn.Module(), nn.Module()
+    for name in ("first", "second"):
+        one.register_parameter(name, nn.Parameter(torch.full((2,), float(len(name)))))
+    for name in ("second", "first"):
+        other.register_parameter(name, nn.Parameter(torch.full((2,), float(len(name)))))
+    assert weights_sha256(one) == weights_sha256(other)
+    model = conv_net()
+    before = weights_sha256(model)
+    assert weights_sha256(model.to(memory_format=torch.channels_last)) == before
+    assert weights_sha256(model.train(False).requires_grad_(False)) == before
+
+
+def test_the_hash_tells_names_shapes_and_dtypes_apart():
+    def one(name, tensor):
+        module = nn.Module()
+        module.register_buffer(name, tensor)
+        return weights_sha256(module)
+
+    tensors = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(2, dtype=torch.float64), torch.zeros(4, dtype=torch.int32)]
+    assert len({one(name, tensor) for name in ("a", "b") for tensor in tensors}) == 2 * len(tensors)
+
+
+def test_the_hash_takes_what_a_state_dict_may_hold():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"version": 2}
+
+        def set_extra_state(self, state):
+            pass
+
+    plain = seeded(nn.Linear(2, 2))
+    extra = seeded(Extra(2, 2))
+    assert weights_sha256(extra) == weights_sha256(plain)

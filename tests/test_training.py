@@ -1,0 +1,235 @@
+"""The loop: what a run writes, that its numbers are exact over ranks, and that it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import dualtrain.training.loop as loop
+from dualtrain.backends import connect
+from dualtrain.compare import main as compare
+from dualtrain.compare import table
+from dualtrain.config import parse
+from dualtrain.data import load
+from dualtrain.errors import DivergedError, UserError
+from dualtrain.training.evaluate import evaluate
+from dualtrain.training.together import on_root, together
+from tests.conftest import require_horovod
+from tests.pool import Pool
+
+SUMMARY_KEYS = {
+    *("backend", "transport", "launcher", "world_size", "device", "epochs", "steps", "train_loss", "val_loss"),
+    *("val_accuracy", "samples_per_second", "seconds", "weights_sha256"),
+}
+
+
+def train(backend, *arguments: str) -> dict[str, Any]:
+    return loop.train(parse(arguments), backend)
+
+
+def train_alone(*arguments: str) -> dict[str, Any]:
+    with connect("local") as backend:
+        return train(backend, *arguments)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def test_a_run_leaves_the_files_that_are_promised(tmp_path):
+    summary = train_alone("--epochs", "1", "--run-dir", str(tmp_path), "--checkpoint-every", "10")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert summary.keys() >= SUMMARY_KEYS
+    assert json.loads((tmp_path / "config.json").read_text())["epochs"] == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [10, 20]
+    assert [line["kind"] for line in lines].count("epoch") == 1
+    assert all(math.isfinite(line["loss"]) for line in lines if line["kind"] == "step")
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == [f"step-{step:08d}.safetensors" for step in (10, 20, summary["steps"])]
+    assert weights(tmp_path)
+
+
+def test_the_default_job_learns(real, tmp_path):
+    summary = real(train, "--run-dir", str(tmp_path))[0]
+    assert summary["val_accuracy"] >= 0.97
+    assert summary["world_size"] == real.size
+
+
+def test_every_rank_gives_the_same_summary(real, tmp_path):
+    summaries = real(train, "--max-steps", "5", "--run-dir", str(tmp_path))
+    hashes = {summary["weights_sha256"] for summary in summaries}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("batch", ["60", "50"])  # dealt evenly to no world and to some: the last batch is short too
+def test_the_world_size_does_not_change_the_training(real, tmp_path, batch):
+    flags = ("--max-steps", "40", "--global-batch-size", batch)
+    alone = train_alone(*flags, "--run-dir", str(tmp_path / "alone"))
+    together_ = real(train, *flags, "--run-dir", str(tmp_path / "many"))[0]
+    assert together_["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-4)
+    for name, tensor in weights(tmp_path / "alone").items():
+        torch.testing.assert_close(weights(tmp_path / "many")[name], tensor, atol=1e-4, rtol=0)
+
+
+def evaluation(backend) -> tuple[float, float]:
+    data = load("digits", None)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    return evaluate(model, data.val, backend)
+
+
+def test_evaluation_counts_every_sample_once(real):
+    with connect("local") as backend:
+        loss, accuracy = evaluation(backend)
+    for their_loss, their_accuracy in real(evaluation):
+        assert their_accuracy == accuracy
+        assert their_loss == pytest.approx(loss, abs=1e-9)
+
+
+def test_a_batch_smaller_than_the_world_trains(real, tmp_path):
+    flags = ("--max-steps", "4", "--global-batch-size", "1")
+    alone = train_alone(*flags, "--run-dir", str(tmp_path / "alone"))
+    many = real(train, *flags, "--run-dir", str(tmp_path / "many"))[0]
+    assert many["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path, optimizer):
+    flags = ("--optimizer", optimizer, "--lr", "0.003", "--epochs", "2")
+    whole = train_alone(*flags, "--run-dir", str(tmp_path / "whole"))
+    part = ("--run-dir", str(tmp_path / "part"))
+    train_alone(*flags, *part, "--max-steps", "9")
+    resumed = train_alone(*flags, *part, "--resume")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["train_loss"] == whole["train_loss"]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+def test_a_run_resumes_under_the_other_backend(pool: Pool, tmp_path):
+    require_horovod()
+    flags, folder = ("--epochs", "2"), str(tmp_path / "part")
+    pool.connect("torch", 2)
+    whole = pool.run(train, *flags, "--run-dir", str(tmp_path / "whole"))[0]
+    pool.run(train, *flags, "--max-steps", "30", "--run-dir", folder)
+    pool.connect("horovod", 2)
+    resumed = pool.run(train, *flags, "--resume", "--run-dir", folder)[0]
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_another_batch_size_is_not_resumed(tmp_path):
+    train_alone("--max-steps", "2", "--run-dir", str(tmp_path))
+    with pytest.raises(UserError, match="--global-batch-size 64"):
+        train_alone("--max-steps", "4", "--global-batch-size", "32", "--resume", "--run-dir", str(tmp_path))
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path):
+    train_alone("--max-steps", "1", "--run-dir", str(tmp_path))
+    before = (tmp_path / "summary.json").read_bytes()
+    with pytest.raises(UserError, match="holds another run"):
+        train_alone("--max-steps", "2", "--run-dir", str(tmp_path))
+    assert (tmp_path / "summary.json").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        train_alone("--run-dir", str(tmp_path / "file" / "run"))
+
+
+def test_runs_without_a_folder_do_not_meet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        train_alone("--max-steps", "1")
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def diverge(backend, folder: str) -> str:
+    # One rank alone meets the bad sample: all of them must stop in that step.
+    original = loop.load
+
+    def spoiled(name: str, where: str | None):
+        data = original(name, where)
+        if backend.rank == backend.size - 1:
+            data.train.inputs.fill_(float("inf"))
+        return data
+
+    loop.load = spoiled
+    try:
+        train(backend, "--run-dir", folder)
+    except DivergedError as error:
+        return str(error)
+    finally:
+        loop.load = original
+    return "trained"
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_at_once(real, tmp_path):
+    messages = real(diverge, str(tmp_path))
+    assert len({message.replace("there is no", "") for message in messages}) == 1
+    assert f"in step 1 on rank {real.size - 1};" in messages[0]
+    assert "no checkpoint yet" in messages[0]
+
+
+def test_the_last_good_checkpoint_is_named(tmp_path):
+    with pytest.raises(DivergedError) as stop:
+        train_alone("--lr", "20", "--momentum", "0.99", "--checkpoint-every", "1", "--run-dir", str(tmp_path))
+    newest = max((tmp_path / "checkpoints").iterdir())
+    assert str(newest) in str(stop.value)
+
+
+def refuse_on(backend, rank: int) -> str:
+    def task() -> str:
+        if backend.rank == rank:
+            raise UserError("no such file")
+        return "done"
+
+    try:
+        return together(backend, "a task", task)
+    except UserError as error:
+        return str(error) if error.shared else "not shared"
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(spmd):
+    last = spmd.size - 1
+    answers = spmd(refuse_on, last)
+    assert set(answers) == {f"rank {last}: no such file" if spmd.size > 1 else "no such file"}
+    assert set(spmd(refuse_on, spmd.size)) == {"done"}
+
+
+def root_task(backend, fails: bool) -> Any:
+    def task() -> dict[str, int]:
+        if fails:
+            raise UserError("the disk is full")
+        return {"rank": backend.rank}
+
+    try:
+        return on_root(backend, "a task", task)
+    except UserError as error:
+        return str(error)
+
+
+def test_what_rank_0_does_alone_all_ranks_learn(spmd):
+    assert spmd(root_task, False) == [{"rank": 0}] * spmd.size
+    assert spmd(root_task, True) == ["the disk is full"] * spmd.size
+
+
+def test_runs_are_compared(tmp_path, capsys):
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        train_alone("--max-steps", "1", "--seed", seed, "--run-dir", str(tmp_path / name))
+    assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "same weights: yes" in capsys.readouterr().out
+    assert compare([str(tmp_path / "a"), str(tmp_path / "c")]) == 0
+    assert "same weights: no" in capsys.readouterr().out
+    assert compare([str(tmp_path / "nothing")]) == 2
+    assert "summary.json" in capsys.readouterr().err
+    assert compare([]) == 2
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert len({len(line.split()) for line in table([summary]).splitlines()[2:3]}) == 1
