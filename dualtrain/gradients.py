@@ -260,8 +260,7 @@ class GradientReducer:
                 grad = _sparse(torch.empty(dims, 0, dtype=torch.int64), p.new_empty(0, *p.shape[dims:]), p)
             else:
                 grad = (p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)).coalesce()
-            rows = grad.indices().t().clone(memory_format=torch.contiguous_format)
-            indices = self.backend.allgather(rows, name=f"{slot.name}.indices")
+            indices = self.backend.allgather(grad.indices().t(), name=f"{slot.name}.indices")
             values = self.backend.allgather(grad.values(), name=f"{slot.name}.values")
             if not len(indices) and self.unused == "none":
                 p.grad = None

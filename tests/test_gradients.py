@@ -84,8 +84,8 @@ def reducer_alone(backend):
     check(gradients(model), mean_gradients(model, [lambda m: vector_loss(m, backend.rank)]))
 
 
-def test_a_reducer_works_without_an_optimizer_and_ends_with_close(spmd):
-    spmd(reducer_alone)
+def test_a_reducer_works_without_an_optimizer_and_ends_with_close(typical):
+    typical(reducer_alone)
 
 
 def views(backend):
@@ -103,8 +103,8 @@ def views(backend):
     check(gradients(model), first, **EXACT)
 
 
-def test_gradients_are_views_into_the_buffers_and_may_be_zeroed_in_place(spmd):
-    spmd(views)
+def test_gradients_are_views_into_the_buffers_and_may_be_zeroed_in_place(typical):
+    typical(views)
 
 
 def clips(backend):
@@ -143,8 +143,8 @@ def channels_last(backend):
     check(list(models[1].parameters()), list(models[0].parameters()))
 
 
-def test_channels_last_gradients_keep_the_strides_of_their_parameters(spmd):
-    spmd(channels_last)
+def test_channels_last_gradients_keep_the_strides_of_their_parameters(typical):
+    typical(channels_last)
 
 
 def strange_strides(backend):
@@ -162,8 +162,8 @@ def strange_strides(backend):
     reducer.close()
 
 
-def test_strided_transposed_scalar_and_empty_parameters(spmd):
-    spmd(strange_strides)
+def test_strided_transposed_scalar_and_empty_parameters(typical):
+    typical(strange_strides)
 
 
 TOLERANCES = {
@@ -188,8 +188,8 @@ def of_dtype(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_dtypes(spmd, dtype):
-    spmd(of_dtype, dtype)
+def test_dtypes(typical, dtype):
+    typical(of_dtype, dtype)
 
 
 def large_halves(backend):
@@ -296,8 +296,8 @@ def unused_everywhere(backend, unused):
 
 
 @unused_rules
-def test_weight_decay_moves_an_unused_parameter_by_horovods_rule_only(spmd, unused):
-    spmd(unused_everywhere, unused)
+def test_weight_decay_moves_an_unused_parameter_by_horovods_rule_only(typical, unused):
+    typical(unused_everywhere, unused)
 
 
 def no_backward(backend, unused):
@@ -361,8 +361,8 @@ def frozen(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_frozen_parameters_are_left_alone_until_they_are_thawed(spmd):
-    spmd(frozen)
+def test_frozen_parameters_are_left_alone_until_they_are_thawed(typical):
+    typical(frozen)
 
 
 def all_frozen_then_thawed(backend):
@@ -378,8 +378,8 @@ def all_frozen_then_thawed(backend):
         check(gradients(model), expected)
 
 
-def test_a_model_that_is_frozen_as_a_whole_may_be_thawed(spmd):
-    spmd(all_frozen_then_thawed)
+def test_a_model_that_is_frozen_as_a_whole_may_be_thawed(typical):
+    typical(all_frozen_then_thawed)
 
 
 def frozen_later(backend, unused):
@@ -400,8 +400,8 @@ def frozen_later(backend, unused):
 
 
 @unused_rules
-def test_parameters_may_be_frozen_later(spmd, unused):
-    spmd(frozen_later, unused)
+def test_parameters_may_be_frozen_later(typical, unused):
+    typical(frozen_later, unused)
 
 
 def adversaries(backend):
@@ -467,8 +467,8 @@ def tied(backend):
     assert model.second.weight is model.first.weight
 
 
-def test_shared_parameters_are_reduced_once(spmd):
-    spmd(tied)
+def test_shared_parameters_are_reduced_once(typical):
+    typical(tied)
 
 
 # -- sparse gradients ---------------------------------------------------------------------------------------------
@@ -554,8 +554,8 @@ def sparse_adam(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_sparse_adam_equals_one_process(spmd):
-    spmd(sparse_adam)
+def test_sparse_adam_equals_one_process(typical):
+    typical(sparse_adam)
 
 
 # -- several passes -----------------------------------------------------------------------------------------------
@@ -613,8 +613,8 @@ def partial(backend, how):
 
 
 @pytest.mark.parametrize("how", ["no_sync", "counted"])
-def test_a_step_sends_what_has_accumulated_so_far(spmd, how):
-    spmd(partial, how)
+def test_a_step_sends_what_has_accumulated_so_far(typical, how):
+    typical(partial, how)
 
 
 def nested_no_sync(backend):
@@ -630,8 +630,8 @@ def nested_no_sync(backend):
     check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
 
 
-def test_no_sync_nests_and_ends_with_an_exception(spmd):
-    spmd(nested_no_sync)
+def test_no_sync_nests_and_ends_with_an_exception(typical):
+    typical(nested_no_sync)
 
 
 def different_parts(backend):
@@ -650,8 +650,8 @@ def different_parts(backend):
             check(gradients(model), expected)
 
 
-def test_passes_may_use_different_parameters(spmd):
-    spmd(different_parts)
+def test_passes_may_use_different_parameters(typical):
+    typical(different_parts)
 
 
 def retained(backend):
@@ -672,8 +672,8 @@ def retained(backend):
         check(gradients(model), once)
 
 
-def test_a_graph_may_be_used_twice(spmd):
-    spmd(retained)
+def test_a_graph_may_be_used_twice(typical):
+    typical(retained)
 
 
 def functional_gradients(backend):
@@ -688,8 +688,8 @@ def functional_gradients(backend):
     check([p.grad for p in model[2].parameters()], expected[2:])
 
 
-def test_autograd_grad_is_local_and_inputs_of_backward_count(spmd):
-    spmd(functional_gradients)
+def test_autograd_grad_is_local_and_inputs_of_backward_count(typical):
+    typical(functional_gradients)
 
 
 class Checkpointed(nn.Module):
@@ -718,8 +718,8 @@ def checkpointed(backend, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
-def test_activation_checkpointing(spmd, reentrant):
-    spmd(checkpointed, reentrant)
+def test_activation_checkpointing(typical, reentrant):
+    typical(checkpointed, reentrant)
 
 
 # -- numbers that travel along ------------------------------------------------------------------------------------
@@ -740,8 +740,8 @@ def carries(backend, unused):
 
 
 @unused_rules
-def test_numbers_of_the_caller_are_summed_with_the_gradients(spmd, unused):
-    spmd(carries, unused)
+def test_numbers_of_the_caller_are_summed_with_the_gradients(typical, unused):
+    typical(carries, unused)
 
 
 def carries_alone(backend):
@@ -863,8 +863,8 @@ def fails_unsent(backend):
             optimizer.step()
 
 
-def test_a_pass_that_failed_before_anything_was_sent_is_forgotten(spmd):
-    spmd(fails_unsent)
+def test_a_pass_that_failed_before_anything_was_sent_is_forgotten(typical):
+    typical(fails_unsent)
 
 
 def fails_sent(backend):
@@ -887,8 +887,8 @@ def fails_sent(backend):
     check(gradients(model), mean_gradients(model, of_every_rank(backend, vector_loss)))
 
 
-def test_a_pass_that_failed_after_sending_is_not_mixed_with_the_next(spmd):
-    spmd(fails_sent)
+def test_a_pass_that_failed_after_sending_is_not_mixed_with_the_next(typical):
+    typical(fails_sent)
 
 
 # -- the buckets --------------------------------------------------------------------------------------------------
@@ -948,6 +948,7 @@ def nothing_grows(backend):
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+@pytest.mark.parametrize("real", [("torch", 2), ("horovod", 2)], ids=["torch-2", "horovod-2"], indirect=True)
 def test_many_steps_leave_no_tensors_behind(real):
     real(nothing_grows)
 
@@ -964,8 +965,8 @@ def wrapped_again(backend):
         optimizer.reducer.close()
 
 
-def test_parameters_may_be_wrapped_again_after_close(spmd):
-    spmd(wrapped_again)
+def test_parameters_may_be_wrapped_again_after_close(typical):
+    typical(wrapped_again)
 
 
 def test_bad_options_are_refused(typical):

@@ -108,7 +108,7 @@ NEEDED = {
 @pytest.mark.parametrize(("launcher", "name"), [(launcher, name) for launcher in NEEDED for name in NEEDED[launcher]])
 def test_a_missing_variable_is_named(launcher, name):
     env = {key: value for key, value in LAUNCHERS[launcher].items() if key != name}
-    with pytest.raises(UserError, match=f"{launcher} did not set {name}"):
+    with pytest.raises(UserError, match=f"{name} is not set"):
         detect_world(env)
 
 

@@ -107,8 +107,8 @@ def keeps_state(backend):
     assert {int(state["step"]) for state in inner.state.values()} == {6}
 
 
-def test_state_from_before_wrapping_is_kept(spmd):
-    spmd(keeps_state)
+def test_state_from_before_wrapping_is_kept(typical):
+    typical(keeps_state)
 
 
 def copies(backend):
@@ -127,8 +127,8 @@ def copies(backend):
     assert type(torch.load(buffer, weights_only=False)["optimizer"]) is torch.optim.Adam
 
 
-def test_a_copy_is_the_wrapped_optimizer(spmd):
-    spmd(copies)
+def test_a_copy_is_the_wrapped_optimizer(typical):
+    typical(copies)
 
 
 def state_dicts(backend):
@@ -152,8 +152,8 @@ def state_dicts(backend):
     check(again, model)
 
 
-def test_state_dicts_pass_between_the_bare_and_the_wrapped_optimizer(spmd):
-    spmd(state_dicts)
+def test_state_dicts_pass_between_the_bare_and_the_wrapped_optimizer(typical):
+    typical(state_dicts)
 
 
 def zeroes(backend):
@@ -170,8 +170,8 @@ def zeroes(backend):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_zero_grad_knows_both_ways(spmd):
-    spmd(zeroes)
+def test_zero_grad_knows_both_ways(typical):
+    typical(zeroes)
 
 
 def synchronizes(backend):
@@ -190,8 +190,8 @@ def synchronizes(backend):
         torch.testing.assert_close(mine, 0.5 * mean)
 
 
-def test_synchronize_is_idempotent_and_step_takes_what_it_finds(spmd):
-    spmd(synchronizes)
+def test_synchronize_is_idempotent_and_step_takes_what_it_finds(typical):
+    typical(synchronizes)
 
 
 def hooked(backend):
@@ -205,8 +205,8 @@ def hooked(backend):
     assert seen == [("before", optimizer), ("inner", optimizer.optimizer), ("after", optimizer)] * 2
 
 
-def test_step_hooks_run_once(spmd):
-    spmd(hooked)
+def test_step_hooks_run_once(typical):
+    typical(hooked)
 
 
 # -- learning-rate schedules --------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def scales(backend, max_norm):
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.05], ids=["plain", "clipped"])
-def test_loss_scaling_with_and_without_clipping(spmd, max_norm):
-    spmd(scales, max_norm)
+def test_loss_scaling_with_and_without_clipping(typical, max_norm):
+    typical(scales, max_norm)
 
 
 def overflows(backend, unscaled):
@@ -334,8 +334,8 @@ def autocasts(backend):
     check(model, oracle, rtol=5e-2, atol=5e-3)
 
 
-def test_autocast_to_bfloat16(spmd):
-    spmd(autocasts)
+def test_autocast_to_bfloat16(typical):
+    typical(autocasts)
 
 
 @pytest.mark.gpu
@@ -412,8 +412,8 @@ def line_search(backend):
     check(model, oracle, rtol=5e-3, atol=1e-3)
 
 
-def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(spmd):
-    spmd(line_search)
+def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical):
+    typical(line_search)
 
 
 def closure_of_sgd(backend):
@@ -435,8 +435,8 @@ def closure_of_sgd(backend):
     check(model, oracle)
 
 
-def test_a_closure_may_return_a_number(spmd):
-    spmd(closure_of_sgd)
+def test_a_closure_may_return_a_number(typical):
+    typical(closure_of_sgd)
 
 
 # -- names and mistakes -------------------------------------------------------------------------------------------
@@ -450,8 +450,8 @@ def without_names(backend):
     assert optimizer.reducer._slots[0].name == "group 0 parameter 0"
 
 
-def test_names_are_optional(spmd):
-    spmd(without_names)
+def test_names_are_optional(typical):
+    typical(without_names)
 
 
 def names(backend):
@@ -484,8 +484,8 @@ def parts_of_a_model(backend):
     torch.testing.assert_close(model[0].weight.grad, local[0], **EXACT)
 
 
-def test_parameters_of_others_are_ignored(spmd):
-    spmd(parts_of_a_model)
+def test_parameters_of_others_are_ignored(typical):
+    typical(parts_of_a_model)
 
 
 def same_parameter_twice(backend):

@@ -78,7 +78,8 @@ class HorovodBackend(Backend):
         self._owns_world = not self.library.is_initialized()
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
         if self._owns_world:
-            _initialise(self.library, world, timeout, self._launched)
+            # Kept: the store ends with rank 0's reference to it, when others may still be asking it.
+            self._store = _initialise(self.library, world, timeout, self._launched)
         self._set = self.library.global_process_set
         self._scope = ""
         self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.library.size())): self._set}
@@ -160,10 +161,15 @@ class HorovodBackend(Backend):
         # A process set is left to the world's end: removing it needs every rank of the world.
         if self._owns_world:
             self.library.shutdown()
+            self._store = None
 
 
-def _initialise(library: Any, world: World, timeout: float, launched: bool) -> None:
-    """Starts Horovod in the world that its own launcher made, or in one that the others are told of here."""
+def _initialise(library: Any, world: World, timeout: float, launched: bool) -> object:
+    """Starts Horovod in the world that its own launcher made, or in one that the others are told of here.
+
+    Returns:
+        What must live as long as the world does.
+    """
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     # Our buckets are the fusion, in a layout that every backend shares (and sums in the same order).
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
@@ -173,11 +179,11 @@ def _initialise(library: Any, world: World, timeout: float, launched: bool) -> N
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     if launched:
         library.init()
-        return
+        return None
     _describe(world)
     if world.size == 1:
         library.init()
-        return
+        return None
     from dualtrain.backends.torch import open_store
 
     store = open_store(world, timeout)
@@ -197,6 +203,7 @@ def _initialise(library: Any, world: World, timeout: float, launched: bool) -> N
 
     with _meeting_place(world.single_host, world.rank == 0, share, joined):
         library.init()
+    return store
 
 
 @contextmanager

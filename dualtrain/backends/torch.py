@@ -127,6 +127,9 @@ class TorchBackend(Backend):
         else:
             dist.destroy_process_group(self._control)
             dist.destroy_process_group(self._data)
+        # The groups end here, with their last reference. Left to the garbage collector they would end in whatever
+        # thread it runs in, perhaps while that holds up another world's start.
+        del self._data, self._control
 
 
 def _initialise(world: World, device: torch.device, timeout: float) -> None:

@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -144,6 +145,10 @@ class Watch:
         if not self._leaving:
             self._leaving = True
             self._tell(Loss(self.backend.rank, "has left the job", quiet=True))
+            for line in self._lines:
+                # The other end reads this to its end and hangs up; that ends the listening thread here.
+                with suppress(OSError):
+                    line.connection.shutdown(socket.SHUT_WR)
 
     def settle(self, seconds: float) -> None:
         """Blocks until the reason of a loss is known, at most ``seconds``."""

@@ -90,7 +90,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``'s memory as a flat uint8 tensor: a view where it is contiguous, a copy otherwise."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # one element counts as contiguous whatever its stride; a view as bytes minds
+    return flat.view(torch.uint8)
 
 
 def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
