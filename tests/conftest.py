@@ -92,6 +92,12 @@ def many(request: pytest.FixtureRequest) -> Spmd:
     return _spmd(request)
 
 
+@pytest.fixture(**_worlds([("torch", 3), ("horovod", 2)]))
+def processes(request: pytest.FixtureRequest) -> Spmd:
+    """A world of processes on each library, for what takes seconds."""
+    return _spmd(request)
+
+
 @pytest.fixture(**_worlds(REAL))
 def real(request: pytest.FixtureRequest) -> Spmd:
     """The worlds of processes."""
@@ -104,7 +110,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def world(item: pytest.Item) -> int:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        used = [params[name] for name in ("spmd", "typical", "many", "real") if name in params]
+        used = [params[name] for name in ("spmd", "typical", "many", "processes", "real") if name in params]
         return WORLDS.index(used[0]) if used else -1
 
     items.sort(key=world)

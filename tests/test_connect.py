@@ -122,7 +122,7 @@ except UserError as error:
 
 
 FOUND = {
-    "torch": "import torch.distributed as dist; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+    "torch": "from torch.distributed import *; init_process_group('gloo', store=HashStore(), rank=0, world_size=1)",
     "horovod": "import horovod.torch as hvd; hvd.init()",
 }
 

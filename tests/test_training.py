@@ -29,6 +29,12 @@ SUMMARY_KEYS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that other tests are busy on, two threads for a tiny batch mostly wait for each other."""
+    monkeypatch.setattr(loop, "_threads", lambda backend: 1)
+
+
 def train(backend, *arguments: str) -> dict[str, Any]:
     return loop.train(parse(arguments), backend)
 
@@ -56,23 +62,21 @@ def test_a_run_leaves_the_files_that_are_promised(tmp_path):
     assert weights(tmp_path)
 
 
-def test_the_default_job_learns(real, tmp_path):
-    summary = real(train, "--run-dir", str(tmp_path))[0]
-    assert summary["val_accuracy"] >= 0.97
-    assert summary["world_size"] == real.size
+def test_the_default_job_learns(tmp_path):
+    assert train_alone("--run-dir", str(tmp_path))["val_accuracy"] >= 0.97
 
 
-def test_every_rank_gives_the_same_summary(real, tmp_path):
-    summaries = real(train, "--max-steps", "5", "--run-dir", str(tmp_path))
+def test_every_rank_gives_the_same_summary(processes, tmp_path):
+    summaries = processes(train, "--max-steps", "5", "--run-dir", str(tmp_path))
     hashes = {summary["weights_sha256"] for summary in summaries}
     assert len(hashes) == 1
 
 
 @pytest.mark.parametrize("batch", ["60", "50"])  # dealt evenly to no world and to some: the last batch is short too
-def test_the_world_size_does_not_change_the_training(real, tmp_path, batch):
+def test_the_world_size_does_not_change_the_training(processes, tmp_path, batch):
     flags = ("--max-steps", "40", "--global-batch-size", batch)
     alone = train_alone(*flags, "--run-dir", str(tmp_path / "alone"))
-    together_ = real(train, *flags, "--run-dir", str(tmp_path / "many"))[0]
+    together_ = processes(train, *flags, "--run-dir", str(tmp_path / "many"))[0]
     assert together_["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-4)
     for name, tensor in weights(tmp_path / "alone").items():
         torch.testing.assert_close(weights(tmp_path / "many")[name], tensor, atol=1e-4, rtol=0)
@@ -85,27 +89,27 @@ def evaluation(backend) -> tuple[float, float]:
     return evaluate(model, data.val, backend)
 
 
-def test_evaluation_counts_every_sample_once(real):
+def test_evaluation_counts_every_sample_once(processes):
     with connect("local") as backend:
         loss, accuracy = evaluation(backend)
-    for their_loss, their_accuracy in real(evaluation):
+    for their_loss, their_accuracy in processes(evaluation):
         assert their_accuracy == accuracy
         assert their_loss == pytest.approx(loss, abs=1e-9)
 
 
-def test_a_batch_smaller_than_the_world_trains(real, tmp_path):
+def test_a_batch_smaller_than_the_world_trains(processes, tmp_path):
     flags = ("--max-steps", "4", "--global-batch-size", "1")
     alone = train_alone(*flags, "--run-dir", str(tmp_path / "alone"))
-    many = real(train, *flags, "--run-dir", str(tmp_path / "many"))[0]
+    many = processes(train, *flags, "--run-dir", str(tmp_path / "many"))[0]
     assert many["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path, optimizer):
-    flags = ("--optimizer", optimizer, "--lr", "0.003", "--epochs", "2")
+    flags = ("--optimizer", optimizer, "--lr", "0.003", "--max-steps", "30")
     whole = train_alone(*flags, "--run-dir", str(tmp_path / "whole"))
     part = ("--run-dir", str(tmp_path / "part"))
-    train_alone(*flags, *part, "--max-steps", "9")
+    train_alone(*flags[:-1], "9", *part)
     resumed = train_alone(*flags, *part, "--resume")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["train_loss"] == whole["train_loss"]
@@ -115,10 +119,10 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path, optimizer):
 
 def test_a_run_resumes_under_the_other_backend(pool: Pool, tmp_path):
     require_horovod()
-    flags, folder = ("--epochs", "2"), str(tmp_path / "part")
+    flags, folder = ("--epochs", "1"), str(tmp_path / "part")
     pool.connect("torch", 2)
     whole = pool.run(train, *flags, "--run-dir", str(tmp_path / "whole"))[0]
-    pool.run(train, *flags, "--max-steps", "30", "--run-dir", folder)
+    pool.run(train, *flags, "--max-steps", "10", "--run-dir", folder)
     pool.connect("horovod", 2)
     resumed = pool.run(train, *flags, "--resume", "--run-dir", folder)[0]
     assert resumed["weights_sha256"] == whole["weights_sha256"]
@@ -171,10 +175,10 @@ def diverge(backend, folder: str) -> str:
     return "trained"
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_at_once(real, tmp_path):
-    messages = real(diverge, str(tmp_path))
+def test_a_loss_that_is_not_finite_stops_all_ranks_at_once(processes, tmp_path):
+    messages = processes(diverge, str(tmp_path))
     assert len({message.replace("there is no", "") for message in messages}) == 1
-    assert f"in step 1 on rank {real.size - 1};" in messages[0]
+    assert f"in step 1 on rank {processes.size - 1};" in messages[0]
     assert "no checkpoint yet" in messages[0]
 
 

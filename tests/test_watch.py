@@ -113,9 +113,9 @@ def leaves_early(backend):
     return survive(backend, backend.barrier)
 
 
-def test_who_waits_for_a_rank_that_has_left_is_told(many):
-    _, *results = many(leaves_early)
-    many.leave()
+def test_who_waits_for_a_rank_that_has_left_is_told(typical):
+    _, *results = typical(leaves_early)
+    typical.leave()
     for message, first, _ in results:
         assert "rank 0 has left the job" in message
         assert first < CONTRACT_SECONDS

@@ -178,9 +178,9 @@ class Watch:
                     except (OSError, ValueError, TypeError):
                         selector.unregister(line.connection)
                         line.connection.close()
-                        losses = (
-                            [] if line.rank in farewells else [Loss(line.rank, "died: its process ended without a word")]
-                        )
+                        # Who was told goodbye hangs up without one.
+                        expected = self._leaving or line.rank in farewells
+                        losses = [] if expected else [Loss(line.rank, "died: its process ended without a word")]
                     for loss in losses:
                         farewells.add(loss.rank)
                         self._note(loss)
