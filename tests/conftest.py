@@ -18,7 +18,9 @@ LOCAL = [("local", 1)]
 THREADS = [("threads", 2), ("threads", 3)]
 REAL = [(name, size) for name in ("torch", "horovod") for size in (2, 3, 4)]
 WORLDS = LOCAL + THREADS + REAL
-TYPICAL = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 3)]
+# The sizes are spread over the kinds: each kind is there twice, each size on both libraries is what `real` is for.
+SPREAD = [*LOCAL, ("threads", 3), ("torch", 2), ("torch", 3), ("horovod", 2), ("horovod", 4)]
+TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 3)]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -74,9 +76,9 @@ def _worlds(worlds: list[tuple[str, int]]) -> dict[str, Any]:
     return {"params": worlds, "ids": [f"{name}-{size}" for name, size in worlds]}
 
 
-@pytest.fixture(**_worlds(WORLDS))
+@pytest.fixture(**_worlds(SPREAD))
 def spmd(request: pytest.FixtureRequest) -> Spmd:
-    """Every world there is."""
+    """Worlds of every kind and size."""
     return _spmd(request)
 
 
@@ -86,7 +88,7 @@ def typical(request: pytest.FixtureRequest) -> Spmd:
     return _spmd(request)
 
 
-@pytest.fixture(**_worlds(THREADS + REAL))
+@pytest.fixture(**_worlds(SPREAD[1:]))
 def many(request: pytest.FixtureRequest) -> Spmd:
     """The worlds of more than one rank, where ranks can disagree."""
     return _spmd(request)

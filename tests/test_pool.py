@@ -42,6 +42,7 @@ def test_results_come_in_rank_order(spmd):
     assert spmd(place, "word") == [("word", rank, spmd.size) for rank in range(spmd.size)]
 
 
+@pytest.mark.launch
 def test_a_failure_shows_the_rank_and_its_traceback_and_poisons_nothing():
     pool = Pool(2)
     try:
@@ -56,6 +57,7 @@ def test_a_failure_shows_the_rank_and_its_traceback_and_poisons_nothing():
     assert await_end(pids, 0)
 
 
+@pytest.mark.launch
 def test_workers_end_with_their_parent():
     program = (
         "import time; from tests.pool import Pool; pool = Pool(2)\n"
