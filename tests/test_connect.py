@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from dualtrain import UserError, connect
+from dualtrain import BackendError, UserError, connect
 from dualtrain.backends.factory import NAMES, choose
 from dualtrain.launchers import World
 from tests.conftest import require_horovod
@@ -135,7 +135,7 @@ def test_a_world_of_another_size_than_the_launchers_is_refused(name):
 import os
 os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
 {FOUND[name]}
-from dualtrain import UserError, connect
+from dualtrain import BackendError, UserError, connect
 from dualtrain.launchers import World
 try:
     connect({name!r}, world=World(1, 2, 1, 2, launcher="srun", rendezvous=("127.0.0.1", 1)))
@@ -153,6 +153,15 @@ def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():
             backend.close()
             backend.close()
             assert not torch.distributed.is_initialized()
+
+
+def test_a_call_after_the_end_is_refused():
+    backend = connect("local", world=ALONE)
+    backend.close()
+    with pytest.raises(BackendError, match="closed"):
+        backend.allreduce(torch.ones(2))
+    with pytest.raises(BackendError, match="closed"):
+        backend.allreduce_async(torch.ones(2))
 
 
 def test_a_with_statement_closes_and_lets_exceptions_through():

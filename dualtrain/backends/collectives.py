@@ -80,13 +80,13 @@ class Backend(Primitives):
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> Work[torch.Tensor]:
         """:meth:`allreduce` without blocking."""
-        return self._queue.submit(partial(self._allreduce, tensor, ReduceOp.of(op), name))
+        return self._later(partial(self._allreduce, tensor, ReduceOp.of(op), name))
 
     def allreduce_async_(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> Work[torch.Tensor]:
         """:meth:`allreduce_` without blocking."""
-        return self._queue.submit(partial(self._allreduce_, tensor, ReduceOp.of(op), name))
+        return self._later(partial(self._allreduce_, tensor, ReduceOp.of(op), name))
 
     def reducescatter(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
@@ -105,7 +105,7 @@ class Backend(Primitives):
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> Work[torch.Tensor]:
         """:meth:`reducescatter` without blocking."""
-        return self._queue.submit(partial(self._reducescatter, tensor, ReduceOp.of(op), name))
+        return self._later(partial(self._reducescatter, tensor, ReduceOp.of(op), name))
 
     # -- movements ----------------------------------------------------------------------------------------------
 
@@ -124,11 +124,11 @@ class Backend(Primitives):
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`broadcast` without blocking."""
-        return self._queue.submit(partial(self._broadcast_, _fresh(tensor), self._root(root), name))
+        return self._later(partial(self._broadcast_, _fresh(tensor), self._root(root), name))
 
     def broadcast_async_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`broadcast_` without blocking."""
-        return self._queue.submit(partial(self._broadcast_, tensor, self._root(root), name))
+        return self._later(partial(self._broadcast_, tensor, self._root(root), name))
 
     def allgather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
         """Every rank's ``tensor`` behind one another in rank order, on every rank.
@@ -143,7 +143,7 @@ class Backend(Primitives):
 
     def allgather_async(self, tensor: torch.Tensor, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`allgather` without blocking."""
-        return self._queue.submit(partial(self._allgather, tensor, name))
+        return self._later(partial(self._allgather, tensor, name))
 
     @overload
     def alltoall(self, tensor: torch.Tensor, splits: None = None, name: str | None = None) -> torch.Tensor: ...
@@ -177,7 +177,7 @@ class Backend(Primitives):
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
     ) -> Work[tuple[torch.Tensor, torch.Tensor]]:
         """:meth:`alltoall` without blocking; always gives the received rows and their numbers."""
-        return self._queue.submit(partial(self._alltoall, tensor, self._splits(tensor, splits), name))
+        return self._later(partial(self._alltoall, tensor, self._splits(tensor, splits), name))
 
     # -- objects, barriers, groups --------------------------------------------------------------------------------
 
@@ -258,8 +258,17 @@ class Backend(Primitives):
     # -- how it is done -------------------------------------------------------------------------------------------
 
     def _now(self, call: Callable[[], T]) -> T:
+        self._check_open()
         self._queue.settle()
         return call()
+
+    def _later(self, call: Callable[[], T]) -> Work[T]:
+        self._check_open()
+        return self._queue.submit(call)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise BackendError("this backend is closed: make its last call before close()")
 
     def _root(self, root: int) -> int:
         if not 0 <= root < self.size:

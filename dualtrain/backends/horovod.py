@@ -37,8 +37,19 @@ def _library() -> Any:
 
 
 class _HorovodWork(Work[None]):
-    def __init__(self, backend: HorovodBackend, handle: int, what: str, output: torch.Tensor | None) -> None:
+    """An operation of Horovod's, known by its handle.
+
+    ``inputs`` are held by a view each until the work has ended. When a peer is lost, Horovod's thread drops its tensors
+    while it holds a lock, and in torch 2.13 dropping the last reference but Python's takes the interpreter's lock; a
+    thread of ours that starts an operation at that moment holds the one and waits for the other, for ever. The view
+    is one more reference.
+    """
+
+    def __init__(
+        self, backend: HorovodBackend, handle: int, what: str, output: torch.Tensor | None, inputs: list[torch.Tensor]
+    ) -> None:
         self._backend = backend
+        self._inputs = inputs
         self._handle = handle
         self._what = what
         self._output = output  # where the result goes, for operations that make a new tensor
@@ -58,7 +69,13 @@ class _HorovodWork(Work[None]):
             time.sleep(pause)
             pause = min(pause + 1e-5, 5e-4)
         self._ended = True
-        result = self._backend.library.synchronize(self._handle)
+        try:
+            result = self._backend.library.synchronize(self._handle)
+        except Exception as error:
+            self._backend.failed = error
+            self._backend.graves.append(self)
+            raise
+        self._inputs.clear()
         if self._output is not None:
             self._output.copy_(result[0] if isinstance(result, tuple) else result)
         return True
@@ -71,9 +88,11 @@ class HorovodBackend(Backend):
     """Horovod's world, made here or found, or one of its process sets."""
 
     name = "horovod"
+    failed: Exception | None = None
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:
         super().__init__(world, device, timeout)
+        self.graves: list[_HorovodWork] = []
         self.library = _library()
         self._owns_world = not self.library.is_initialized()
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
@@ -102,36 +121,43 @@ class HorovodBackend(Backend):
         issue = partial(
             self.library.allreduce_async_, tensor, name=self._scope + name, op=self._ops[op], process_set=self._set
         )
-        return self._start(f"{op.value} of {name!r}", issue)
+        return self._start(f"{op.value} of {name!r}", issue, tensor)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
         # Horovod's root is a rank of its whole world, inside a process set too.
         everywhere = self._set.ranks[root] if self._set.ranks else root
         issue = partial(self.library.broadcast_async_, tensor, everywhere, name=self._scope + name, process_set=self._set)
-        return self._start(f"broadcast of {name!r} from rank {root}", issue)
+        return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
         issue = partial(self.library.allgather_async, tensor, name=self._scope + name, process_set=self._set)
-        return self._start(f"allgather of {name!r}", issue, output)
+        return self._start(f"allgather of {name!r}", issue, tensor, output=output)
 
     def start_alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
     ) -> Work[None]:
         splits = torch.tensor(sent, dtype=torch.int32)
         issue = partial(self.library.alltoall_async, tensor, splits, name=self._scope + name, process_set=self._set)
-        return self._start(f"alltoall of {name!r}", issue, output)
+        return self._start(f"alltoall of {name!r}", issue, tensor, splits, output=output)
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
         output = row.new_empty(self.size, row.numel())
         # The length is part of the name: Horovod's cache is keyed by it, and two lengths would take turns in it.
         name = f"{self._scope}agreement.{len(row)}"
-        issue = partial(self.library.allgather_async, row[None], name=name, process_set=self._set)
-        self._start("comparing calls with the other ranks", issue, output).wait()
+        row = row[None]
+        issue = partial(self.library.allgather_async, row, name=name, process_set=self._set)
+        self._start("comparing calls with the other ranks", issue, row, output=output).wait()
         return output
 
-    def _start(self, what: str, issue: Callable[[], int], output: torch.Tensor | None = None) -> Work[None]:
+    def _start(
+        self, what: str, issue: Callable[[], int], *inputs: torch.Tensor, output: torch.Tensor | None = None
+    ) -> Work[None]:
+        if self.failed is not None:
+            # Calls are compared before they come here, so what failed was Horovod's world; it does not come back.
+            raise self.failure(what, self.failed) from self.failed
+        held = [tensor.view_as(tensor) for tensor in inputs]
         try:
-            return _HorovodWork(self, issue(), what, output)
+            return _HorovodWork(self, issue(), what, output, held)
         except (RuntimeError, ValueError) as error:
             raise self.failure(what, error) from error
 
@@ -144,6 +170,7 @@ class HorovodBackend(Backend):
             return None
         group = object.__new__(HorovodBackend)
         Backend.__init__(group, world, self.device, self.timeout)
+        group.graves = self.graves
         group.library, group.transport, group._ops = self.library, self.transport, self._ops
         group._owns_world, group._launched, group._set = False, self._launched, members
         # Groups that share a set must not share names: both may have a call of the same name under way.

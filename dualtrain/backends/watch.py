@@ -17,6 +17,7 @@ import selectors
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,6 +44,9 @@ class Loss:
         return f"rank {self.rank} {self.reason}"
 
 
+_LINE_BYTES = 1 << 20
+
+
 class _Line:
     """One end of a connection that carries lines of JSON."""
 
@@ -67,6 +71,8 @@ class _Line:
             if not data:
                 raise ConnectionResetError("the other end has hung up")
             self._rest += data
+            if len(self._rest) > _LINE_BYTES:
+                raise ValueError("a line without an end")
         *lines, self._rest = self._rest.split(b"\n")
         return [json.loads(line) for line in lines]
 
@@ -95,10 +101,11 @@ class Watch:
         """Rank 0 listens until every other rank has called."""
         backend, secret, callers = self.backend, secrets.token_hex(32), dict[int, _Line]()
         with socket.create_server((address, 0), backlog=backend.size) as server:
-            server.settimeout(backend.timeout)
+            deadline = time.monotonic() + backend.timeout
             backend.broadcast_object({"at": server.getsockname()[:2], "secret": secret}, name="watch")
             while len(callers) < backend.size - 1:
                 try:
+                    server.settimeout(max(deadline - time.monotonic(), 0.001))
                     connection, _ = server.accept()
                 except TimeoutError:
                     missing = sorted(set(range(1, backend.size)) - set(callers))
@@ -117,8 +124,11 @@ class Watch:
 
     def _dial(self) -> _Line:
         where = self.backend.broadcast_object(name="watch")
-        line = _Line(socket.create_connection(tuple(where["at"]), timeout=self.backend.timeout), rank=0)
-        line.send({"rank": self.backend.rank, "secret": where["secret"]})
+        try:
+            line = _Line(socket.create_connection(tuple(where["at"]), timeout=self.backend.timeout), rank=0)
+            line.send({"rank": self.backend.rank, "secret": where["secret"]})
+        except OSError as error:
+            raise BackendError(f"rank {self.backend.rank} cannot reach rank 0 at {where['at']} ({error})") from error
         return line
 
     def guard(self) -> None:
