@@ -188,7 +188,7 @@ def test_a_refusal_is_said_under_a_launcher_too(launcher, arguments, part, folde
     end = run(torchrun(2, *flags) if launcher == "torchrun" else horovodrun(2, *flags, controller="--gloo"))
     assert end.returncode != 0
     assert part in end.stderr
-    assert "Traceback" not in end.stderr.partition("torchrun")[0].partition("horovodrun")[0]
+    assert str(ROOT / "dualtrain") not in end.stderr  # no frame of ours: the launchers' own tracebacks are theirs
 
 
 def test_horovodrun_cannot_be_mistaken_for_torchs_launcher(folder):

@@ -58,10 +58,12 @@ def test_a_terminal_gets_a_bar(tmp_path):
         ([], {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "rank 2"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_and_status_2(tmp_path, arguments, env, part):
-    end = run(*arguments, cwd=tmp_path, **env)
-    assert end.returncode == 2
-    (line,) = end.stderr.splitlines()
+def test_what_a_user_can_mend_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, env, part):
+    monkeypatch.chdir(tmp_path)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert command.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dualtrain: error")
     assert part in line
     assert not (tmp_path / "runs").exists()
@@ -72,6 +74,11 @@ def test_a_lost_peer_at_the_start_is_a_bounded_wait(tmp_path):
     end = run("--backend", "torch", "--timeout", "2", cwd=tmp_path, **world)
     assert end.returncode == 2
     assert "within 2 s" in end.stderr
+
+
+def test_a_refusal_is_the_status_of_the_process(tmp_path):
+    end = run("--lr", "x", cwd=tmp_path)
+    assert (end.returncode, end.stdout, len(end.stderr.splitlines())) == (2, "", 1)
 
 
 def test_horovod_missing_names_its_cure(tmp_path):
