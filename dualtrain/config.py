@@ -36,6 +36,11 @@ def at_least(low: float) -> Bounds:
     return Bounds(f"{low:g} or more", lambda value: math.isfinite(value) and value >= low)
 
 
+def between(low: float, high: float) -> Bounds:
+    """From ``low`` to ``high``."""
+    return Bounds(f"from {low:g} to {high:g}", lambda value: low <= value <= high)
+
+
 ABOVE_ZERO = Bounds("above 0", lambda value: math.isfinite(value) and value > 0)
 UNIT = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
 
@@ -64,7 +69,7 @@ class Config:
     lr: float = option(0.1, "learning rate, never scaled behind your back", ABOVE_ZERO)
     momentum: float = option(0.0, "momentum of sgd", UNIT)
     weight_decay: float = option(0.0, "weight decay", at_least(0))
-    seed: int = option(0, "decides the first weights and the order of samples", at_least(0))
+    seed: int = option(0, "decides the first weights and the order of samples", between(0, 2**32 - 1))
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     run_dir: str | None = option(None, "the run's folder (default: a new one below runs/)")
     resume: str | None = option(None, "go on from --run-dir's newest good checkpoint, or from this file")
@@ -72,7 +77,7 @@ class Config:
         None, "optimizer steps between checkpoints, beside those of each epoch", at_least(1)
     )
     log_every: int = option(10, "optimizer steps between lines of metrics.jsonl", at_least(1))
-    timeout: float = option(300.0, "seconds that any wait for another rank lasts at most", ABOVE_ZERO)
+    timeout: float = option(300.0, "seconds that any wait for another rank lasts at most", between(0.1, 1e6))
 
     def global_batch(self, size: int) -> int:
         """Samples a step on all of ``size`` ranks."""
@@ -133,6 +138,8 @@ def _convert(field: dataclasses.Field[Any], text: str) -> Any:
     wanted = {int: "a whole number", float: "a number", str: "a text"}[kind] + (f" {bounds.words}" if bounds else "")
     if kind is str and bounds is not None:
         wanted = bounds.words
+    if text == "" and field.name != "resume":
+        raise UserError(f"{flag(field.name)} must be {wanted}, not empty")
     try:
         value = kind(text)
     except ValueError:

@@ -224,7 +224,9 @@ class GradientReducer:
         for slot, ranks in zip(self._slots, used, strict=True):
             slot.fired = False
             if slot.bucket is not None:
-                slot.param.grad = slot.view if ranks else None
+                # Frozen since the buckets were laid out, it takes part as zeros and gets nothing.
+                frozen = not slot.param.requires_grad and slot.param.grad is None
+                slot.param.grad = slot.view if ranks and not frozen else None
 
     # -- the layout -----------------------------------------------------------------------------------------------
 

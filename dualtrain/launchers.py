@@ -99,7 +99,12 @@ class _Variables:
     def rendezvous(self) -> tuple[str, int] | None:
         """Where torch's processes are told to meet, if anywhere."""
         host = self.text("MASTER_ADDR")
-        return None if host is None else (host, self.number("MASTER_PORT"))
+        if host is None:
+            return None
+        port = self.number("MASTER_PORT")
+        if not 0 < port < 65536:
+            raise UserError(f"MASTER_PORT={port} is no port: set it to a free one from 1 to 65535, the same on all ranks")
+        return host, port
 
     def world(
         self, rank: int, size: int, local_rank: int, local_size: int, rendezvous: tuple[str, int] | None = None

@@ -19,7 +19,7 @@ horovodrun --gloo -np 2 python -m dualtrain.main --backend horovod --run-dir "$r
 echo; echo "== torchrun, torch.distributed =="
 # torchrun would set this anyway, and say so in five lines; dualtrain shares the cores out itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-torchrun --nproc_per_node=2 -m dualtrain.main --backend torch --run-dir "$runs/torch" "$@"
+torchrun --standalone --nproc_per_node=2 -m dualtrain.main --backend torch --run-dir "$runs/torch" "$@"
 
 echo
 python -m dualtrain.compare "$runs/horovod" "$runs/torch"

@@ -27,7 +27,11 @@ step() {
   shift 2
   printf 'setup: %s … ' "$what"
   printf '\n=== %s: %s\n' "$what" "$*" >>"$log"
-  "$@" >>"$log" 2>&1 </dev/null || status=$?
+  # A subshell with its own -e, outside any condition: else a step would go on behind a command that failed.
+  set +e
+  (set -e; "$@") >>"$log" 2>&1 </dev/null
+  status=$?
+  set -e
   if [ "$status" = 0 ]; then printf 'done (%s s)\n' "$((SECONDS - began))"; return; fi
   printf 'FAILED (exit status %s)\n' "$status"
   { echo "setup: error: \"$what\" failed. Last lines of $log:"
@@ -49,7 +53,7 @@ check_machine() {
 # What decides whether an environment is finished: the pins, this script, our metadata, the interpreter, the GPU.
 fingerprint() {
   { cat "$pins" "$root/launch/setup.sh" "$root/setup.cfg" "$root/pyproject.toml"
-    "$python" -c 'import sys; print(sys.version, sys.executable)'; gpu; echo "$root"; } | sha256sum | cut -d' ' -f1
+    "$python" -c 'import sys; print(sys.version, sys.base_prefix)'; gpu; echo "$root"; } | sha256sum | cut -d' ' -f1
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }

@@ -15,7 +15,7 @@ ROOMS = ["version", "errors", "launchers", "backends", "buckets", "gradients", "
 ROOMS += ["models", "data", "config", "training", "hvd", "main", "compare"]
 BACKENDS = [
     {"base"},
-    {"watch", "agreement", "wire", "serial", "objects", "http_store"},
+    {"watch", "agreement", "wire", "serial", "objects", "http_store", "hosts"},
     {"collectives"},
     {"local", "torch", "horovod"},
     {"factory"},

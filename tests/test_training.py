@@ -134,6 +134,47 @@ def test_another_batch_size_is_not_resumed(tmp_path):
         train_alone("--max-steps", "4", "--global-batch-size", "32", "--resume", "--run-dir", str(tmp_path))
 
 
+def test_other_settings_are_not_resumed_and_nothing_is_changed(tmp_path):
+    train_alone("--max-steps", "2", "--optimizer", "adam", "--run-dir", str(tmp_path))
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(UserError, match="--optimizer adam"):
+        train_alone("--max-steps", "4", "--resume", "--run-dir", str(tmp_path))
+    with pytest.raises(UserError, match="--seed 0"):
+        train_alone("--max-steps", "4", "--optimizer", "adam", "--seed", "1", "--resume", "--run-dir", str(tmp_path))
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_there_is_a_way_out_where_there_is_nothing_to_resume(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(UserError, match="start without --resume"):
+        train_alone("--max-steps", "1", "--resume", "--run-dir", str(folder))
+    assert not folder.exists()
+    train_alone("--max-steps", "1", "--run-dir", str(folder))
+
+
+def test_an_earlier_checkpoint_may_be_gone_on_from(tmp_path):
+    first = train_alone("--max-steps", "6", "--checkpoint-every", "2", "--run-dir", str(tmp_path))
+    earlier = tmp_path / "checkpoints" / "step-00000002.safetensors"
+    again = train_alone("--max-steps", "6", "--resume", str(earlier), "--run-dir", str(tmp_path))
+    assert again["weights_sha256"] == first["weights_sha256"]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert [name for name in names if name.endswith(".aside")]  # the other course is kept, and not gone on from
+    assert names[-1].startswith("step-00000006")
+    with pytest.raises(UserError, match="holds another run"):
+        train_alone("--max-steps", "6", "--resume", str(earlier), "--run-dir", str(train_into(tmp_path / "other")))
+
+
+def train_into(folder: Path) -> Path:
+    train_alone("--max-steps", "1", "--run-dir", str(folder))
+    return folder
+
+
+def test_weights_or_validation_that_are_not_finite_end_the_run_too(tmp_path):
+    with pytest.raises(DivergedError, match="validation loss became infinite or not a number in step 1"):
+        train_alone("--lr", "1e30", "--max-steps", "1", "--run-dir", str(tmp_path))
+    assert not (tmp_path / "summary.json").exists()
+
+
 def test_a_folder_with_another_run_is_refused(tmp_path):
     train_alone("--max-steps", "1", "--run-dir", str(tmp_path))
     before = (tmp_path / "summary.json").read_bytes()

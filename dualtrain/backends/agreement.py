@@ -10,8 +10,8 @@ of them raise the same error; the backend stays usable.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -72,6 +72,17 @@ def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, call)}")
 
 
+def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
+    """Raises ``problem``, which this rank has with its own arguments, without leaving the others to wait for it.
+
+    Raises:
+        ValueError: every rank has the same problem.
+        BackendError: the others called something else; they raise it too.
+    """
+    agree(backend, replace(call, kind=f"{call.kind}, refused since {problem},"))
+    raise problem
+
+
 def _differences(backend: Primitives, call: Call) -> str:
     """``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
     text = call.describe().encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
@@ -89,6 +100,7 @@ def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
     Raises:
         BackendError: on every rank, naming the first entry in which rank 0 and another rank differ.
     """
+    backend.settle()
     rows = backend.exchange(torch.tensor([Call(what, repr(mine)).fingerprint()]))
     if bool((rows == rows[0]).all()):
         return

@@ -6,6 +6,7 @@ and nowhere else; each call first makes sure that all ranks make the same one.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Any, Self, TypeVar, overload
 import torch
 
 from dualtrain.backends import objects, wire
-from dualtrain.backends.agreement import Call, agree
+from dualtrain.backends.agreement import Call, agree, refuse
 from dualtrain.backends.base import Primitives, ReduceOp, Work
 from dualtrain.backends.serial import SerialQueue
 from dualtrain.errors import BackendError
@@ -116,19 +117,19 @@ class Backend(Primitives):
             ValueError: ``root`` is no rank of this backend.
             BackendError: as :meth:`allreduce`.
         """
-        return self._now(partial(self._broadcast_, _fresh(tensor), self._root(root), name))
+        return self._now(partial(self._broadcast_, _fresh(tensor), root, name))
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> torch.Tensor:
         """:meth:`broadcast` in place; returns ``tensor``."""
-        return self._now(partial(self._broadcast_, tensor, self._root(root), name))
+        return self._now(partial(self._broadcast_, tensor, root, name))
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`broadcast` without blocking."""
-        return self._later(partial(self._broadcast_, _fresh(tensor), self._root(root), name))
+        return self._later(partial(self._broadcast_, _fresh(tensor), root, name))
 
     def broadcast_async_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
         """:meth:`broadcast_` without blocking."""
-        return self._later(partial(self._broadcast_, tensor, self._root(root), name))
+        return self._later(partial(self._broadcast_, tensor, root, name))
 
     def allgather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
         """Every rank's ``tensor`` behind one another in rank order, on every rank.
@@ -169,15 +170,14 @@ class Backend(Primitives):
             ValueError: no dimension to deal out, rows that cannot be dealt equally, or splits that do not fit.
             BackendError: as :meth:`allreduce`.
         """
-        sent = self._splits(tensor, splits)
-        rows, received = self._now(partial(self._alltoall, tensor, sent, name))
+        rows, received = self._now(partial(self._alltoall, tensor, splits, name))
         return rows if splits is None else (rows, received)
 
     def alltoall_async(
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
     ) -> Work[tuple[torch.Tensor, torch.Tensor]]:
         """:meth:`alltoall` without blocking; always gives the received rows and their numbers."""
-        return self._later(partial(self._alltoall, tensor, self._splits(tensor, splits), name))
+        return self._later(partial(self._alltoall, tensor, splits, name))
 
     # -- objects, barriers, groups --------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Backend(Primitives):
             TypeError: on the root, if the object holds anything else; the other ranks raise BackendError.
             BackendError: as :meth:`allreduce`.
         """
-        return self._now(partial(self._broadcast_object, obj, self._root(root), name))
+        return self._now(partial(self._broadcast_object, obj, root, name))
 
     def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
         """Every rank's ``obj``, in rank order, on every rank: plain Python values and tensors, never code. Blocks.
@@ -252,7 +252,7 @@ class Backend(Primitives):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort("".join(traceback.format_exception(error)).strip())
         self.close()
 
     # -- how it is done -------------------------------------------------------------------------------------------
@@ -270,18 +270,27 @@ class Backend(Primitives):
         if not self._open:
             raise BackendError("this backend is closed: make its last call before close()")
 
-    def _root(self, root: int) -> int:
+    def _check_root(self, kind: str, root: int) -> None:
         if not 0 <= root < self.size:
-            raise ValueError(f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}")
-        return root
+            problem = f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}"
+            refuse(self, Call(kind, root=root), ValueError(problem))
 
     def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
         """The reduced values in the wire's dtype: ``tensor`` itself where it can travel as it is."""
-        primitive = wire.wire_op(tensor.dtype, op)
-        agree(self, Call.on(op.value, tensor, name))
+        call = Call.on(op.value, tensor, name)
+        primitive = self._primitive(tensor, op, call)
+        agree(self, call)
         packed = wire.pack(tensor)
         self.start_allreduce(packed, primitive, name or op.value).wait()
         return wire.average_(packed, self.size) if op is ReduceOp.AVERAGE else packed
+
+    def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:
+        """The primitive operation that does ``op`` on ``tensor``, or a refusal that all ranks hear of."""
+        try:
+            wire.wire_dtype(tensor.dtype.to_real())
+            return wire.wire_op(tensor.dtype, op)
+        except ValueError as problem:
+            refuse(self, call, problem)
 
     @torch.no_grad()
     def _allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
@@ -296,10 +305,11 @@ class Backend(Primitives):
     @torch.no_grad()
     def _reducescatter(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
         # Dealt out, then summed in rank order: any operation and dtype, no padding, the same bits on every backend.
+        call = Call.on(f"reducescatter ({op.value})", tensor, name)
         if tensor.dim() == 0:
-            raise ValueError("a tensor without a dimension has no rows to scatter: reshape it to (1,)")
-        primitive = wire.wire_op(tensor.dtype, op)
-        agree(self, Call.on(f"reducescatter ({op.value})", tensor, name))
+            refuse(self, call, ValueError("a tensor without a dimension has no rows to scatter: reshape it to (1,)"))
+        primitive = self._primitive(tensor, op, call)
+        agree(self, call)
         rows = shares(tensor.shape[0], self.size)
         mine = rows[self.rank]
         dealt = self._deal(tensor, rows, [mine] * self.size, name or "reducescatter")
@@ -311,6 +321,7 @@ class Backend(Primitives):
 
     @torch.no_grad()
     def _broadcast_(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
+        self._check_root("broadcast", root)
         agree(self, Call.on("broadcast", tensor, name, root=root))
         data = wire.as_bytes(tensor)
         if data.numel():
@@ -333,8 +344,15 @@ class Backend(Primitives):
         return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
 
     @torch.no_grad()
-    def _alltoall(self, tensor: torch.Tensor, sent: list[int], name: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-        agree(self, Call.on("alltoall", tensor, name, free=True))
+    def _alltoall(
+        self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, name: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        call = Call.on("alltoall", tensor, name, free=True)
+        try:
+            sent = self._splits(tensor, splits)
+        except ValueError as problem:
+            refuse(self, call, problem)
+        agree(self, call)
         received = self.exchange(torch.tensor(sent))[:, self.rank]
         return self._deal(tensor.detach(), sent, received.tolist(), name or "alltoall"), received.to(torch.int32)
 
@@ -363,6 +381,7 @@ class Backend(Primitives):
         return numbers
 
     def _broadcast_object(self, obj: Any, root: int, name: str | None) -> Any:
+        self._check_root("broadcast_object", root)
         data, problem = _encoded(obj) if self.rank == root else (None, None)
         length = agree(self, Call("broadcast_object", name, root=root), -1 if problem else 0 if data is None else len(data))
         self._refuse_if_unsent([length[root]], problem, offset=root)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
-import uuid
-from pathlib import Path
 
 import torch
 
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.hosts import identity
 from dualtrain.backends.watch import Watch
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
@@ -107,20 +105,10 @@ def _compare(backend: Backend, world: World) -> None:
 
 def _locate(backend: Backend) -> None:
     """Sets the local and cross ranks from what the hosts say of themselves: launchers disagree on them."""
-    identity = f"{socket.gethostname()} {_boot()}"
-    number = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "big") >> 1
-    hosts = backend.exchange(torch.tensor([number]))[:, 0].tolist()
+    hosts = backend.exchange(torch.tensor([identity()]))[:, 0].tolist()
     first = list(dict.fromkeys(hosts))
     backend.hosts = tuple(first.index(host) for host in hosts)
     backend.world = backend.world.placed(backend.rank, backend.hosts)
-
-
-def _boot() -> str:
-    """What tells this boot of this machine from others of the same name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return str(uuid.getnode())
 
 
 def _watch_address(backend: Backend) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.hosts import loopback, variables
 from dualtrain.backends.http_store import HttpStore
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
@@ -197,6 +198,18 @@ def _initialise(library: Any, world: World, timeout: float, launched: bool) -> o
     Returns:
         What must live as long as the world does.
     """
+    _set_defaults(world)
+    if launched:
+        library.init()
+        return None
+    if world.size == 1:
+        with variables(_description(world)):
+            library.init()
+        return None
+    return _initialise_by_store(library, world, timeout)
+
+
+def _set_defaults(world: World) -> None:
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     # Our buckets are the fusion, in a layout that every backend shares (and sums in the same order).
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
@@ -204,33 +217,39 @@ def _initialise(library: Any, world: World, timeout: float, launched: bool) -> o
         # Each rank has two busy threads, and Open MPI's spin while they wait: with fewer cores they must give way
         # (4 ranks on 2 cores: 3.6 times the steps a second).
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if launched:
-        library.init()
-        return None
-    _describe(world)
-    if world.size == 1:
-        library.init()
-        return None
-    from dualtrain.backends.torch import open_store
 
-    store = open_store(world, timeout)
+
+def _initialise_by_store(library: Any, world: World, timeout: float) -> object:
+    """Starts Horovod's Gloo controller with a rendezvous of our own, found through torch's store."""
+    from dualtrain.backends.torch import meet
+
+    # The host identities come first: Horovod aborts the process when its local ranks do not add up.
+    store, world = meet(world, timeout)
 
     def share(address: str | None) -> str:
         if address is not None:
-            store.set("dualtrain/horovod", address)
-        return str(store.get("dualtrain/horovod").decode())
+            store.set("horovod", address)
+        return str(store.get("horovod").decode())
 
     def joined() -> None:
-        deadline = time.monotonic() + timeout
-        store.add("dualtrain/joined", 1)
-        while int(store.add("dualtrain/joined", 0)) < world.size:
-            if time.monotonic() > deadline:
-                raise UserError(f"Horovod started on this rank, but not on all {world.size} within {timeout:g} s")
-            time.sleep(0.005)
+        store.add("joined", 1)
+        _wait_until(lambda: int(store.add("joined", 0)) >= world.size, world, timeout)
 
-    with _meeting_place(world.single_host, world.rank == 0, share, joined):
+    limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)))}
+    with (
+        variables(limits | _description(world)),
+        _meeting_place(world.single_host, world.rank == 0, share, joined),
+    ):
         library.init()
     return store
+
+
+def _wait_until(done: Callable[[], bool], world: World, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not done():
+        if time.monotonic() > deadline:
+            raise UserError(f"Horovod started on rank {world.rank}, but not on all {world.size} within {timeout:g} s")
+        time.sleep(0.005)
 
 
 @contextmanager
@@ -245,16 +264,16 @@ def _meeting_place(
     server = HttpStore("127.0.0.1" if single_host else socket.gethostbyname(socket.gethostname())) if serving else None
     try:
         address, port = share(f"{server.server_address[0]!s} {server.port}" if server else None).split()
-        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = address, port
-        yield
+        with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
+            yield
         joined()
     finally:
         if server is not None:
             server.close()
 
 
-def _describe(world: World) -> None:
-    """Tells Horovod its place, in the variables that its own launcher would have set."""
+def _description(world: World) -> dict[str, str]:
+    """Horovod's place, in the variables that its own launcher would have set."""
     place = {
         "RANK": world.rank,
         "SIZE": world.size,
@@ -266,7 +285,6 @@ def _describe(world: World) -> None:
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
     }
-    os.environ.update({f"HOROVOD_{key}": str(value) for key, value in place.items()})
-    if world.single_host:
-        names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-        os.environ.setdefault("HOROVOD_GLOO_IFACE", names[0] if names else "lo")
+    if world.single_host and "HOROVOD_GLOO_IFACE" not in os.environ:
+        place["GLOO_IFACE"] = loopback()
+    return {f"HOROVOD_{key}": str(value) for key, value in place.items()}

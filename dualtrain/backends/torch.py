@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,12 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.hosts import identity, loopback
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+
+#: How many worlds met at an address so far: the same on all of their ranks.
+_WORLDS: Counter[tuple[str, int]] = Counter()
 
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -73,8 +77,8 @@ class TorchBackend(Backend):
             self._data = _get_default_group()
         else:
             # Someone else's world: a group of our own keeps our order of operations apart from theirs.
-            self._data = dist.new_group(timeout=timedelta(seconds=timeout))
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self._data = dist.new_group(timeout=_patience(timeout))
+        self._control = dist.new_group(backend="gloo", timeout=_patience(timeout))
         self.world = World(**{**vars(world), "rank": dist.get_rank(), "size": dist.get_world_size()})
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
@@ -108,7 +112,7 @@ class TorchBackend(Backend):
             raise self.failure(what, error) from error
 
     def subset(self, ranks: Sequence[int], world: World | None) -> TorchBackend | None:
-        wait = timedelta(seconds=self.timeout)
+        wait = _patience(self.timeout)
         globally = [dist.get_global_rank(self._data, rank) for rank in ranks]
         data = dist.new_group(globally, timeout=wait)
         control = dist.new_group(globally, backend="gloo", timeout=wait)
@@ -132,21 +136,47 @@ class TorchBackend(Backend):
         del self._data, self._control
 
 
+def _patience(timeout: float) -> timedelta:
+    """The groups' own limit: behind ours, whose message names what was waited for."""
+    return timedelta(seconds=timeout + 10)
+
+
 def _initialise(world: World, device: torch.device, timeout: float) -> None:
     """Joins the world of ``world``'s rendezvous, or a world of one without any.
 
     Raises:
         UserError: there is no rendezvous to join, or its port is taken.
     """
-    if world.single_host:
-        _stay_on_loopback()
+    store, world = meet(world, timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    wait = timedelta(seconds=timeout)
-    store = open_store(world, timeout)
+    if world.single_host:
+        # Gloo listens on the loopback interface alone, unless one was chosen. Groups made later read this too.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     try:
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=wait)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_patience(timeout))
     except dist.DistError as error:
-        raise UserError(f"the {world.size} processes did not find each other within {timeout:g} s: {error}") from error
+        reason = _first_line(error)
+        raise UserError(f"the {world.size} processes could not connect to each other: {reason}") from error
+
+
+def meet(world: World, timeout: float) -> tuple[dist.Store, World]:
+    """The job's store, once all processes are known to be there, and the world with the places that their hosts give.
+
+    Raises:
+        UserError: as :func:`open_store`, or a process did not come in time.
+    """
+    store = open_store(world, timeout)
+    store.set(f"host/{world.rank}", str(identity()))
+    hosts = []
+    for rank in range(world.size):
+        try:
+            hosts.append(store.get(f"host/{rank}"))
+        except dist.DistError as error:
+            raise UserError(
+                f"rank {rank} of {world.size} did not come within {timeout:g} s: check that all processes were started, "
+                "each with its own rank"
+            ) from error
+    return store, world.placed(world.rank, hosts)
 
 
 def open_store(world: World, timeout: float) -> dist.Store:
@@ -167,12 +197,11 @@ def open_store(world: World, timeout: float) -> dist.Store:
     try:
         if world.launcher == "torchrun":
             store: dist.Store = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))[0]
-            return store
-        if world.rank == 0:
-            # Our own listening socket: on this one address, where TCPStore would listen on all.
-            listening = socket.create_server((host, port), backlog=world.size).detach()
-            return dist.TCPStore(host, port, world.size, True, wait, wait_for_workers=False, master_listen_fd=listening)
-        return dist.TCPStore(host, port, world.size, False, wait)
+        else:
+            store = _store_at(host, port, world.rank == 0, wait)
+        # A store outlives a world: the next one must not find the keys of the last.
+        _WORLDS[host, port] += 1
+        return dist.PrefixStore(f"dualtrain/{_WORLDS[host, port]}", store)
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"port {port} on {host} is in use by another program: set MASTER_PORT to a free one") from error
@@ -182,13 +211,15 @@ def open_store(world: World, timeout: float) -> dist.Store:
         ) from error
 
 
+@cache
+def _store_at(host: str, port: int, serves: bool, wait: timedelta) -> dist.TCPStore:
+    """The store at an address that the launcher chose, opened once: a second world of this process meets there too."""
+    if not serves:
+        return dist.TCPStore(host, port, None, False, wait, wait_for_workers=False)
+    # Our own listening socket: on this one address, where TCPStore would listen on all.
+    listening = socket.create_server((host, port), backlog=128).detach()
+    return dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening)
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _stay_on_loopback() -> None:
-    """Lets Gloo listen on the loopback interface alone, where all ranks are on this host, unless one was chosen."""
-    with suppress(OSError):
-        names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-        if names:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

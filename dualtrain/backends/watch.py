@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualtrain.errors import BackendError
 
@@ -54,6 +54,7 @@ class _Line:
         self.connection = connection
         self.rank = rank
         self._rest = b""
+        self.early: list[dict[str, Any]] = []  # what came together with the greeting
         connection.settimeout(5.0)
         # The kernel asks after a silent peer, so that a host cut off from the network counts as gone within 10 s.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -64,7 +65,7 @@ class _Line:
     def send(self, message: dict[str, object]) -> None:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> list[dict[str, object]]:
+    def receive(self) -> list[dict[str, Any]]:
         """The messages that have arrived, one at least. Raises OSError or ValueError when there will be none."""
         while b"\n" not in self._rest:
             data = self.connection.recv(1 << 16)
@@ -112,7 +113,7 @@ class Watch:
                     raise BackendError(f"ranks {missing} did not connect to rank 0 within {backend.timeout:g} s") from None
                 line = _Line(connection, rank=-1)
                 try:
-                    hello = line.receive()[0]
+                    hello, *line.early = line.receive()
                     if not secrets.compare_digest(str(hello["secret"]), secret):
                         raise ValueError("not of this job")
                     line.rank = int(str(hello["rank"]))
@@ -180,22 +181,27 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             for line in self._lines:
                 selector.register(line.connection, selectors.EVENT_READ, line)
+                self._hear(line.early, farewells)
             while selector.get_map():
                 for key, _ in selector.select():
                     line = key.data
                     try:
-                        losses = [Loss(**message) for message in line.receive()]
+                        self._hear(line.receive(), farewells)
                     except (OSError, ValueError, TypeError):
                         selector.unregister(line.connection)
                         line.connection.close()
                         # Who was told goodbye hangs up without one.
-                        expected = self._leaving or line.rank in farewells
-                        losses = [] if expected else [Loss(line.rank, "died: its process ended without a word")]
-                    for loss in losses:
-                        farewells.add(loss.rank)
-                        self._note(loss)
-                        if self.backend.rank == 0:
-                            self._tell(loss)
+                        if not self._leaving and line.rank not in farewells:
+                            died = Loss(line.rank, "died: its process ended without a word")
+                            self._hear([asdict(died)], farewells)
+
+    def _hear(self, messages: list[dict[str, Any]], farewells: set[int]) -> None:
+        for message in messages:
+            loss = Loss(**message)
+            farewells.add(loss.rank)
+            self._note(loss)
+            if self.backend.rank == 0:
+                self._tell(loss)
 
     def _note(self, loss: Loss) -> None:
         # The first loud loss is the cause; what follows (others stopping because of it) is not news.

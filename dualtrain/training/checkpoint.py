@@ -6,6 +6,7 @@ tensors. Nothing in it is code, and nothing names a backend or a world size: it 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -15,10 +16,14 @@ import safetensors
 import safetensors.torch
 import torch
 
+from dualtrain.config import Config, flag
 from dualtrain.errors import UserError
 from dualtrain.training.run_dir import write_whole
 
 KEPT = 3
+
+# What a run cannot change when it goes on: another value would make it neither this run nor a new one.
+_FIXED = ("dataset", "model", "optimizer", "lr", "momentum", "weight_decay", "seed")
 
 
 def save(folder: Path, step: int, tree: dict[str, Any]) -> Path:
@@ -44,6 +49,8 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, cut off or changed.
     """
+    if path.is_dir():
+        raise UserError(f"checkpoint {str(path)!r} is a folder: name a file, or resume a run with --run-dir and --resume")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -52,11 +59,39 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {str(path)!r} does not exist") from None
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"checkpoint {str(path)!r} is damaged ({error})") from error
-    structure = header.get("structure", "")
+    structure = header.get("structure")
+    if structure is None:
+        raise UserError(f"{str(path)!r} is no checkpoint: they are in a run's folder, checkpoints/step-….safetensors")
     if header.get("sha256") != _digest(structure, tensors):
         raise UserError(f"checkpoint {str(path)!r} is damaged: its content does not match its hash")
     tree: dict[str, Any] = _put_together(json.loads(structure), tensors)
     return tree
+
+
+def to_resume(config: Config) -> dict[str, Any]:
+    """The checkpoint that ``config.resume`` asks for: that file, or the newest good one of the run's folder.
+
+    Raises:
+        UserError: there is none, or it was made with other settings.
+    """
+    if config.resume:
+        tree = load(Path(config.resume))
+    else:
+        assert config.run_dir is not None
+        tree, problems = newest_good(Path(config.run_dir) / "checkpoints")
+        for problem in problems:
+            print(f"{problem}: going on from the one before", flush=True)
+    _compare(tree, config)
+    return tree
+
+
+def _compare(tree: dict[str, Any], config: Config) -> None:
+    made_with, now = tree.get("config", {}), dataclasses.asdict(config)
+    differences = [name for name in _FIXED if made_with.get(name) != now[name]]
+    if differences:
+        had = " ".join(f"{flag(name)} {made_with.get(name)}" for name in differences)
+        has = " ".join(f"{flag(name)} {now[name]}" for name in differences)
+        raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or start anew")
 
 
 def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -72,6 +107,17 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
         except UserError as error:
             problems.append(str(error))
     raise UserError("; ".join([*problems, f"{str(folder)!r} holds no checkpoint to go on from: start without --resume"]))
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Renames the checkpoints behind ``step``: nothing goes on from them, and nothing is lost."""
+    for path in found(folder):
+        if _step(path) > step:
+            path.rename(path.with_name(f"{path.name}.aside"))
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
 
 
 def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:

@@ -8,7 +8,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import safetensors.torch
 import torch
@@ -26,7 +26,7 @@ from dualtrain.state import average_buffers, broadcast_parameters, weights_sha25
 from dualtrain.training import checkpoint
 from dualtrain.training.evaluate import evaluate
 from dualtrain.training.report import Progress
-from dualtrain.training.run_dir import MetricsFile, claim, write_json
+from dualtrain.training.run_dir import MetricsFile, claim, write_json, write_whole
 from dualtrain.training.together import on_root, together
 
 
@@ -57,10 +57,11 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
     data = together(backend, "data", lambda: load(config.dataset, config.data_dir))
     torch.manual_seed(config.seed)
     model = together(backend, "model", lambda: build(config.model, data.shape, data.classes)).to(backend.device)
+    saved = on_root(backend, "checkpoint", lambda: checkpoint.to_resume(config)) if config.resume is not None else None
     folder = Path(on_root(backend, "run folder", lambda: claim(config)))
     run = Run(config, backend, data, model, folder)
-    if config.resume is not None:
-        run.resume()
+    if saved is not None:
+        run.resume(saved)
     return run.train()
 
 
@@ -122,27 +123,33 @@ class Run:
         optimizer.synchronize()
         loss_sum, correct, seen, broken = optimizer.cargo.tolist()
         if broken:
-            self._stop_diverged(bool(len(mine)) and not math.isfinite(value))
+            self._diverge("the loss became", here=bool(len(mine)) and not math.isfinite(value))
         optimizer.step()
         cursor.step, cursor.batch, cursor.samples = cursor.step + 1, cursor.batch + 1, cursor.samples + len(batch)
         cursor.loss_sum, cursor.correct = cursor.loss_sum + loss_sum, cursor.correct + correct
         cursor.seen += seen
         return float(loss_sum / seen)
 
-    def _stop_diverged(self, here: bool) -> None:
-        ranks = [str(rank) for rank, bad in enumerate(self.backend.allgather_object(here, name="loss")) if bad]
-        where = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    def _diverge(self, what: str, *, here: bool = False, everywhere: bool = False) -> NoReturn:
+        """Ends the run on all ranks, naming those at fault."""
+        step = self.cursor.step + (not everywhere)
+        bad = self.backend.allgather_object(here or everywhere, name="divergence")
+        ranks = [str(rank) for rank, at_fault in enumerate(bad) if at_fault]
+        where = (
+            "on all ranks" if len(ranks) == self.backend.size > 1 else f"on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        )
         saved = checkpoint.found(self.folder / "checkpoints") if self.is_root else []
         last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
         raise DivergedError(
-            f"the loss became infinite or not a number in step {self.cursor.step + 1} on {where}; "
-            f"{last}; try a lower --lr (now {self.config.lr:g})"
+            f"{what} infinite or not a number in step {step} {where}; {last}; try a lower --lr (now {self.config.lr:g})"
         )
 
     def _end_epoch(self) -> None:
         cursor = self.cursor
         average_buffers(self.model, self.backend)
         val_loss, val_accuracy = evaluate(self.model, self.val_split, self.backend)
+        if not math.isfinite(val_loss):
+            self._diverge("the validation loss became", everywhere=True)
         cursor.last = {
             "train_loss": cursor.loss_sum / cursor.seen,
             "train_accuracy": cursor.correct / cursor.seen,
@@ -170,42 +177,34 @@ class Run:
 
     def _save(self) -> None:
         average_buffers(self.model, self.backend)
+        if not all(tensor.isfinite().all() for tensor in self.model.state_dict().values()):
+            self._diverge("the weights became", everywhere=True)
 
         def write() -> None:
             tree = {
                 "model": dict(self.model.state_dict()),
                 "optimizer": self.optimizer.state_dict(),
                 "cursor": asdict(self.cursor),
+                "config": asdict(self.config),
                 "global_batch": self.sampler.global_batch,
             }
-            try:
-                checkpoint.save(self.folder / "checkpoints", self.cursor.step, tree)
-            except OSError as error:
-                raise UserError(f"the checkpoint of step {self.cursor.step} could not be written ({error})") from error
+            checkpoint.save(self.folder / "checkpoints", self.cursor.step, tree)
 
-        on_root(self.backend, "checkpoint", write)
+        on_root(self.backend, f"the checkpoint of step {self.cursor.step}", write)
 
-    def resume(self) -> None:
-        """Goes on from the newest good checkpoint, or the one that the configuration names. Collective."""
-
-        def read() -> tuple[dict[str, Any], list[str]]:
-            if self.config.resume:
-                return checkpoint.load(Path(self.config.resume)), []
-            return checkpoint.newest_good(self.folder / "checkpoints")
-
-        tree, problems = on_root(self.backend, "checkpoint", read)
-        if tree["global_batch"] != self.sampler.global_batch:
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Goes on from a checkpoint. Collective."""
+        if saved["global_batch"] != self.sampler.global_batch:
             raise UserError(
-                f"the checkpoint was trained with {tree['global_batch']} samples a step and this run has "
-                f"{self.sampler.global_batch}: give --global-batch-size {tree['global_batch']}",
+                f"the checkpoint was trained with {saved['global_batch']} samples a step and this run has "
+                f"{self.sampler.global_batch}: give --global-batch-size {saved['global_batch']}",
                 shared=True,
             )
-        self.model.load_state_dict(tree["model"])
-        self.optimizer.load_state_dict(tree["optimizer"])
-        self.cursor = Cursor(**tree["cursor"])
-        if self.is_root:
-            for problem in problems:
-                print(f"{problem}: going on from the one before", flush=True)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.cursor = Cursor(**saved["cursor"])
+        # Later checkpoints of this folder belong to a course that is not taken: kept, but not gone on from.
+        on_root(self.backend, "checkpoints", lambda: checkpoint.set_aside(self.folder / "checkpoints", self.cursor.step))
 
     def _finish(self) -> dict[str, Any]:
         cursor, backend = self.cursor, self.backend
@@ -225,8 +224,9 @@ class Run:
         }
 
         def write() -> None:
-            weights = {name: tensor.detach().contiguous() for name, tensor in self.model.state_dict().items()}
-            safetensors.torch.save_file(weights, self.folder / "model.safetensors")
+            # Copies, since safetensors refuses tensors that share memory (tied weights).
+            weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in self.model.state_dict().items()}
+            write_whole(self.folder / "model.safetensors", safetensors.torch.save(weights))
             write_json(self.folder / "summary.json", summary)
 
         on_root(backend, "summary", write)

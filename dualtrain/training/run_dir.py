@@ -23,11 +23,12 @@ def claim(config: Config) -> str:
         folder = _fresh(Path("runs"), f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     else:
         folder = Path(config.run_dir)
-    if config.resume is None and (folder / "config.json").exists():
-        raise UserError(
-            f"--run-dir {str(folder)!r} holds another run: choose a new folder, or go on with that run with --resume"
-        )
     try:
+        if _holds_another_run(folder, config):
+            raise UserError(
+                f"--run-dir {str(folder)!r} holds another run: choose a new folder, or go on with that run "
+                "(--resume alone, if it has checkpoints)"
+            )
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", dataclasses.asdict(config))
     except OSError as error:
@@ -35,6 +36,15 @@ def claim(config: Config) -> str:
             f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): choose a folder that you may write"
         ) from error
     return str(folder)
+
+
+def _holds_another_run(folder: Path, config: Config) -> bool:
+    """Whether something would be lost: not if the run is to go on, or came to nothing before its first checkpoint."""
+    if not (folder / "config.json").exists():
+        return False
+    if config.resume is not None:
+        return config.resume != "" and Path(config.resume).resolve().parent != (folder / "checkpoints").resolve()
+    return (folder / "summary.json").exists() or any((folder / "checkpoints").glob("step-*"))
 
 
 def _fresh(parent: Path, name: str) -> Path:

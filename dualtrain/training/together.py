@@ -20,8 +20,8 @@ def together(backend: Backend, what: str, task: Callable[[], T]) -> T:
     result, problem = None, None
     try:
         result = task()
-    except UserError as error:
-        problem = str(error)
+    except (UserError, OSError) as error:
+        problem = _reason(what, error)
     problems = backend.allgather_object(problem, name=what)
     for rank, reason in enumerate(problems):
         if reason is not None:
@@ -40,9 +40,13 @@ def on_root(backend: Backend, what: str, task: Callable[[], T]) -> T:
     if backend.rank == 0:
         try:
             answer = (task(), None)
-        except UserError as error:
-            answer = (None, str(error))
+        except (UserError, OSError) as error:
+            answer = (None, _reason(what, error))
     result, problem = backend.broadcast_object(answer, name=what)
     if problem is not None:
         raise UserError(problem, shared=True)
     return result  # type: ignore[no-any-return]
+
+
+def _reason(what: str, error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else f"{what}: {error}; free or mend that place, then try again"
