@@ -15,7 +15,7 @@ from functools import reduce
 import pytest
 import torch
 
-from dualtrain import BackendError, ReduceOp
+from dualtrain import BackendError, ReduceOp, broadcast_parameters
 from dualtrain.backends import objects
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -344,9 +344,12 @@ def test_broadcast_of_any_layout(spmd):
 
 def wrong_roots(backend):
     for root in (-1, backend.size):
-        for call in (backend.broadcast, backend.broadcast_, backend.broadcast_async, backend.broadcast_object):
+        for call in (backend.broadcast, backend.broadcast_, backend.broadcast_object):
             with pytest.raises(ValueError, match=f"root {root} is no rank"):
                 call(torch.zeros(1), root)
+        work = backend.broadcast_async(torch.zeros(1), root)
+        with pytest.raises(ValueError, match=f"root {root} is no rank"):
+            work.wait()
 
 
 def test_a_root_that_is_no_rank_is_refused(spmd):
@@ -434,7 +437,7 @@ def alltoall_refusals(backend):
     with pytest.raises(ValueError, match=r"reshape it to \(1,\)"):
         backend.alltoall(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"reshape it to \(1,\)"):
-        backend.alltoall_async(torch.tensor(1.0))
+        backend.alltoall_async(torch.tensor(1.0)).wait()
     if backend.size > 1:
         with pytest.raises(ValueError, match="pass splits"):
             backend.alltoall(torch.zeros(backend.size + 1))
@@ -747,3 +750,40 @@ def describe(backend):
 
 def test_ranks_know_their_places_on_one_host(spmd):
     assert spmd(describe) == [(spmd.name, rank, rank, spmd.size, 0, 1) for rank in range(spmd.size)]
+
+
+# -- what is wrong on one rank alone ------------------------------------------------------------------------------
+
+MISTAKES = {
+    "no average of bool": lambda b: b.allreduce(torch.ones(2, dtype=torch.bool if b.rank else torch.float32)),
+    "complex has no order": lambda b: b.allreduce(torch.ones(2, dtype=torch.cfloat if b.rank else torch.float32), "max"),
+    "no such root": lambda b: b.broadcast(torch.ones(2), 0 if b.rank == 0 else b.size),
+    "no rows": lambda b: b.reducescatter(torch.ones(2) if b.rank == 0 else torch.tensor(1.0)),
+    "uneven rows": lambda b: b.alltoall(torch.ones(b.size + (b.rank > 0))),
+}
+
+
+def one_mistakes(backend, which):
+    with pytest.raises(BackendError, match="refused since") as caught:
+        MISTAKES[which](backend)
+    assert "rank 0: " in str(caught.value)
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+
+
+@pytest.mark.parametrize("which", MISTAKES)
+def test_a_mistake_of_one_rank_is_heard_by_all_and_nobody_waits(many, which):
+    many(one_mistakes, which)
+
+
+def checks_behind_pending_calls(backend):
+    # The last rank is late: without a common order its calls would meet others of the ranks ahead.
+    works = [backend.allreduce_async(torch.ones(1000), "sum") for _ in range(4)]
+    if backend.rank == backend.size - 1:
+        time.sleep(0.2)
+    model = torch.nn.Linear(3, 3)
+    broadcast_parameters(model, backend)
+    return [work.wait()[0].item() for work in works]
+
+
+def test_a_comparison_of_lists_comes_behind_pending_calls(many):
+    assert many(checks_behind_pending_calls) == [[float(many.size)] * 4] * many.size

@@ -93,6 +93,19 @@ def test_the_reason_of_a_rank_that_aborts_reaches_the_others(doomed):
         assert first < CONTRACT_SECONDS
 
 
+def fails_at_once(backend):
+    if backend.rank == 1:
+        backend.abort("ValueError: boom")
+        return None
+    return survive(backend, backend.barrier)
+
+
+def test_a_rank_that_fails_at_once_is_heard():
+    results = run_threads(3, fails_at_once)
+    for rank, result in enumerate(results):
+        assert rank == 1 or "rank 1 stopped: ValueError: boom" in result[0]
+
+
 def raises_in_a_with_statement(backend):
     if backend.rank == 1:
         with pytest.raises(ValueError, match="boom"), backend:
@@ -165,6 +178,24 @@ def meet_strangers(backend):
 def test_strangers_are_hung_up_on_and_the_door_is_closed_afterwards():
     _, told = run_threads(2, meet_strangers)
     assert told == [{"rank": 0, "reason": "stopped: farewell", "quiet": False}]
+
+
+def fails_with_its_greeting(backend):
+    if backend.rank == 0:
+        watch = Watch(backend, "127.0.0.1")
+        watch.settle(CONTRACT_SECONDS)
+        watch.leave()
+        return watch.loss
+    where = backend.broadcast_object(name="watch")
+    greeting = {"rank": 1, "secret": where["secret"]}
+    reason = {"rank": 1, "reason": "stopped: boom", "quiet": False}
+    with socket.create_connection(where["at"], timeout=20) as connection:
+        connection.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in (greeting, reason)))
+    return None
+
+
+def test_a_rank_that_fails_with_its_greeting_is_heard():
+    assert run_threads(2, fails_with_its_greeting)[0] == Loss(1, "stopped: boom")
 
 
 def hear_of_losses(backend):
