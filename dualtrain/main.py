@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -42,10 +43,13 @@ def _run(config: Config, world: World) -> int:
         return 2 if isinstance(error, UserError) else 1
     if backend.watch is not None:
         backend.watch.on_loss = lambda loss: _mourn(loss, backend)
+    earlier = signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(backend))
     try:
         train(config, backend)
     except BaseException as error:
         return _give_up(error, backend)
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
     backend.close()
     return 0
 
@@ -95,6 +99,15 @@ def _mourn(loss: Loss, backend: Backend) -> None:
     speaker = 0 if loss.rank else 1
     if rest and backend.rank == speaker:
         print(rest, file=sys.stderr, flush=True)
+
+
+def _leave_on_sigterm(backend: Backend) -> None:
+    """Launchers end all processes the moment that one dies: the news of which one must still be said."""
+    deadline = time.monotonic() + 0.5
+    while backend.watch is not None and backend.watch.loss is None and time.monotonic() < deadline:
+        time.sleep(0.02)  # not on the watch's own lock, which this thread may hold
+    time.sleep(0.05)
+    os._exit(128 + signal.SIGTERM)
 
 
 def _say(what: object, rank: int, size: int) -> None:

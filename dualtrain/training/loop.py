@@ -89,7 +89,7 @@ class Run:
         """The steps that are left, then the model and the summary."""
         cursor = self.cursor
         metrics = MetricsFile(self.folder, cursor.step) if self.is_root else nullcontext()
-        with metrics as self.metrics, Progress(self.total_steps, cursor.step, self.is_root) as self.progress:
+        with metrics as self.metrics, self._progress() as self.progress:
             self.progress.say(self._opening_line())
             while cursor.step < self.total_steps:
                 started = time.perf_counter()
@@ -167,6 +167,10 @@ class Run:
             f"train loss {cursor.last['train_loss']:.4f}  val loss {val_loss:.4f}  "
             f"val accuracy {val_accuracy:.4f}  {self._speed():.0f} samples/s"
         )
+
+    def _progress(self) -> Progress:
+        launcher = self.backend.world.launcher
+        return Progress(self.total_steps, self.cursor.step, shown=self.is_root, launcher=launcher)
 
     def _write(self, **values: Any) -> None:
         if self.metrics is not None:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 class Progress:
     """A bar over the optimizer steps of a run, with one line for each epoch."""
 
-    def __init__(self, total: int, done: int, shown: bool) -> None:
+    def __init__(self, total: int, done: int, *, shown: bool, launcher: str) -> None:
         self._shown = shown
         screen = shutil.get_terminal_size()
         self._bar = tqdm(
@@ -21,7 +21,8 @@ class Progress:
             initial=done,
             unit="step",
             file=sys.stdout,
-            disable=not (shown and sys.stdout.isatty()),
+            # mpirun gives its processes a terminal of its own, and tags and collects what they write to it.
+            disable=not (shown and sys.stdout.isatty() and launcher != "mpirun"),
             # tqdm draws nothing on a terminal that does not know its size; this falls back to 80×24.
             ncols=screen.columns,
             nrows=screen.lines,
