@@ -10,7 +10,7 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.backends.agreement import agree_on_list
-from dualtrain.backends.wire import as_bytes
+from dualtrain.backends.wire import as_bytes, from_bytes
 
 _CHUNK_BYTES = 25 << 20
 
@@ -107,6 +107,6 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _unpack(packed: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    for tensor, part in zip(tensors, packed.split([as_bytes(t).numel() for t in tensors]), strict=True):
+    for tensor, part in zip(tensors, packed.split([t.numel() * t.element_size() for t in tensors]), strict=True):
         # A copy of its own: a slice of bytes need not start where the dtype may.
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        tensor.copy_(from_bytes(part.clone(), tensor.dtype, tuple(tensor.shape)))

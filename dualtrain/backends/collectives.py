@@ -335,13 +335,16 @@ class Backend(Primitives):
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0])
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
-        width = max(rows) * row_bytes
-        data = torch.nn.functional.pad(wire.as_bytes(tensor), (0, width - tensor.shape[0] * row_bytes))
+        parts = self._gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name or "allgather")
+        return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
+
+    def _gather(self, data: torch.Tensor, lengths: list[int], name: str) -> list[torch.Tensor]:
+        """Every rank's bytes, in rank order; ``lengths`` are known to all. Padded on the way: torch gathers equal parts."""
+        width = max(lengths)
         output = data.new_empty(self.size * width)
         if width:
-            self.start_allgather(output, data, name or "allgather").wait()
-        parts = [chunk[: n * row_bytes] for chunk, n in zip(output.view(self.size, width), rows, strict=True)]
-        return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
+            self.start_allgather(output, torch.nn.functional.pad(data, (0, width - len(data))), name).wait()
+        return [part[:n] for part, n in zip(output.view(self.size, width), lengths, strict=True)]
 
     @torch.no_grad()
     def _alltoall(
@@ -393,11 +396,8 @@ class Backend(Primitives):
         data, problem = _encoded(obj)
         lengths = agree(self, Call("allgather_object", name), -1 if data is None else len(data))
         self._refuse_if_unsent(lengths, problem)
-        width = max(lengths)
-        padded = torch.nn.functional.pad(data if data is not None else torch.empty(0), (0, width - lengths[self.rank]))
-        output = padded.new_empty(self.size * width)
-        self.start_allgather(output, padded, name or "allgather_object").wait()
-        return [objects.decode(part[:n]) for part, n in zip(output.view(self.size, width), lengths, strict=True)]
+        assert data is not None
+        return [objects.decode(part) for part in self._gather(data, lengths, name or "allgather_object")]
 
     def _refuse_if_unsent(self, lengths: list[int], problem: TypeError | None, offset: int = 0) -> None:
         if problem is not None:

@@ -16,6 +16,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from dualtrain.backends.wire import as_bytes
 from dualtrain.config import Config, flag
 from dualtrain.errors import UserError
 from dualtrain.training.run_dir import write_whole
@@ -124,7 +125,7 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(structure.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(as_bytes(tensor).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -102,6 +102,7 @@ class Run:
                     self._end_epoch()
                     self._save()
                 elif self.config.checkpoint_every and cursor.step % self.config.checkpoint_every == 0:
+                    average_buffers(self.model, self.backend)
                     self._save()
         return self._finish()
 
@@ -180,7 +181,7 @@ class Run:
         return self.cursor.samples / max(self.cursor.seconds, 1e-9)
 
     def _save(self) -> None:
-        average_buffers(self.model, self.backend)
+        """Writes a checkpoint; the buffers have been averaged."""
         if not all(tensor.isfinite().all() for tensor in self.model.state_dict().values()):
             self._diverge("the weights became", everywhere=True)
 
