@@ -12,9 +12,10 @@ from tests.pool import ROOT
 
 PACKAGE = ROOT / "dualtrain"
 ROOMS = ["version", "errors", "launchers", "backends", "buckets", "gradients", "optimizer", "state"]
-ROOMS += ["models", "data", "config", "training", "hvd", "main", "compare"]
+ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "main", "compare"]
 BACKENDS = [
     {"base"},
+    {"lines"},
     {"watch", "agreement", "wire", "serial", "objects", "http_store", "hosts"},
     {"collectives"},
     {"local", "torch", "horovod"},

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from dualtrain import BackendError
-from dualtrain.backends.watch import Loss, Watch, _Line
+from dualtrain.backends.lines import Line
+from dualtrain.backends.watch import Loss, Watch
 from tests.conftest import require_horovod
 from tests.pool import Pool
 from tests.test_pool import await_end
@@ -166,7 +167,7 @@ def meet_strangers(backend):
                 assert stranger.recv(1) == b""  # hung up on, told nothing
             except ConnectionResetError:
                 pass
-    line = _Line(socket.create_connection(where["at"], timeout=20), rank=0)
+    line = Line(socket.create_connection(where["at"], timeout=20), rank=0)
     line.send({"rank": backend.rank, "secret": where["secret"]})
     told = line.receive()
     line.connection.close()
@@ -259,7 +260,7 @@ def test_a_line_carries_many_messages_and_pieces_of_them():
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-    line = _Line(theirs, rank=1)
+    line = Line(theirs, rank=1)
     ours.sendall(json.dumps({"a": 1}).encode() + b'\n{"b": 2}\n{"c"')
     assert line.receive() == [{"a": 1}, {"b": 2}]
     ours.sendall(b": 3}\n")

@@ -312,7 +312,7 @@ class Backend(Primitives):
         agree(self, call)
         rows = shares(tensor.shape[0], self.size)
         mine = rows[self.rank]
-        dealt = self._deal(tensor, rows, [mine] * self.size, name or "reducescatter")
+        dealt = self.deal(tensor, rows, [mine] * self.size, name or "reducescatter")
         parts = (wire.pack(part) for part in dealt.split(mine)) if mine else iter([wire.pack(dealt)])
         total = reduce(_FOLD[primitive], parts)
         if op is ReduceOp.AVERAGE:
@@ -335,10 +335,10 @@ class Backend(Primitives):
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0])
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
-        parts = self._gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name or "allgather")
+        parts = self.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name or "allgather")
         return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
 
-    def _gather(self, data: torch.Tensor, lengths: list[int], name: str) -> list[torch.Tensor]:
+    def gather(self, data: torch.Tensor, lengths: list[int], name: str) -> list[torch.Tensor]:
         """Every rank's bytes, in rank order; ``lengths`` are known to all. Padded on the way: torch gathers equal parts."""
         width = max(lengths)
         output = data.new_empty(self.size * width)
@@ -357,9 +357,9 @@ class Backend(Primitives):
             refuse(self, call, problem)
         agree(self, call)
         received = self.exchange(torch.tensor(sent))[:, self.rank]
-        return self._deal(tensor.detach(), sent, received.tolist(), name or "alltoall"), received.to(torch.int32)
+        return self.deal(tensor.detach(), sent, received.tolist(), name or "alltoall"), received.to(torch.int32)
 
-    def _deal(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
+    def deal(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
         """Sends ``sent[r]`` rows to rank r; gives the rows that came. The numbers are known to fit."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
         data = wire.as_bytes(tensor)[: sum(sent) * row_bytes]
@@ -397,7 +397,7 @@ class Backend(Primitives):
         lengths = agree(self, Call("allgather_object", name), -1 if data is None else len(data))
         self._refuse_if_unsent(lengths, problem)
         assert data is not None
-        return [objects.decode(part) for part in self._gather(data, lengths, name or "allgather_object")]
+        return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
 
     def _refuse_if_unsent(self, lengths: list[int], problem: TypeError | None, offset: int = 0) -> None:
         if problem is not None:
