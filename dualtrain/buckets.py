@@ -13,10 +13,34 @@ from dataclasses import dataclass, field
 import torch
 
 from dualtrain.backends.base import Work
-from dualtrain.backends.wire import average_, wire_dtype
+from dualtrain.backends.wire import wire_dtype
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How gradients travel, the same on every rank.
+
+    Attributes:
+        before: a factor on each rank's gradients before they are summed.
+        after: a factor on the sum; ``None`` for 1/size, the average.
+        dtype: what wider floating-point gradients travel as, such as ``torch.float16``; ``None`` for their own dtype.
+        bucket_bytes: the most that travels at once; 0 for one gradient at a time.
+        groups: parameters that travel together, whatever their size.
+        sparse_as_dense: whether sparse gradients travel as dense ones, and are made sparse again.
+    """
+
+    before: float = 1.0
+    after: float | None = None
+    dtype: torch.dtype | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    groups: Sequence[Sequence[torch.Tensor]] = ()
+    sparse_as_dense: bool = False
+
+
+AVERAGE = Transfer()
 
 
 @dataclass
@@ -29,6 +53,10 @@ class Slot:
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     bucket: Bucket | None = None
     fired: bool = False
+    #: Whether the gradient is what the last exchange left, and no backward has added to it since.
+    settled: bool = False
+    #: Backward passes that have reached it; for who wants to count them.
+    passes: int = 0
 
     def describe(self) -> str:
         """What must be the same on every rank."""
@@ -39,17 +67,22 @@ class Slot:
 class Bucket:
     """One flat buffer of gradients, and behind them ``extra`` numbers that travel for free.
 
-    Gradients of 16 bits are summed in a second buffer of 32 (``wire``); otherwise ``wire`` is the buffer itself.
+    Gradients of 16 bits are summed in a second buffer of 32, and others in one of 16 bits if the transfer says so
+    (``wire``); otherwise ``wire`` is the buffer itself.
     """
 
-    def __init__(self, name: str, slots: Sequence[Slot], like: torch.Tensor, extra: int) -> None:
+    def __init__(
+        self, name: str, slots: Sequence[Slot], like: torch.Tensor, extra: int, transfer: Transfer = AVERAGE
+    ) -> None:
         self.name = name
         self.slots = list(slots)
+        self._transfer = transfer
         numel = sum(slot.param.numel() for slot in slots) * (2 if like.is_complex() else 1)
         real = like.dtype.to_real()
-        self.wire = torch.zeros(numel + extra, dtype=wire_dtype(real), device=like.device)
+        narrow = transfer.dtype if transfer.dtype is not None and real.itemsize > transfer.dtype.itemsize else None
+        self.wire = torch.zeros(numel + extra, dtype=narrow or wire_dtype(real), device=like.device)
         self.extra = self.wire[numel:]
-        #: The gradients as real numbers: the front of the wire itself, or a narrower buffer of their own.
+        #: The gradients as real numbers: the front of the wire itself, or a buffer of their own.
         self._values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
         self._staged = real != self.wire.dtype
         flat = torch.view_as_complex(self._values.view(-1, 2)) if like.is_complex() else self._values
@@ -75,37 +108,60 @@ class Bucket:
                 grads.append(grad.to_dense() if grad.is_sparse else grad)
         if views:
             torch._foreach_copy_(views, grads)
+        if self._transfer.before != 1:
+            self._values.mul_(self._transfer.before)
         if self._staged:
             self.wire[: self._values.numel()].copy_(self._values)
 
     @torch.no_grad()
     def scale(self, size: int) -> None:
-        """Turns the sum over ``size`` ranks, extra numbers excepted, into the average."""
-        total = average_(self.wire[: self._values.numel()], size)
+        """Turns the sum over ``size`` ranks, extra numbers excepted, into the average, or what the transfer asks for."""
+        total, factor = self.wire[: self._values.numel()], after(self._transfer, size)
+        if self._staged and total.dtype.itemsize < self._values.dtype.itemsize:
+            self._values.copy_(total)
+            self._values.mul_(factor)
+            return
+        if factor != 1:
+            total.mul_(factor)
         if self._staged:
             self._values.copy_(total)
 
 
-def lay_out(slots: Sequence[Slot], extra: int, name: str = "gradients") -> list[Bucket]:
+def after(transfer: Transfer, size: int) -> float:
+    """The factor on a sum over ``size`` ranks."""
+    return 1.0 / size if transfer.after is None else transfer.after
+
+
+def lay_out(slots: Sequence[Slot], extra: int, name: str = "gradients", transfer: Transfer = AVERAGE) -> list[Bucket]:
     """The buckets ``name.0``, … for ``slots`` (in registration order); the last one carries ``extra`` numbers more."""
-    groups: list[list[Slot]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Slot], int]] = {}
-    for slot in reversed(slots):
-        key, size = (slot.param.dtype, slot.param.device), slot.param.numel() * slot.param.element_size()
-        group, filled = open_groups.get(key, ([], 0))
-        limit = FIRST_BUCKET_BYTES if groups and group is groups[0] else BUCKET_BYTES
-        if not group or filled + size > limit:
-            group, filled = [], 0
-            groups.append(group)
-        group.append(slot)
-        open_groups[key] = (group, filled + size)
+    groups = _partition(slots, transfer)
     likes: list[torch.Tensor] = [group[0].param for group in groups] or [torch.empty(0)] * bool(extra)
     last = len(likes) - 1
     parts = groups or [[]] * len(likes)
     return [
-        Bucket(f"{name}.{i}", part, like, extra if i == last else 0)
+        Bucket(f"{name}.{i}", part, like, extra if i == last else 0, transfer)
         for i, (part, like) in enumerate(zip(parts, likes, strict=True))
     ]
+
+
+def _partition(slots: Sequence[Slot], transfer: Transfer) -> list[list[Slot]]:
+    chosen = {p: number for number, group in enumerate(transfer.groups) for p in group}
+    groups: list[list[Slot]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device, int | None], tuple[list[Slot], int]] = {}
+    for slot in reversed(slots):
+        number = chosen.get(slot.param)
+        key = slot.param.dtype, slot.param.device, number
+        size = slot.param.numel() * slot.param.element_size()
+        group, filled = open_groups.get(key, ([], 0))
+        limit = transfer.bucket_bytes
+        if groups and group is groups[0]:
+            limit = min(limit, FIRST_BUCKET_BYTES)
+        if not group or (number is None and filled + size > limit):
+            group, filled = [], 0
+            groups.append(group)
+        group.append(slot)
+        open_groups[key] = (group, filled + size)
+    return groups
 
 
 def _dense_strides(p: torch.Tensor) -> tuple[int, ...]:

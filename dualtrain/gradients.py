@@ -21,8 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dualtrain.backends import Backend, ReduceOp
 from dualtrain.backends.agreement import agree_on_list
-from dualtrain.backends.wire import average_
-from dualtrain.buckets import Bucket, Slot, lay_out
+from dualtrain.buckets import AVERAGE, Bucket, Slot, Transfer, after, lay_out
 from dualtrain.errors import BackendError
 
 Unused = Literal["zero", "none"]
@@ -42,6 +41,7 @@ class GradientReducer:
             it gets the average either way, the others counting as zero.
         passes: backward passes that are summed locally before the ranks exchange anything.
         carry: how many numbers of the caller's own travel along, summed over ranks (see :attr:`cargo`).
+        transfer: how gradients travel: the factors around the sum (the average by default), their dtype, the buckets.
 
     The first reduction is collective in two more ways: the ranks compare their layouts (a difference raises
     BackendError, naming the parameter), and they agree on which parameters have sparse gradients; those travel as
@@ -56,6 +56,7 @@ class GradientReducer:
         unused: Unused = "zero",
         passes: int = 1,
         carry: int = 0,
+        transfer: Transfer = AVERAGE,
     ) -> None:
         if unused not in ("zero", "none"):
             raise ValueError(f'unused={unused!r} is not known: choose "zero" or "none"')
@@ -63,9 +64,10 @@ class GradientReducer:
             raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
         self.backend = backend
         # Two reducers may have their first bucket under way at once, and Horovod tells them apart by name.
-        self._number = next(_NUMBERS.setdefault(backend, itertools.count()))
+        self.name = f"gradients.{next(_NUMBERS.setdefault(backend, itertools.count()))}"
         self.unused: Unused = unused
         self.passes = passes
+        self.transfer = transfer
         #: What this rank sends along with the next reduction; after it the sum over ranks. float64, (carry,), on the
         #: CPU, but summed in the precision of the gradients.
         self.cargo = torch.zeros(carry, dtype=torch.float64)
@@ -74,12 +76,14 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[Bucket] = []
         self._sparse: dict[int, int] = {}  # slot number → number of sparse dimensions
+        self._sparse_again: dict[int, int] = {}  # the same, of those that travel as dense ones
         self._laid_out = False
         self._next = 0  # the first bucket that was not sent yet
         self._seen = 0  # backward passes since the last reduction
         #: What runs when the pass that goes on has ended; dead where that pass failed: autograd has dropped it then.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._reduced = False
+        self._used = True  # whether the gradients of the last exchange were used, so that the next starts afresh
         self._paused = False
         self.add(named_parameters)
 
@@ -133,17 +137,25 @@ class GradientReducer:
             bucket.pending = len(bucket.slots)
         self._hand_out()
         self._reduce_sparse()
-        self._next, self._seen, self._ending, self._reduced = 0, 0, None, True
+        self._next, self._seen, self._ending, self._reduced, self._used = 0, 0, None, True, False
 
     def renew(self) -> None:
         """The gradients were used: the next ``reduce`` starts from what ``param.grad`` holds then."""
-        self._reduced = False
+        self._reduced, self._used = False, True
+
+    def forget(self, backend: Backend) -> None:
+        """Drops an exchange that failed, and goes on with another backend: layouts are compared anew."""
+        self.backend = backend
+        self._buckets, self._laid_out = [], False
+        self._next, self._seen, self._ending, self._reduced, self._used = 0, 0, None, False, True
+        for slot in self._slots:
+            slot.fired, slot.bucket = False, None
 
     # -- during backward ------------------------------------------------------------------------------------------
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         def gradient_is_there(_: torch.Tensor) -> None:
-            self._reduced = False
+            self._reduced = slot.settled = False
             if self._paused:
                 return
             if self._ending is None or self._ending() is None:
@@ -191,11 +203,21 @@ class GradientReducer:
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
+        if not self._used:
+            self._count_once(bucket)
         bucket.fill()
         if self._next == len(self._buckets):
             self._load(bucket)
         self.backend.settle()
         bucket.work = self.backend.start_allreduce(bucket.wire, ReduceOp.SUM, bucket.name)
+
+    @torch.no_grad()
+    def _count_once(self, bucket: Bucket) -> None:
+        """Another backward before the step sends all again: what is reduced already must come out as it went in."""
+        factor = self.backend.size * self.transfer.before * after(self.transfer, self.backend.size)
+        for slot in bucket.slots:
+            if slot.settled and factor != 1:
+                slot.view.div_(factor)
 
     def _arrived_twice(self, slot: Slot) -> None:
         if slot.bucket is not None and slot.bucket.work is not None:
@@ -221,12 +243,14 @@ class GradientReducer:
         extra = self._buckets[-1].extra if self._buckets else self.cargo
         self.cargo.copy_(extra[:carry])
         used: Sequence[float] = extra[carry:].tolist() or [1.0] * len(self._slots)
-        for slot, ranks in zip(self._slots, used, strict=True):
-            slot.fired = False
+        for number, (slot, ranks) in enumerate(zip(self._slots, used, strict=True)):
+            slot.fired, slot.settled = False, True
             if slot.bucket is not None:
                 # Frozen since the buckets were laid out, it takes part as zeros and gets nothing.
                 frozen = not slot.param.requires_grad and slot.param.grad is None
                 slot.param.grad = slot.view if ranks and not frozen else None
+                if number in self._sparse_again and slot.param.grad is not None:
+                    slot.param.grad = slot.view.to_sparse(self._sparse_again[number])
 
     # -- the layout -----------------------------------------------------------------------------------------------
 
@@ -245,12 +269,15 @@ class GradientReducer:
             if slot.param.grad is not None and slot.param.grad.is_sparse
         }
         for found in self.backend.allgather_object(sparse, name="sparse gradients"):
-            self._sparse |= found
+            if self.transfer.sparse_as_dense:
+                self._sparse_again |= found
+            else:
+                self._sparse |= found
         dense = [slot for number, slot in enumerate(self._slots) if number not in self._sparse]
         for slot in self._slots:
             slot.bucket = None
         extra = self.cargo.numel() + len(self._slots) * (self.unused == "none")
-        self._buckets = lay_out(dense, extra, f"gradients.{self._number}")
+        self._buckets = lay_out(dense, extra, self.name, self.transfer)
         self._next, self._laid_out = 0, True
 
     @torch.no_grad()
@@ -268,7 +295,7 @@ class GradientReducer:
                 p.grad = None
                 continue
             p.grad = _sparse(indices.t(), values, p)
-            average_(p.grad.values(), self.backend.size)
+            p.grad.values().mul_(self.transfer.before * after(self.transfer, self.backend.size))
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ class World:
     """The place of one process in a job, as its launcher describes it.
 
     ``local_*`` count the processes on this host, ``cross_*`` the hosts that have a process with this local rank.
+    ``name`` tells a world of some of the job's processes from that of all.
     ``rendezvous`` is the (host, port) of rank 0 where the launcher names one. ``evidence`` holds the variables
     that decided, as (name, value) pairs, for error messages and reports.
     """
@@ -30,6 +31,7 @@ class World:
     launcher: str = "none"
     rendezvous: tuple[str, int] | None = None
     evidence: tuple[tuple[str, str], ...] = ()
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

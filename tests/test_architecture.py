@@ -11,12 +11,13 @@ import pytest
 from tests.pool import ROOT
 
 PACKAGE = ROOT / "dualtrain"
-ROOMS = ["version", "errors", "launchers", "backends", "buckets", "gradients", "optimizer", "state"]
+ROOMS = ["version", "errors", "launchers", "backends", "buckets", "gradients", "optimizer", "state", "batchnorm"]
 ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "main", "compare"]
 BACKENDS = [
     {"base"},
     {"lines"},
     {"watch", "agreement", "wire", "serial", "objects", "http_store", "hosts"},
+    {"rendezvous"},
     {"collectives"},
     {"local", "torch", "horovod"},
     {"factory"},

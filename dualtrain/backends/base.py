@@ -14,7 +14,7 @@ import enum
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -84,6 +84,8 @@ class Primitives(ABC):
         device: where this rank's tensors are expected to live.
         timeout: seconds that any wait lasts at most.
         watch: knows whether a rank was lost; ``None`` until :func:`dualtrain.connect` has started it.
+        on_wait: called now and then while a wait lasts, with this backend, what is waited for, and the seconds so far.
+        members: the ranks in the job's numbering; those of a group differ from its own.
     """
 
     name: str
@@ -94,6 +96,8 @@ class Primitives(ABC):
         self.device = device
         self.timeout = timeout
         self.watch: Watch | None = None
+        self.on_wait: Callable[[Any, str, float], None] | None = None
+        self.members: tuple[int, ...] = tuple(range(world.size))
 
     @property
     def rank(self) -> int:
@@ -179,10 +183,13 @@ class Primitives(ABC):
         Raises:
             BackendError: ``finished`` raised, a rank was lost meanwhile, or the backend's timeout has passed.
         """
-        deadline = time.monotonic() + self.timeout
+        start = time.monotonic()
+        deadline = start + self.timeout
         try:
             while not finished(0.25):
                 self.raise_if_lost(what)
+                if self.on_wait is not None:
+                    self.on_wait(self, what, time.monotonic() - start)
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"waited {self.timeout:g} s for the other ranks: one has not reached this operation, or hangs"

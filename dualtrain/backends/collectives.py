@@ -23,7 +23,7 @@ from dualtrain.launchers import World
 
 T = TypeVar("T")
 
-_FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
@@ -314,7 +314,7 @@ class Backend(Primitives):
         mine = rows[self.rank]
         dealt = self.deal(tensor, rows, [mine] * self.size, name or "reducescatter")
         parts = (wire.pack(part) for part in dealt.split(mine)) if mine else iter([wire.pack(dealt)])
-        total = reduce(_FOLD[primitive], parts)
+        total = reduce(FOLD[primitive], parts)
         if op is ReduceOp.AVERAGE:
             total = wire.average_(total.clone(), self.size)
         return wire.unpack(total, dealt[:mine])
@@ -414,7 +414,8 @@ class Backend(Primitives):
         if group is None:
             return None
         assert isinstance(group, Backend)
-        group.hosts, group.watch = tuple(hosts), self.watch
+        group.hosts, group.watch, group.on_wait = tuple(hosts), self.watch, self.on_wait
+        group.members = tuple(members)
         return group
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 
 import torch
 
@@ -28,6 +29,23 @@ def choose(name: str, world: World) -> str:
     if world.launcher == "none":
         return "local"
     return "horovod" if world.launcher.startswith(("horovodrun", "mpi")) else "torch"
+
+
+def choose_for_horovod_api(env: Mapping[str, str]) -> str:
+    """What carries Horovod's API: ``"horovod"`` where its launcher or MPI started us and it is installed, else ``"torch"``.
+
+    Raises:
+        UserError: DUALTRAIN_BACKEND names neither.
+    """
+    wanted = env.get("DUALTRAIN_BACKEND") or "auto"
+    if wanted not in ("auto", "torch", "horovod"):
+        raise UserError(f"DUALTRAIN_BACKEND={wanted!r} is not known: set it to torch or horovod, or unset it")
+    if wanted == "auto":
+        from dualtrain.backends.horovod import installed
+
+        implied = choose("auto", detect_world(env)) == "horovod"
+        return "horovod" if implied and installed() else "torch"
+    return wanted
 
 
 def connect(
@@ -65,7 +83,7 @@ def connect(
         backend = HorovodBackend(world, place, timeout)
     _compare(backend, world)
     _locate(backend)
-    backend.watch = Watch(backend, _watch_address(backend))
+    backend.watch = Watch(backend, meeting_address(backend))
     backend.watch.guard()
     return backend
 
@@ -111,7 +129,7 @@ def _locate(backend: Backend) -> None:
     backend.world = backend.world.placed(backend.rank, backend.hosts)
 
 
-def _watch_address(backend: Backend) -> str:
+def meeting_address(backend: Backend) -> str:
     """Where rank 0 listens: the loopback interface, or the address that the hosts met at."""
     if backend.world.single_host:
         return "127.0.0.1"

@@ -6,8 +6,11 @@ stay the same from step to step are negotiated once and then cached, so none her
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +38,26 @@ def _library() -> Any:
             "torchrun trains the same model"
         ) from error
     return hvd
+
+
+def installed() -> bool:
+    """Whether Horovod is in this environment."""
+    return importlib.util.find_spec("horovod") is not None
+
+
+def stand_in_for(package: str) -> None:
+    """Has ``package`` and its modules be Horovod's own, under the names that they share.
+
+    Raises:
+        UserError: Horovod is not installed.
+    """
+    library = _library()
+    parts = "mpi_ops functions optimizer compression sync_batch_norm elastic elastic.state elastic.sampler"
+    for part in parts.split():
+        sys.modules[f"{package}.{part}"] = importlib.import_module(f"horovod.torch.{part}")
+    for part in ("exceptions", "process_sets", "util"):
+        sys.modules[f"{package}.{part}"] = importlib.import_module(f"horovod.common.{part}")
+    sys.modules[package] = library
 
 
 class _HorovodWork(Work[None]):

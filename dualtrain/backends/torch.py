@@ -21,11 +21,12 @@ from torch.distributed.distributed_c10d import _get_default_group
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.hosts import identity, loopback
+from dualtrain.backends.rendezvous import RESERVED, meeting_point
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 
 #: How many worlds met at an address so far: the same on all of their ranks.
-_WORLDS: Counter[tuple[str, int]] = Counter()
+_WORLDS: Counter[tuple[str, int, str]] = Counter()
 
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -187,6 +188,7 @@ def open_store(world: World, timeout: float) -> dist.Store:
     """
     if world.size == 1:
         return dist.HashStore()
+    world = meeting_point(world, timeout)
     if world.rendezvous is None:
         raise UserError(
             f"the torch backend has no address to meet the other {world.size - 1} processes at: {world.launcher} sets no "
@@ -200,8 +202,8 @@ def open_store(world: World, timeout: float) -> dist.Store:
         else:
             store = _store_at(host, port, world.rank == 0, wait)
         # A store outlives a world: the next one must not find the keys of the last.
-        _WORLDS[host, port] += 1
-        return dist.PrefixStore(f"dualtrain/{_WORLDS[host, port]}", store)
+        _WORLDS[host, port, world.name] += 1
+        return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[host, port, world.name]}", store)
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"port {port} on {host} is in use by another program: set MASTER_PORT to a free one") from error
@@ -217,8 +219,8 @@ def _store_at(host: str, port: int, serves: bool, wait: timedelta) -> dist.TCPSt
     if not serves:
         return dist.TCPStore(host, port, None, False, wait, wait_for_workers=False)
     # Our own listening socket: on this one address, where TCPStore would listen on all.
-    listening = socket.create_server((host, port), backlog=128).detach()
-    return dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening)
+    listening = RESERVED.pop((host, port), None) or socket.create_server((host, port), backlog=128)
+    return dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,120 @@
+"""Batch normalization with the statistics of all ranks' samples, on any device.
+
+Needs two things of a world: every rank's numbers, and their sum. One exchange in forward, one in backward. Ranks may
+have different numbers of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+
+
+class SynchronizedNorm(torch.autograd.Function):
+    """Normalizes ``input`` (N, C, …) per channel by the mean and variance over all ranks' samples."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: Any, bias: Any, eps: float, gather: Exchange, total: Exchange
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The result, and the mean (C,), the variance (C,) and the number of samples () that it was made with."""
+        x, dims = _wide(input), [0, *range(2, input.dim())]
+        count = x.numel() / max(x.shape[1], 1)
+        mean = x.mean(dims) if count else x.new_zeros(x.shape[1])
+        spread = (x - _channels(mean, x)).square().sum(dims)
+        rows = gather(torch.cat([mean.new_tensor([count]), mean, spread]).double())
+        counts, means, spreads = rows[:, :1], *rows[:, 1:].chunk(2, 1)
+        n = counts.sum()
+        # Chan, Golub and LeVeque (1983): variances of parts become that of the whole without losing digits.
+        mean_all = (counts * means).sum(0) / n
+        var = ((spreads + counts * (means - mean_all).square()).sum(0) / n).to(x.dtype)
+        mean_all = mean_all.to(x.dtype)
+        invstd = torch.rsqrt(var + eps)
+        ctx.save_for_backward(input, weight, mean_all, invstd, n)
+        ctx.total = total
+        out = (x - _channels(mean_all, x)) * _channels(invstd if weight is None else invstd * weight, x)
+        out = out if bias is None else out + _channels(bias, x)
+        ctx.mark_non_differentiable(mean_all, var, n)
+        return out.to(input.dtype), mean_all, var, n
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
+        """Gradients of the input over all ranks' samples; those of weight and bias are this rank's own part."""
+        input, weight, mean, invstd, n = ctx.saved_tensors
+        dy, dims = _wide(grad), [0, *range(2, input.dim())]
+        normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)
+        sum_dy, sum_dy_normal = dy.sum(dims), (dy * normal).sum(dims)
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            all_dy, all_dy_normal = (ctx.total(torch.cat([sum_dy, sum_dy_normal])) / n.to(dy.dtype)).chunk(2)
+            scale = invstd if weight is None else invstd * weight
+            grad_input = (dy - _channels(all_dy, dy) - normal * _channels(all_dy_normal, dy)) * _channels(scale, dy)
+            grad_input = grad_input.to(input.dtype)
+        return grad_input, sum_dy_normal if ctx.needs_input_grad[1] else None, sum_dy, None, None, None
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm layer whose training statistics are those of all ranks; subclasses say how to exchange numbers.
+
+    Arguments and state are torch's. In evaluation, or without running statistics to use there, as torch's.
+    """
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``row`` (n,), as (size, n)."""
+        raise NotImplementedError
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's ``values``."""
+        raise NotImplementedError
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` (N, C, …) normalized. In training: collective; blocks."""
+        self._check_input_dim(input)
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        exchanges = self.gather, self.total
+        result = SynchronizedNorm.apply(input, self.weight, self.bias, self.eps, *exchanges)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = result[0]
+        if self.training and self.running_mean is not None:
+            self._remember(result[1], result[2], float(result[3]))
+        return out
+
+    @torch.no_grad()
+    def _remember(self, mean: torch.Tensor, var: torch.Tensor, n: float) -> None:
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        share = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_((var * (n / max(n - 1, 1))).to(self.running_var.dtype), share)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
+        """``module`` with every BatchNorm layer in it replaced by this kind, parameters and state kept."""
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            made = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+            made.weight, made.bias, made.training = module.weight, module.bias, module.training
+            made.running_mean, made.running_var = module.running_mean, module.running_var
+            made.num_batches_tracked = module.num_batches_tracked
+            return made
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child))
+        return module
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))

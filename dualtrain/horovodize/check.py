@@ -1,0 +1,69 @@
+"""``python -m dualtrain.horovodize --check SCRIPT…``: says what will be different, or is a mistake, and on which line."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from dualtrain.errors import UserError
+from dualtrain.horovodize.rules import RULES
+from dualtrain.horovodize.source import Finding, Source
+
+_LEVELS = ("trap", "unsupported", "differs")
+
+
+def check(files: Sequence[str]) -> int:
+    """Prints the findings on all files; gives the exit status."""
+    options = [name for name in files if name.startswith("-")]
+    try:
+        if options or not files:
+            what = f"unknown option {options[0]!r}" if options else "--check was given no script"
+            raise UserError(f"{what}: name the scripts to read, or see --help")
+        texts = {name: _read(name) for name in files}
+        # Files that are given together are one program: one wraps the optimizer that another one steps.
+        wrapped = set().union(*(_parse(name, text).own_wrapped for name, text in texts.items()))
+        sources = {name: _parse(name, text, wrapped) for name, text in texts.items()}
+    except UserError as error:
+        print(f"dualtrain: error: {error}", file=sys.stderr)
+        return 2
+    levels: Counter[str] = Counter()
+    for name, source in sources.items():
+        for finding in findings(source):
+            print(f"{name}:{finding.line}: [{finding.level}] {finding.message}")
+            levels[finding.level] += 1
+    print(_summary(sources, levels))
+    return 1 if levels["trap"] or levels["unsupported"] else 0
+
+
+def findings(source: Source) -> list[Finding]:
+    """What all rules say about one script, by line, each thing once."""
+    return sorted({finding for rule in RULES for finding in rule(source)})
+
+
+def _summary(sources: dict[str, Source], levels: Counter[str]) -> str:
+    read = f"{len(sources)} file{'s' * (len(sources) > 1)} read"
+    if not any(source.uses_horovod for source in sources.values()):
+        return f"{read}: no use of Horovod found"
+    counted = {"trap": f"{levels['trap']} trap{'s' * (levels['trap'] != 1)}"}
+    found = [counted.get(level, f"{levels[level]} {level}") for level in _LEVELS if levels[level]]
+    return f"{read}: {', '.join(found) or 'nothing found'}"
+
+
+def _read(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read the script {name!r} ({error.strerror}): check its path") from None
+    except UnicodeDecodeError:
+        raise UserError(f"the script {name!r} is not text in UTF-8: name a Python source file") from None
+
+
+def _parse(name: str, text: str, wrapped: set[str] | None = None) -> Source:
+    try:
+        return Source(text, wrapped or ())
+    except (SyntaxError, ValueError) as error:
+        where = f"{name}:{error.lineno}" if isinstance(error, SyntaxError) else name
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UserError(f"{where} is no valid Python ({reason}): mend it first") from None

@@ -1,0 +1,101 @@
+"""Rules on single calls of horovod.torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dualtrain.horovodize.names import ASYNC, OUT_OF_PLACE, PUBLIC
+from dualtrain.horovodize.source import Finding, Source, keyword
+
+_NEW_TENSORS = ("empty", "ones", "tensor", "zeros")
+
+
+def discarded_result(source: Source) -> Iterator[Finding]:
+    """A collective whose result, or handle, nobody takes."""
+    for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC):
+        if not isinstance(source.parents[call], ast.Expr) or _is_barrier(source, call):
+            continue
+        name = source.hvd(call.func)
+        if name in ASYNC:
+            message = f"the handle of {name}() is lost, so nothing waits for it; give it to hvd.synchronize()"
+        else:
+            cure = f"assign the result, or call {name}_()" if f"{name}_" in PUBLIC else "assign the result"
+            message = f"the result of {name}() is lost: it leaves its input as it was; {cure}"
+        yield Finding(call.lineno, "trap", message)
+
+
+def _is_barrier(source: Source, call: ast.Call) -> bool:
+    """Whether its input is a new tensor that nobody else has, so that only the waiting is of use."""
+    value = call.args[0] if call.args else None
+    return isinstance(value, ast.Call) and source.name(value.func) in {f"torch.{name}" for name in _NEW_TENSORS}
+
+
+def unknown_name(source: Source) -> Iterator[Finding]:
+    """A name that horovod.torch 0.28.1 does not have."""
+    for node in source.nodes:
+        if isinstance(source.parents.get(node), ast.Attribute):
+            continue  # a part of a longer name
+        called = source.hvd(node).partition(".")[0]
+        if called and called not in PUBLIC and not called.startswith("__"):
+            message = f"{called!r} is no public name of horovod.torch 0.28.1, so dualtrain has none; see its documentation"
+            yield Finding(getattr(node, "lineno", 1), "unsupported", message)
+
+
+def unnamed_calls(source: Source) -> Iterator[Finding]:
+    """Calls without a name; one finding for all of them."""
+    unnamed = [call for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC) if not _named(call)]
+    if unnamed:
+        others = f" (and {len(unnamed) - 1} more)" if len(unnamed) > 1 else ""
+        message = (
+            f"a call without a name{others} meets the other ranks' next one of its kind and process set; on Horovod it "
+            "hangs once a rank has made one call more; name calls that only some ranks make"
+        )
+        yield Finding(unnamed[0].lineno, "differs", message)
+
+
+def _named(call: ast.Call) -> bool:
+    return any(word.arg in ("name", None) for word in call.keywords) or len(call.args) > 2
+
+
+def join_with_other_operations(source: Source) -> Iterator[Finding]:
+    """join() together with Min, Max or Product."""
+    operations = {source.hvd(node) for node in source.nodes} & {"Min", "Max", "Product"}
+    for call in source.hvd_calls("join") if operations else ():
+        message = (
+            f"a joined rank leaves hvd.{sorted(operations)[0]} as it is; on Horovod it counts as zeros, which is wrong; "
+            "nothing to do"
+        )
+        yield Finding(call.lineno, "differs", message)
+
+
+def adasum(source: Source) -> Iterator[Finding]:
+    """Adasum; one finding for all uses."""
+    for node in source.nodes:
+        if source.hvd(node) == "Adasum" and isinstance(node, ast.Attribute | ast.Name):
+            message = "Adasum runs on any number of ranks; Horovod needs a power of two, and MPI on the CPU; nothing to do"
+            yield Finding(node.lineno, "differs", message)
+            return
+
+
+def half_precision(source: Source) -> Iterator[Finding]:
+    """Compression to 16 bits; one finding for all uses."""
+    for node in source.nodes:
+        if source.hvd(node) == "Compression.fp16" and isinstance(node, ast.Attribute):
+            message = (
+                "an average in fp16 does not overflow in between; Horovod sums first and may get infinity; nothing to do"
+            )
+            yield Finding(node.lineno, "differs", message)
+            return
+
+
+def mpi_communicator(source: Source) -> Iterator[Finding]:
+    """hvd.init with a communicator of mpi4py."""
+    for call in source.hvd_calls("init"):
+        comm = keyword(call, "comm") or (call.args[0] if call.args else None)
+        if comm is None:
+            continue
+        assigned = [value for target, value, _ in source.assignments if target == ast.unparse(comm)]
+        if any(source.name(node).startswith("mpi4py") for value in (comm, *assigned) for node in ast.walk(value)):
+            message = "an MPI communicator works under mpirun only; start the script with mpirun, or give a list of ranks"
+            yield Finding(call.lineno, "differs", message)

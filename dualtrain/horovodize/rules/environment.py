@@ -1,0 +1,93 @@
+"""Rules on what surrounds the training: launchers, variables, builds, the other faces of Horovod."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dualtrain.horovodize.imports import PACKAGES, home
+from dualtrain.horovodize.names import BUILD, HONOURED, OTHER_FACES
+from dualtrain.horovodize.source import Finding, Source
+
+_RUNNERS = ("horovod.run", "horovod.runner.run", "horovod.run.run", "horovod.run.runner.run")
+
+
+def uncovered_imports(source: Source) -> Iterator[Finding]:
+    """Imports of horovod.tensorflow, horovod.spark and the like, and of Horovod's inner modules."""
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in (name for name in names if not _covered(name)):
+            face = name.split(".")[1]
+            what = f"horovod.{face}" if face in OTHER_FACES else name
+            message = (
+                f"there is no {what}: dualtrain covers horovod.torch only; use its public names, and start with torchrun"
+            )
+            yield Finding(node.lineno, "unsupported", message)
+
+
+def _covered(name: str) -> bool:
+    package, _, last = name.rpartition(".")
+    inside = last == "*" or last in PACKAGES.get(package, {})
+    return not name.startswith("horovod.") or name in PACKAGES or inside or home(name) is not None
+
+
+def horovod_run(source: Source) -> Iterator[Finding]:
+    """Calls of horovod.run."""
+    for call in source.calls:
+        if source.name(call.func) in _RUNNERS:
+            message = "horovod.run() starts no processes here; start the script with torchrun and call the function itself"
+            yield Finding(call.lineno, "unsupported", message)
+
+
+def build_questions(source: Source) -> Iterator[Finding]:
+    """Branches on how Horovod was built."""
+    for call in source.hvd_calls(*BUILD):
+        if not any(isinstance(above, ast.If | ast.IfExp | ast.While | ast.Assert) for above in source.above(call)):
+            continue
+        name = source.hvd(call.func)
+        if name == "mpi_threads_supported":
+            answer = "raises ValueError, as Horovod does without MPI"
+        elif name.startswith(("mpi_", "gloo_")):
+            answer = f"is {name.startswith('gloo_')}"
+        else:
+            answer = "speaks of torch.distributed, not of Horovod's build"
+        yield Finding(call.lineno, "differs", f"{name}() {answer}; check that the branch fits")
+
+
+def variables(source: Source) -> Iterator[Finding]:
+    """HOROVOD_… variables that the script sets and that mean nothing here."""
+    for node in source.nodes:
+        for value in _set_by(source, node):
+            if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
+                continue
+            if value.value.startswith("HOROVOD_") and value.value not in HONOURED:
+                yield Finding(value.lineno, "differs", f"{value.value} has no meaning on torch.distributed; remove it")
+
+
+def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
+    """The names of environment variables that ``node`` sets."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and source.name(node.value) == "os.environ":
+        yield node.slice
+    elif isinstance(node, ast.Call) and source.name(node.func) in ("os.environ.setdefault", "os.putenv"):
+        yield from node.args[:1]
+    elif isinstance(node, ast.Call) and source.name(node.func) == "os.environ.update":
+        for value in node.args:
+            yield from value.keys if isinstance(value, ast.Dict) else ()
+        yield from (ast.Constant(word.arg, lineno=node.lineno) for word in node.keywords)
+
+
+def elastic_run(source: Source) -> Iterator[Finding]:
+    """Elastic training."""
+    for node in source.nodes:
+        if source.hvd(node) == "elastic.run" and isinstance(node, ast.Attribute | ast.Name):
+            message = (
+                "a failed operation is rolled back in memory, but a lost or added process makes torchrun restart all of "
+                "them; save the state to a file too, and read it at the start"
+            )
+            yield Finding(node.lineno, "differs", message)
+            return

@@ -1,0 +1,54 @@
+"""The rule on evaluation: a sampler that pads counts some samples twice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dualtrain.horovodize.source import Finding, Source, keyword
+
+_EVALUATION = re.compile(r"(^|[^a-z])(dev|eval|evaluation|test|tst|val|valid|validation)($|[^a-z])|(test|val)(set|data)")
+_TRAINING = re.compile(r"(^|[^a-z])(train|training|trn)($|[^a-z])")
+_SAMPLER = "DistributedSampler"
+
+
+def padded_evaluation(source: Source) -> Iterator[Finding]:
+    """A DistributedSampler or ElasticSampler under a validation or test loader."""
+    under_eval = _samplers_under_eval(source)
+    for call in source.calls:
+        if not (source.name(call.func).rpartition(".")[2] == _SAMPLER or source.hvd(call.func) == "elastic.ElasticSampler"):
+            continue
+        target = next((name for name, value, _ in source.assignments if value is call), "")
+        given = ast.unparse(call.args[0]) if call.args else ""
+        names = f"{target} {given}".lower()
+        named = _EVALUATION.search(names) and not _TRAINING.search(target.lower())
+        if named or (target in under_eval and not _TRAINING.search(names)):
+            message = (
+                "evaluation counts samples twice (or leaves some out) where the ranks do not divide them evenly, and an "
+                "average of the ranks' averages hides it; take Subset(data, range(rank, len(data), size)), and "
+                "allreduce sums and counts with op=hvd.Sum"
+            )
+            yield Finding(call.lineno, "trap", message)
+
+
+def _samplers_under_eval(source: Source) -> set[str]:
+    """The samplers of the loaders that are iterated while the model is in evaluation mode."""
+    samplers = {
+        target: ast.unparse(sampler)
+        for target, value, _ in source.assignments
+        if isinstance(value, ast.Call) and (sampler := keyword(value, "sampler")) is not None
+    }
+    found = set()
+    for _, nodes in source.scopes():
+        evaluating = False
+        for node in nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("eval", "train"):
+                evaluating = node.func.attr == "eval" and not node.args
+            elif isinstance(node, ast.For) and evaluating:
+                found |= {samplers[text] for part in ast.walk(node.iter) if (text := _text(part)) in samplers}
+    return found
+
+
+def _text(node: ast.AST) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""

@@ -1,0 +1,43 @@
+"""The rule on objects that travel: plain data does, code does not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dualtrain.horovodize.names import OBJECTS
+from dualtrain.horovodize.source import Finding, Source, keyword
+
+
+def code_in_objects(source: Source) -> Iterator[Finding]:
+    """Lambdas, functions and instances of the script's own classes given to broadcast_object or allgather_object."""
+    classes = {node.name for node in source.nodes if isinstance(node, ast.ClassDef)}
+    for call in source.hvd_calls(*OBJECTS):
+        value = keyword(call, "obj") or (call.args[0] if call.args else None)
+        what = _code_in(source, value, classes) if value is not None else None
+        if what is not None:
+            message = (
+                f"{what} does not travel: {source.hvd(call.func)}() sends plain values, containers, tensors and arrays, "
+                "not pickled code; send its __dict__, or register the class with torch.serialization.add_safe_globals"
+            )
+            yield Finding(call.lineno, "unsupported", message)
+
+
+def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool = True) -> str | None:
+    """What in ``value`` is code: looks into containers, and at what a name was assigned."""
+    if isinstance(value, ast.Lambda):
+        return "a lambda"
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:
+        return f"an instance of {value.func.id}"
+    if isinstance(value, ast.Name) and value.id in source.functions:
+        return f"the function {value.id}"
+    inside: list[ast.expr] = []
+    if isinstance(value, ast.Name) and follow:
+        follow, inside = False, [given for target, given, _ in source.assignments if target == value.id]
+    elif isinstance(value, ast.List | ast.Tuple | ast.Set):
+        inside = value.elts
+    elif isinstance(value, ast.Dict):
+        inside = value.values
+    elif isinstance(value, ast.IfExp):
+        inside = [value.body, value.orelse]
+    return next((code for part in inside if (code := _code_in(source, part, classes, follow=follow))), None)

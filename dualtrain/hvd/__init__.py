@@ -1,0 +1,45 @@
+"""Horovod's API: ``import dualtrain.hvd as hvd`` in place of ``import horovod.torch as hvd``.
+
+Where Horovod's own launcher or MPI started the process and Horovod is installed, this module is the real
+``horovod.torch``. Everywhere else the same names run on torch.distributed: calls are matched by name through rank 0
+(``engine.py``, ``coordinator.py``), gradients go directly (``optimizer.py``). DUALTRAIN_BACKEND=torch or =horovod
+decides otherwise. The modules are named as Horovod's, so that imports from them work too.
+"""
+
+from __future__ import annotations
+
+import os
+
+from dualtrain.backends.factory import choose_for_horovod_api
+
+if choose_for_horovod_api(os.environ) == "horovod":
+    from dualtrain.backends.horovod import stand_in_for
+
+    stand_in_for(__name__)
+else:
+    from dualtrain.hvd import elastic
+    from dualtrain.hvd.compression import Compression
+    from dualtrain.hvd.functions import (
+        allgather_object,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+    )
+    from dualtrain.hvd.mpi_ops import *  # noqa: F403
+    from dualtrain.hvd.mpi_ops import __all__ as _operations
+    from dualtrain.hvd.optimizer import DistributedOptimizer
+    from dualtrain.hvd.settings import publish_place
+    from dualtrain.hvd.sync_batch_norm import SyncBatchNorm
+
+    __all__ = [
+        *_operations,
+        "Compression",
+        "DistributedOptimizer",
+        "SyncBatchNorm",
+        "allgather_object",
+        "broadcast_object",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+        "elastic",
+    ]
+    publish_place()

@@ -1,0 +1,217 @@
+"""The world that this process is in: joined by ``init``, left by ``shutdown``, looked up by every other call."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dualtrain.backends import Backend, connect
+from dualtrain.backends.factory import meeting_address
+from dualtrain.errors import UserError
+from dualtrain.hvd.engine import Engine
+from dualtrain.hvd.exceptions import HorovodInternalError
+from dualtrain.hvd.process_sets import ProcessSet, attach, detach
+from dualtrain.hvd.settings import Settings, mention_others
+from dualtrain.launchers import World, detect_world
+
+_NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+
+@dataclass
+class _Current:
+    engine: Engine
+    owned: bool  # whether the backend was connected here
+    generation: int
+
+
+_current: _Current | None = None
+_generations = 0
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Joins the world that this process was launched in. Collective; blocks for the others. A second call does nothing.
+
+    Args:
+        comm: ``None`` or an empty list for all processes; a list of their ranks; an mpi4py communicator; or a
+            connected :class:`dualtrain.Backend`, which Horovod's calls then have to themselves until ``shutdown``.
+        process_sets: sets to make at once, the same on every rank. ``"dynamic"`` is accepted: sets can always be added.
+
+    Raises:
+        ValueError: the world cannot be joined, or a process set appears twice.
+    """
+    global _current, _generations
+    sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    if _current is None:
+        settings = Settings.read(os.environ)
+        mention_others(os.environ)
+        owned = not isinstance(comm, Backend)
+        backend = _connect(comm, settings) if owned else comm
+        engine = Engine(backend, settings, meeting_address(backend))
+        if settings.timeline is not None and backend.rank == 0:
+            engine.timeline.start(settings.timeline, settings.mark_cycles)
+        _generations += 1
+        _current = _Current(engine, owned, _generations)
+        atexit.register(shutdown)
+    attach(_current.engine, sets)
+
+
+def _connect(comm: Any, settings: Settings) -> Backend:
+    world = detect_world()
+    if hasattr(comm, "Get_rank"):
+        from dualtrain.backends.rendezvous import world_of
+
+        world = world_of(comm, world)
+    elif comm:
+        world = _some_of(world, list(comm))
+    patience = min(settings.stall_shutdown, 1e8)
+    return connect("torch" if world.size > 1 else "local", world=world, timeout=patience)
+
+
+def _some_of(world: World, ranks: list[int]) -> World:
+    if world.rank not in ranks:
+        raise UserError(f"hvd.init(comm={ranks}) was called on rank {world.rank}, which is not in it: call it there only")
+    if ranks == list(range(world.size)):
+        return world
+    return replace(world, rank=ranks.index(world.rank), size=len(ranks), name="-".join(map(str, ranks)))
+
+
+def shutdown() -> None:
+    """Leaves the world. Calls of other ranks that need this one fail from now on, as Horovod's do. May be repeated."""
+    global _current
+    if _current is None:
+        return
+    current, _current = _current, None
+    atexit.unregister(shutdown)
+    detach()
+    current.engine.close()
+    if current.owned:
+        current.engine.backend.close()
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called, and ``shutdown`` was not since."""
+    return _current is not None
+
+
+def engine() -> Engine:
+    """What carries out collective calls. Raises HorovodInternalError before ``init``."""
+    if _current is None:
+        raise HorovodInternalError(_NOT_INITIALIZED)
+    return _current.engine
+
+
+def generation() -> int:
+    """A number that is different after each ``init``; 0 outside of a world."""
+    return _current.generation if _current is not None else 0
+
+
+def _world() -> Backend:
+    if _current is None:
+        raise ValueError(_NOT_INITIALIZED)
+    return _current.engine.backend
+
+
+def rank() -> int:
+    """This process's number, from 0. Raises ValueError before ``init``, as all of its kind here."""
+    return _world().rank
+
+
+def size() -> int:
+    """The number of processes."""
+    return _world().size
+
+
+def local_rank() -> int:
+    """This process's number among those on its host."""
+    return _world().local_rank
+
+
+def local_size() -> int:
+    """The number of processes on this host."""
+    return _world().local_size
+
+
+def cross_rank() -> int:
+    """This host's number among those that have a process with this local rank."""
+    return _world().world.cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a process with this local rank."""
+    return _world().world.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of processes."""
+    hosts = _world().hosts
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begins a Chrome trace at ``file_path``, written by rank 0. Raises ValueError before ``init``."""
+    if _world().rank == 0:
+        engine().timeline.start(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Ends the trace. Raises ValueError before ``init``."""
+    _world()
+    engine().timeline.stop()
+
+
+def mpi_threads_supported() -> bool:
+    """Raises ValueError, as Horovod does without MPI: here torch.distributed carries the tensors."""
+    raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
+
+
+def mpi_enabled() -> bool:
+    """False: torch.distributed carries the tensors."""
+    return False
+
+
+def mpi_built() -> bool:
+    """False: torch.distributed carries the tensors."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """True: Gloo carries CPU tensors."""
+    return True
+
+
+def gloo_built() -> bool:
+    """True: Gloo carries CPU tensors."""
+    return True
+
+
+def nccl_built() -> int:
+    """The version of NCCL that torch was built with, such as 22703; 0 without it."""
+    if torch.version.cuda is None:
+        return 0
+    version: tuple[int, ...] = torch.cuda.nccl.version()
+    return sum(number * 100 ** (2 - place) for place, number in enumerate(version[:3]))
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch was built with ROCm."""
+    return torch.version.hip is not None

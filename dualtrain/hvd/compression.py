@@ -1,0 +1,69 @@
+"""What a gradient looks like on its way: itself, or half as many bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Compressor:
+    """The interface: a subclass of the user's own may be passed wherever ``Compression.…`` may."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor to send, and what ``decompress`` needs to undo it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The received tensor as the caller knows it."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+class _Narrow(Compressor):
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Floating-point tensors in 16 bits; others as they are."""
+        return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """The tensor in its own dtype again."""
+        return tensor.to(ctx)
+
+
+class FP16Compressor(_Narrow):
+    """Sends floating-point tensors as float16: 11 bits of precision, nothing above 65504."""
+
+    dtype = torch.float16
+
+
+class BF16Compressor(_Narrow):
+    """Sends floating-point tensors as bfloat16: 8 bits of precision, float32's range. Not in Horovod."""
+
+    dtype = torch.bfloat16
+
+
+class Compression:
+    """The choices."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor

@@ -1,0 +1,255 @@
+"""Which calls belong together, and in what order they are done.
+
+Horovod matches calls by name, not by order: each rank may submit in its own. So every rank tells rank 0 what it wants;
+here, on rank 0, calls that all ranks of a process set have made become one, in a single order that every rank then
+follows. This file is that decision alone, without sockets and without tensors: ``engine.py`` brings the messages.
+
+Calls with a name match by (process set, kind, name). Calls without one match by (process set, kind), each rank's first
+with the others' first: a rank that made another call in between, or joined, or is not in a set, shifts nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dualtrain.hvd.settings import Settings
+
+Message = dict[str, Any]
+Key = tuple[int, str, str | None]  # process set, kind, name
+
+#: What every rank must ask for alike, and how it is called in a report.
+_EQUAL = {"op": "reduction", "pre": "prescale factor", "post": "postscale factor", "root": "root rank", "ranks": "ranks"}
+#: Kinds in which the first dimension may differ from rank to rank.
+_FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
+#: Kinds that all ranks carry out, though only a set's members ask for them: the library makes groups that way.
+_WORLD_WIDE = {"channel", "add_process_set", "remove_process_set"}
+#: Kinds that go on without those who joined.
+_JOINABLE = {"allreduce", "grouped_allreduce", "barrier", "channel"}
+
+
+@dataclass
+class _Waiting:
+    """The calls of one key that not all ranks have made."""
+
+    since: float
+    calls: dict[int, deque[Message]] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Turns what the ranks ask for into what all of them do.
+
+    Args:
+        size: the number of ranks.
+        tell: sends a message to a rank; what one rank is told arrives in order.
+        settings: how long waits may last.
+        note: writes the timeline: (event, key, rank).
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        tell: Callable[[int, Message], None],
+        settings: Settings,
+        note: Callable[[str, str, int], None] = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.size = size
+        self.sets: dict[int, list[int]] = {0: list(range(size))}
+        self._free_ids: list[int] = []
+        self._tell, self._settings, self._note, self._clock = tell, settings, note, clock
+        self._table: dict[Key, _Waiting] = {}
+        self._joined: dict[int, Message] = {}
+        #: Ranks that wait for gradients, which are not matched here: by what they wait for, when and what they said.
+        self._patient: dict[str, dict[int, tuple[float, Message]]] = {}
+        self._reported: set[str] = set()
+        self._down = False
+
+    def receive(self, rank: int, message: Message) -> None:
+        """Takes a message of ``rank``, and tells the ranks what follows from it."""
+        kind = message["kind"]
+        if self._down:
+            return
+        if kind == "shutdown":
+            self.shut_down(message.get("why") or f"rank {rank} has shut Horovod down, or its program has ended")
+        elif kind == "waiting":
+            self._patient.setdefault(message["what"], {})[rank] = (self._clock(), message)
+        elif kind == "join":
+            self._joined[rank] = message
+            self._after_join(rank)
+        elif kind == "shadow":
+            # Gradients are not matched here: those who joined are asked to send zeros along.
+            for other in self._joined:
+                self._tell(other, {"do": "shadow", "channel": message["channel"], "exchange": message["exchange"]})
+        else:
+            self._submit(rank, message)
+
+    def shut_down(self, why: str) -> None:
+        """Ends everything: every rank's calls fail with ``why`` from now on."""
+        if not self._down:
+            self._down = True
+            for rank in range(self.size):
+                self._tell(rank, {"do": "down", "why": why})
+
+    def look_for_stalls(self) -> None:
+        """Reports calls that have waited for too long, and ends the world where that is asked for."""
+        limits, waits = self._settings, [*self._unmatched(), *self._unsent_gradients()]
+        for title, seconds, there, needed in waits:
+            missing = [rank for rank in needed if rank not in there]
+            text = f"{title}: {_ranks(there)} waited {seconds:.0f} s for {_ranks(missing)}"
+            if missing and seconds > limits.stall_shutdown:
+                self.shut_down(f"{text}, longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS allows")
+                return
+            if missing and limits.stall_check and seconds > limits.stall_check and title not in self._reported:
+                self._reported.add(title)
+                for rank in range(self.size):
+                    self._tell(rank, {"do": "report", "text": text})
+        self._reported &= {title for title, *_ in waits}
+
+    def _unmatched(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
+        """Title, seconds, ranks that wait, ranks that are needed, of every call that not all have made."""
+        now = self._clock()
+        for key, waiting in self._table.items():
+            yield _title(key), now - waiting.since, {r for r, queue in waiting.calls.items() if queue}, self._needed(key)
+
+    def _unsent_gradients(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
+        now = self._clock()
+        for what, said in self._patient.items():
+            # They say it again every second while they wait.
+            fresh = {rank: message for rank, (when, message) in said.items() if now - when < 5}
+            if fresh:
+                yield what, max(m["seconds"] for m in fresh.values()), set(fresh), next(iter(fresh.values()))["members"]
+
+    # -- matching ---------------------------------------------------------------------------------------------------
+
+    def _submit(self, rank: int, message: Message) -> None:
+        key: Key = (message["set"], message["kind"], message["name"])
+        if key[0] not in self.sets:
+            self._tell(rank, {"do": "fail", "id": message["id"], "why": f"process set {key[0]} was removed"})
+            return
+        if key not in self._table:
+            self._table[key] = _Waiting(self._clock())
+            self._note("negotiate", _title(key), rank)
+        self._table[key].calls.setdefault(rank, deque()).append(message)
+        self._note("ready", _title(key), rank)
+        self._match(key)
+
+    def _needed(self, key: Key) -> list[int]:
+        return [rank for rank in self.sets.get(key[0], []) if rank not in self._joined]
+
+    def _match(self, key: Key) -> None:
+        """Does the calls of ``key`` as long as every rank that can has made one."""
+        waiting = self._table[key]
+        while (needed := self._needed(key)) and all(waiting.calls.get(rank) for rank in needed):
+            # A rank that has joined may have left a call behind, which then takes part.
+            calls = {rank: queue.popleft() for rank, queue in sorted(waiting.calls.items()) if queue}
+            waiting.since = self._clock()
+            self._note("matched", _title(key), -1)
+            self._do(key, calls)
+        if not any(waiting.calls.values()):
+            self._table.pop(key, None)
+
+    def _do(self, key: Key, calls: dict[int, Message]) -> None:
+        members = self.sets[key[0]]
+        absent = [rank for rank in members if rank not in calls]
+        problem = disagreement(key, calls)
+        if absent and key[1] not in _JOINABLE:
+            problem = f"{_title(key)} is not possible while {_ranks(absent)} has joined"
+        if problem is None and key[1] in _WORLD_WIDE:
+            problem = self._change_sets(key, calls)
+        if problem is not None:
+            for rank, message in calls.items():
+                self._tell(rank, {"do": "fail", "id": message["id"], "why": problem})
+            return
+        first = next(iter(calls.values()))
+        facts = {name: first[name] for name in (*_EQUAL, "tensors") if name in first}
+        facts |= {"do": "run", "kind": key[1], "name": key[2], "set": key[0], "members": members}
+        facts |= {"divisor": self._divisor(members, absent), "new_set": first.get("new_set")}
+        if key[1] in _FREE_ROWS:
+            facts["rows"] = [[_rows(shape) for _, shape, _ in calls[rank]["tensors"]] for rank in members]
+        if key[1] == "alltoall":
+            facts["splits"] = [calls[rank]["splits"] for rank in members]
+        for rank in range(self.size) if key[1] in _WORLD_WIDE else members:
+            self._tell(rank, {**facts, "id": calls[rank]["id"] if rank in calls else None})
+
+    def _divisor(self, members: list[int], absent: list[int]) -> int:
+        """What an average divides by: all members, unless those who joined asked to be left out of it."""
+        left_out = [rank for rank in absent if self._joined[rank]["divide_by"] == "active"]
+        return len(members) - len(left_out)
+
+    def _after_join(self, rank: int) -> None:
+        if len(self._joined) == self.size:
+            joined, self._joined = self._joined, {}
+            for other, message in joined.items():
+                self._tell(other, {"do": "joined", "id": message["id"], "last": rank})
+            return
+        for other in range(self.size):
+            self._tell(other, {"do": "absent", "ranks": sorted(self._joined)})
+        for key in list(self._table):
+            if key in self._table:
+                self._match(key)
+
+    # -- process sets -----------------------------------------------------------------------------------------------
+
+    def _change_sets(self, key: Key, calls: dict[int, Message]) -> str | None:
+        """Adds or removes a process set; why not, if that cannot be."""
+        first = next(iter(calls.values()))
+        if key[1] == "add_process_set":
+            if first["ranks"] in self.sets.values():
+                return f"duplicate: a process set of ranks {first['ranks']} exists"
+            number = self._free_ids.pop(0) if self._free_ids else max(self.sets) + 1
+            self.sets[number] = first["ranks"]
+            for message in calls.values():
+                message["new_set"] = number
+        if key[1] == "remove_process_set":
+            [number] = first["ranks"]
+            if number not in self.sets:
+                return f"process set {number} was removed before"
+            del self.sets[number]
+            self._free_ids.append(number)
+            self._fail_all_of(number)
+        return None
+
+    def _fail_all_of(self, number: int) -> None:
+        for key in [key for key in self._table if key[0] == number]:
+            for rank, queue in self._table.pop(key).calls.items():
+                for message in queue:
+                    self._tell(rank, {"do": "fail", "id": message["id"], "why": f"process set {number} was removed"})
+
+
+def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
+    """What the ranks that made ``calls`` do not agree on, for people; ``None`` where they do."""
+    title, (first_rank, first), others = _title(key), next(iter(calls.items())), list(calls.items())[1:]
+    for rank, other in others:
+        for name, meaning in _EQUAL.items():
+            if first.get(name) != other.get(name):
+                return f"{title}: {meaning} {first.get(name)} on rank {first_rank}, {other.get(name)} on rank {rank}"
+        ours, theirs = first.get("tensors", []), other.get("tensors", [])
+        if len(ours) != len(theirs):
+            return f"{title}: {len(ours)} tensors on rank {first_rank}, {len(theirs)} on rank {rank}"
+        for (dtype, shape, device), (dtype2, shape2, device2) in zip(ours, theirs, strict=True):
+            if dtype != dtype2:
+                return f"{title}: dtype {dtype} on rank {first_rank}, {dtype2} on rank {rank}"
+            if device != device2:
+                return f"{title}: a tensor on {device} on rank {first_rank}, on {device2} on rank {rank}"
+            free = key[1] in _FREE_ROWS
+            if len(shape) != len(shape2) or shape[free:] != shape2[free:]:
+                return f"{title}: shape {tuple(shape)} on rank {first_rank}, {tuple(shape2)} on rank {rank}"
+    return None
+
+
+def _title(key: Key) -> str:
+    return f"{key[1]}.{key[2] if key[2] is not None else 'noname'}" + (f" in process set {key[0]}" if key[0] else "")
+
+
+def _rows(shape: list[int]) -> int:
+    return shape[0] if shape else 1
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,220 @@
+"""The loop around an elastic job: sync the state, train; after a failure restore it, join the world anew, go on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from enum import IntFlag
+from typing import Any, TypeVar
+
+from dualtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+R = TypeVar("R")
+
+
+class HostUpdateResult(IntFlag):
+    """What has happened to the hosts of the job."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class WorkerNotificationManager:
+    """Tells the states that are being trained about new hosts and lost ones.
+
+    No service listens for them: under torchrun a change of hosts restarts all workers. Whoever learns of one in
+    another way calls :meth:`handle_hosts_updated`, from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: set[State] = set()
+
+    def init(self) -> None:
+        """Nothing to start; called by every :func:`run_fn`."""
+
+    def register_listener(self, listener: State) -> None:
+        """``listener.on_hosts_updated`` is called from now on."""
+        with self._lock:
+            self._listeners.add(listener)
+
+    def remove_listener(self, listener: State) -> None:
+        """``listener`` hears no more."""
+        with self._lock:
+            self._listeners.discard(listener)
+
+    def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Passes on that the hosts changed at ``timestamp``, a number that grows from one change to the next."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = WorkerNotificationManager()
+
+
+class State:
+    """What training can go on from: subclasses say how it is saved, restored and given to the other ranks.
+
+    Args:
+        bcast_object: gives every rank the root's object.
+        get_rank: this process's rank.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._last_updated_timestamp: float = 0
+        self._reset_callbacks: list[Callable[[], object]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """After the world was joined anew, ``callbacks`` run, in order: to adapt learning rates to its size, say."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The world was joined anew: what was heard about the old one is dropped, and the reset callbacks run."""
+        self._host_messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """The hosts changed: the next :meth:`check_host_updates` raises. May be called from any thread."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Saves the state in memory, and looks for changes of hosts. Collective.
+
+        It copies everything, so that committing at every step may be too often.
+
+        Raises:
+            HostsUpdatedInterrupt: see :meth:`check_host_updates`.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raises, on all ranks or none, if the root has heard of a change of hosts. Collective.
+
+        Raises:
+            HostsUpdatedInterrupt: the hosts have changed.
+        """
+        known = latest = self._last_updated_timestamp
+        update = HostUpdateResult.no_update
+        while not self._host_messages.empty():
+            timestamp, change = self._host_messages.get()
+            if timestamp > latest:
+                latest = timestamp
+                update |= change
+        # A plain int: only plain values travel.
+        known, self._last_updated_timestamp, update = self._bcast_object((known, latest, int(update)))
+        if self._last_updated_timestamp > known:
+            raise HostsUpdatedInterrupt(skip_sync=update == HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Keeps a copy of the state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to the copy that was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Gives every rank the root's state. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapts to a world that was joined anew, before the state is synced."""
+
+
+class ObjectState(State):
+    """Objects as attributes: ``ObjectState(bcast, rank, epoch=0).epoch``.
+
+    What is saved is a deep copy, and what is restored a copy of that. ``sync`` takes the objects as the root has them
+    now and saves them on every rank, so that a failure before the next commit finds all ranks at the same point.
+    (Horovod's takes them as they were committed last, while weights are taken as they are now.)
+
+    Args:
+        bcast_object: gives every rank the root's object.
+        get_rank: this process's rank.
+        kwargs: the objects, by name; the same names on every rank.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank)
+        self._saved_state = _copies(kwargs)
+        self._set_attrs(kwargs)
+
+    def save(self) -> None:
+        """Keeps a deep copy of the objects."""
+        self._saved_state = _copies(self._objects())
+
+    def restore(self) -> None:
+        """Sets the attributes to copies of what was saved last."""
+        self._set_attrs(_copies(self._saved_state))
+
+    def sync(self) -> None:
+        """Gives every rank the root's objects, and saves them. Collective."""
+        if self._saved_state:
+            self._set_attrs(self._bcast_object(self._objects()))
+        self.save()
+
+    def _objects(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._saved_state}
+
+    def _set_attrs(self, objects: Mapping[str, Any]) -> None:
+        for name, value in objects.items():
+            setattr(self, name, value)
+
+
+def _copies(objects: Mapping[str, Any]) -> dict[str, Any]:
+    memo: dict[int, Any] = {}  # one for all: what two attributes share, their copies share too
+    copies = {}
+    for name, value in objects.items():
+        try:
+            copies[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise TypeError(
+                f"the state's {name!r} cannot be committed, because copying it fails ({error}): "
+                "keep plain values, containers and detached tensors in the state"
+            ) from error
+    return copies
+
+
+def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[..., R]:
+    """``func(state, ...)`` as a function that outlives failed collectives and changes of hosts.
+
+    Args:
+        func: trains from where its first argument, the :class:`State`, is. Starts with no collective of its own.
+        reset: leaves the world and joins the new one.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        skip_sync = False
+        try:
+            while True:
+                try:
+                    if not skip_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except HorovodInternalError:
+                    state.restore()
+                    skip_sync = False
+                except HostsUpdatedInterrupt as interrupt:
+                    skip_sync = interrupt.skip_sync
+                reset()
+                state.on_reset()
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper

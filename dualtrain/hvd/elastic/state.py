@@ -1,0 +1,219 @@
+"""The state of a training with torch: models, optimizers, schedulers, samplers, plain objects and random numbers.
+
+Each kind of object has a handler that knows how it is saved, restored and given to the other ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from dualtrain.hvd.elastic.common import ObjectState
+from dualtrain.hvd.elastic.sampler import ElasticSampler
+from dualtrain.hvd.functions import (
+    allgather_object,  # noqa: F401 - for handlers that users add
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from dualtrain.hvd.mpi_ops import rank
+
+
+class StateHandler:
+    """How one object of a :class:`TorchState` is saved, restored and synced: what a handler of one's own overrides."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Keeps a copy of the object's state."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Gives the object the state that was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Gives every rank's object the state of the root's. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapts the object to a world that was joined anew."""
+
+    def set_value(self, value: Any) -> None:
+        """Handles another object from now on, and saves it."""
+        self.value = value
+        self.save()
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Whatever hands out its state and takes it back, as learning-rate schedulers and gradient scalers do."""
+
+    def state_dict(self) -> Any:
+        """The state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Goes on from such a state."""
+
+
+class StateDictHandler(StateHandler):
+    """Saves the ``state_dict()`` of an object, and broadcasts it."""
+
+    def __init__(self, value: Stateful) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        """Keeps a deep copy of the ``state_dict()``."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Loads a copy of what was saved last: optimizers and schedulers go on writing into what they load."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Loads the root's ``state_dict()``."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
+class ModelStateHandler(StateDictHandler):
+    """Parameters and persistent buffers."""
+
+    def restore(self) -> None:
+        """Loads what was saved last; modules copy tensors themselves."""
+        tensors = {id(value): value for value in self._saved.values() if isinstance(value, torch.Tensor)}
+        self.value.load_state_dict(copy.deepcopy(self._saved, tensors))
+
+    def sync(self) -> None:
+        """Writes the root's tensors over this rank's."""
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(StateDictHandler):
+    """State and options of an optimizer."""
+
+    def sync(self) -> None:
+        """Loads the root's state and options."""
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class SamplerStateHandler(StateDictHandler):
+    """What is left of the epoch."""
+
+    def reset(self) -> None:
+        """Deals it out among the new ranks, who are not synced if hosts were only removed."""
+        self.value.reset()
+
+
+Registry = list[tuple[type, type[StateHandler]]]
+
+_handler_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+    (Stateful, StateDictHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """(type, handler class) pairs; the first whose type fits an object handles it."""
+    return _handler_registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Uses ``registry`` for every :class:`TorchState` made from now on."""
+    global _handler_registry
+    _handler_registry = registry
+
+
+def _get_handler(value: Any) -> StateHandler | None:
+    for kind, handler in _handler_registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
+
+
+class TorchState(ObjectState):
+    """The state of a training: ``TorchState(model, optimizer, scheduler=scheduler, epoch=0).epoch``.
+
+    Random numbers belong to it: ``restore`` sets this rank's generators (Python, NumPy if it is imported, torch on the
+    CPU and on the current GPU) back as well. ``sync`` leaves each rank its own.
+
+    Args:
+        model: a module, if any.
+        optimizer: an optimizer, if any.
+        kwargs: more modules, optimizers, samplers, schedulers (anything with ``state_dict`` and ``load_state_dict``),
+            and plain objects; the same names on every rank.
+    """
+
+    _handlers: dict[str, StateHandler]
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        self._handlers = {}
+        objects = {}
+        for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items():
+            handler = _get_handler(value)
+            if handler is None:
+                objects[name] = value
+            else:
+                super().__setattr__(name, value)
+                self._handlers[name] = handler
+        self._saved_random = _random_state()
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **objects)
+
+    def save(self) -> None:
+        """Keeps a copy of everything, in memory."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+        self._saved_random = _random_state()
+
+    def restore(self) -> None:
+        """Goes back to what was saved last."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+        _set_random_state(self._saved_random)
+
+    def sync(self) -> None:
+        """Gives every rank the root's state, and saves it. Collective."""
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """Adapts samplers to the new world."""
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_handlers", {}):
+            self._handlers[name].set_value(value)
+        elif name in vars(self).get("_saved_state", {}) and (handler := _get_handler(value)):
+            # Copied like a plain object, a model would come back as another one than the optimizer's.
+            self._handlers[name] = handler
+            del self._saved_state[name]
+        super().__setattr__(name, value)
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

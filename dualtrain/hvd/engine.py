@@ -1,0 +1,391 @@
+"""One rank's part in matching calls by name: what is asked of rank 0, and what is done when it answers.
+
+A call becomes a message to rank 0's coordinator. Its answers come in one order on every rank, and one thread here
+carries them out in that order on channels that nothing else uses. The caller holds a handle meanwhile; poll() looks
+at it, synchronize() waits for it. Gradients never come this way: they have channels of their own (``optimizer.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import selectors
+import socket
+import threading
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.backends.lines import star
+from dualtrain.backends.watch import Loss
+from dualtrain.errors import BackendError
+from dualtrain.hvd.coordinator import Coordinator, Message
+from dualtrain.hvd.exceptions import HorovodInternalError
+from dualtrain.hvd.operations import RUN, Task
+from dualtrain.hvd.reductions import Sum, stand_in
+from dualtrain.hvd.settings import Settings, log
+from dualtrain.hvd.timeline import Timeline
+
+_LEAVING_SECONDS = 10.0
+
+
+class Exchanger(Protocol):
+    """What sends gradients without asking rank 0, and so must be told when a rank has joined."""
+
+    channel_name: str
+    exchanges: int
+    exchanging: bool
+
+    def shadow(self, divide_by: str) -> None:
+        """Takes part in one exchange with zeros."""
+
+
+@dataclass
+class Pending:
+    """A call that this rank has made: what it needs, and what became of it."""
+
+    message: Message
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    facts: Message = field(default_factory=dict)  # what all ranks agreed on
+    result: Any = None
+    error: HorovodInternalError | None = None
+    streams: list[Any] = field(default_factory=list)  # GPU events: inputs are ready, then results are
+
+    def wait(self) -> Any:
+        """Blocks until the result can be used on the current stream. Raises HorovodInternalError."""
+        self.ended.wait()
+        if self.error is not None:
+            # A new one each time: it may be raised in several places.
+            raise HorovodInternalError(*self.error.args) from self.error
+        for event in self.streams:
+            torch.cuda.current_stream().wait_event(event)
+        return self.result
+
+
+class Engine:
+    """Matches calls by name over the ranks of a backend, which is the engine's alone from now on. Collective.
+
+    Args:
+        backend: the world.
+        settings: what the environment asks for.
+        address: rank 0's address on the interface that the ranks reach it by.
+    """
+
+    def __init__(self, backend: Backend, settings: Settings, address: str) -> None:
+        self.backend = backend
+        self.settings = settings
+        self.timeline = Timeline()
+        self.down: str | None = None  # why nothing is done any more
+        self.channels: dict[int | str, Backend] = {0: backend}
+        self.absent: list[int] = []  # ranks that have joined
+        self._exchangers: weakref.WeakValueDictionary[str, Exchanger] = weakref.WeakValueDictionary()
+        self._told: dict[str, float] = {}
+        self._shadows: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: no more
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._pending: dict[int, Pending] = {}
+        self._named: set[tuple[int, str, str]] = set()
+        self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()  # rank 0's own coordinator's
+        self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._lines = star(backend, address, "hvd")
+        if backend.watch is not None:
+            backend.watch.on_loss = self._lost
+        backend.on_wait = self.while_waiting
+        self._threads = [threading.Thread(target=self._work, name="dualtrain-hvd", daemon=True)]
+        if backend.rank == 0:
+            self._threads.append(threading.Thread(target=self._coordinate, name="dualtrain-hvd-match", daemon=True))
+        if self._lines:
+            self._threads.append(threading.Thread(target=self._listen, name="dualtrain-hvd-lines", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # -- what a caller does -----------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        kind: str,
+        name: str | None = None,
+        set_id: int = 0,
+        tensors: list[torch.Tensor] | None = None,
+        outputs: list[torch.Tensor] | None = None,
+        **facts: Any,
+    ) -> Pending:
+        """Asks for a call; does not block.
+
+        Raises:
+            ValueError: a call of this kind and name of this rank is still under way.
+            HorovodInternalError: the world has ended.
+        """
+        tensors = [tensor.detach() for tensor in tensors or []]
+        metas = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for t in tensors]
+        message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **facts}
+        pending = Pending(message, tensors, outputs)
+        if any(tensor.is_cuda for tensor in tensors):
+            pending.streams = [torch.cuda.current_stream().record_event()]
+        with self._lock:
+            if self.down is not None:
+                raise HorovodInternalError(self.down)
+            if name is not None:
+                if (set_id, kind, name) in self._named:
+                    raise ValueError(
+                        f"a tensor named {kind}.{name} is still being processed on rank {self.backend.rank}: "
+                        "synchronize its handle first, or use another name"
+                    )
+                self._named.add((set_id, kind, name))
+            self._pending[message["id"]] = pending
+        self.send(message)
+        return pending
+
+    def join(self, divide_by: str) -> int:
+        """Blocks until every rank has joined, taking part in the others' exchanges of gradients meanwhile."""
+        pending = self.submit("join", divide_by=divide_by)
+        while (request := self._shadows.get()) is not None:
+            exchanger = self._exchangers.get(request["channel"])
+            if exchanger is not None and exchanger.exchanges < request["exchange"]:
+                exchanger.shadow(divide_by)
+        return int(pending.wait())
+
+    def send(self, message: Message) -> None:
+        """Brings a message to the coordinator."""
+        if self.backend.rank == 0:
+            self._inbox.put((0, message))
+            return
+        try:
+            self._lines[0].send(message)
+        except OSError as error:
+            self.fail(f"rank {self.backend.rank} has lost its connection to rank 0 ({error})")
+
+    def fail(self, why: str) -> None:
+        """Ends every call under way, and every later one, with ``why``."""
+        with self._lock:
+            self.down = self.down or why
+            pending, self._pending = list(self._pending.values()), {}
+            self._named.clear()
+        for one in pending:
+            one.error = HorovodInternalError(self.down)
+            one.ended.set()
+            if one.message["kind"] == "join":
+                self._shadows.put(None)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def channel(self, name: str, set_id: int) -> Backend:
+        """A backend over the ranks of a process set for the use of one caller. Collective by name; blocks."""
+        if name not in self.channels:  # made already while this rank had joined
+            self.submit("channel", name, set_id).wait()
+        return self.channels[name]
+
+    def register(self, exchanger: Exchanger) -> None:
+        """Has ``exchanger`` told when a rank has joined; it is not kept alive."""
+        self._exchangers[exchanger.channel_name] = exchanger
+
+    def announce(self, exchanger: Exchanger) -> None:
+        """Asks those who joined, if there are any, to take part in the exchange that starts."""
+        if self.absent:
+            self.send({"kind": "shadow", "channel": exchanger.channel_name, "exchange": exchanger.exchanges})
+
+    def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
+        """Called now and then while ``backend`` waits: raises where the world has ended, tells rank 0 of long waits."""
+        if self.down is not None:
+            raise HorovodInternalError(f"{what}: {self.down}")
+        now = time.monotonic()
+        if seconds > (self.settings.stall_check or self.settings.stall_shutdown) and now - self._told.get(what, 0) > 1:
+            self._told[what] = now
+            self.send({"kind": "waiting", "what": what, "members": list(backend.members), "seconds": seconds})
+
+    # -- threads ----------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Brings what arrives on the lines to the coordinator (on rank 0) or to the worker, until all have ended."""
+        with selectors.DefaultSelector() as selector:
+            for line in self._lines:
+                line.connection.settimeout(None)
+                selector.register(line.connection, selectors.EVENT_READ, line)
+                self._hear(line.rank, line.early)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    line = key.data
+                    try:
+                        self._hear(line.rank, line.receive())
+                    except (OSError, ValueError):
+                        selector.unregister(line.connection)
+                        line.connection.close()
+                        if self.backend.rank == 0:
+                            self._inbox.put((line.rank, {"kind": "shutdown"}))
+                        else:
+                            self._answers.put(
+                                {"do": "down", "why": "rank 0 has shut Horovod down, or its program has ended"}
+                            )
+
+    def _hear(self, rank: int, messages: list[Message]) -> None:
+        for message in messages:
+            if self.backend.rank == 0:
+                self._inbox.put((rank, message))
+            else:
+                self._answers.put(message)
+
+    def _coordinate(self) -> None:
+        """Rank 0: matches what the ranks ask for."""
+        lines = {line.rank: line for line in self._lines}
+
+        def tell(rank: int, message: Message) -> None:
+            if rank == 0:
+                self._answers.put(message)
+                return
+            with suppress(OSError):  # its line's listener notices too, and ends the world
+                lines[rank].send(message)
+
+        coordinator = Coordinator(self.backend.size, tell, self.settings, self._note)
+        looked = time.monotonic()
+        period = min(1.0, max(0.05, min(self.settings.stall_check or 1.0, self.settings.stall_shutdown) / 4))
+        while self.down is None or not self._inbox.empty():
+            with suppress(queue.Empty):
+                rank, message = self._inbox.get(timeout=period)
+                if message["kind"] == "end":
+                    return
+                self.timeline.cycle()
+                coordinator.receive(rank, message)
+            if time.monotonic() - looked > period:
+                looked = time.monotonic()
+                coordinator.look_for_stalls()
+
+    def _note(self, event: str, what: str, rank: int) -> None:
+        activity = f"NEGOTIATE_{what.partition('.')[0].upper()}"
+        if event == "negotiate":
+            self.timeline.begin(what, activity)
+        elif event == "ready":
+            self.timeline.mark(what, str(rank))
+        else:
+            self.timeline.end(what, activity)
+
+    def _work(self) -> None:
+        """Does what the coordinator says, in its order."""
+        if self.backend.device.type == "cuda":
+            torch.cuda.set_device(self.backend.device)
+        while (message := self._answers.get())["do"] != "down":
+            getattr(self, f"_do_{message['do']}")(message)
+        self.fail(message["why"])
+
+    def _do_run(self, message: Message) -> None:
+        pending = self._pending.get(message["id"]) if message["id"] is not None else None
+        if message["id"] is not None and pending is None:
+            return  # everything has failed meanwhile
+        try:
+            result = self._run(message, pending)
+        except Exception as error:  # whatever it was, the other ranks may wait in it: nothing can be relied on
+            log.debug("a matched call failed", exc_info=True)
+            why = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
+            self.send({"kind": "shutdown", "why": f"rank {self.backend.rank}: {why}"})
+            self.fail(why)
+            return
+        if pending is not None:
+            self._end(message["id"], result)
+
+    def _run(self, message: Message, pending: Pending | None) -> Any:
+        kind = message["kind"]
+        if kind == "channel":
+            channel = self.backend.group(message["members"])
+            if channel is not None:
+                self.channels[message["name"]] = channel
+            return None
+        if kind == "add_process_set":
+            group = self.backend.group(message["ranks"])
+            if group is not None:
+                self.channels[message["new_set"]] = group
+            return message["new_set"]
+        if kind == "remove_process_set":
+            group = self.channels.pop(message["ranks"][0], None)
+            if group is not None:
+                group.close()
+            return True
+        return self._travel(message, pending)
+
+    def _travel(self, message: Message, pending: Pending | None) -> list[torch.Tensor]:
+        if pending is None:
+            tensors = [
+                stand_in(getattr(torch, dtype), shape, self._device(device), message.get("op", Sum))
+                for dtype, shape, device in message["tensors"]
+            ]
+            task = Task({**message, "pre": 1.0}, self.channels[message["set"]], tensors)
+        else:
+            pending.facts = message
+            task = Task(message, self.channels[message["set"]], pending.tensors, pending.outputs)
+            for event in pending.streams:
+                torch.cuda.current_stream().wait_event(event)
+        what, activity = f"{message['kind']}.{message['name'] or 'noname'}", message["kind"].upper()
+        self.timeline.begin(what, activity)
+        try:
+            with torch.no_grad():
+                result = RUN[message["kind"]](task)
+        finally:
+            self.timeline.end(what, activity)
+        if pending is not None and pending.streams:
+            pending.streams = [torch.cuda.current_stream().record_event()]
+        return result
+
+    def _device(self, kind: str) -> torch.device:
+        return self.backend.device if kind == self.backend.device.type else torch.device(kind)
+
+    def _end(self, number: int, result: Any = None, error: HorovodInternalError | None = None) -> None:
+        with self._lock:
+            pending = self._pending.pop(number, None)
+            if pending is None:
+                return
+            message = pending.message
+            if message["name"] is not None:
+                self._named.discard((message["set"], message["kind"], message["name"]))
+        pending.result, pending.error = result, error
+        pending.ended.set()
+
+    def _do_fail(self, message: Message) -> None:
+        self._end(message["id"], error=HorovodInternalError(message["why"]))
+
+    def _do_joined(self, message: Message) -> None:
+        self.absent = []
+        self._end(message["id"], message["last"])
+        self._shadows.put(None)
+
+    def _do_absent(self, message: Message) -> None:
+        self.absent = message["ranks"]
+        if self.backend.rank not in self.absent:
+            for exchanger in list(self._exchangers.values()):
+                if exchanger.exchanging:
+                    self.announce(exchanger)
+
+    def _do_shadow(self, message: Message) -> None:
+        self._shadows.put(message)
+
+    def _do_report(self, message: Message) -> None:
+        log.warning("%s", message["text"])
+
+    def _lost(self, loss: Loss) -> None:
+        self.fail(loss.describe())
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the world on every rank: calls that were matched are finished, all others fail. Blocks for a while."""
+        self.send({"kind": "shutdown"})
+        self._threads[0].join(_LEAVING_SECONDS)
+        self.fail("Horovod was shut down on this rank")
+        self._inbox.put((0, {"kind": "end"}))
+        for line in self._lines:
+            # The other end reads to the end of this, then hangs up: nothing that was sent is lost.
+            with suppress(OSError):
+                line.connection.shutdown(socket.SHUT_WR)
+        for thread in self._threads[1:]:
+            thread.join(_LEAVING_SECONDS / 4)
+        for line in self._lines:
+            line.connection.close()
+        self.timeline.stop()
+        self.backend.on_wait = None
+        for name, channel in self.channels.items():
+            if name != 0:
+                channel.close()

@@ -1,0 +1,84 @@
+"""Whole things rather than single tensors: parameters, optimizer states, objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from dualtrain.backends import objects
+from dualtrain.hvd.basics import engine, rank
+from dualtrain.hvd.mpi_ops import _set_id, broadcast_async_, synchronize
+from dualtrain.hvd.process_sets import ProcessSet, global_process_set
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
+    """Gives every rank the root's values, in place. Collective; blocks.
+
+    Args:
+        params: a ``state_dict()``, or an iterable of tensors or of (name, tensor) pairs. What is no tensor is left out.
+        root_rank: the rank whose values are taken.
+
+    Raises:
+        ValueError: it is none of these, or a name appears twice.
+        HorovodInternalError: the ranks do not match, one was lost, or Horovod was shut down.
+    """
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+        pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    else:
+        raise ValueError(f"invalid params of type {type(params)}: pass a state_dict or named_parameters")
+    handles = [broadcast_async_(t, root_rank, name) for name, t in pairs if isinstance(t, torch.Tensor)]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Gives every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
+
+    Never steps: Horovod's steps a fresh optimizer with zero gradients, which moves weights under weight decay, and
+    leaves out the options of stateless ones. As there, a fresh optimizer's parameters have gradients of zeros after it.
+
+    Args:
+        optimizer: any, distributed or not.
+        root_rank: the rank whose state is taken.
+        model: accepted for Horovod's scripts.
+    """
+    if not optimizer.state:
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None):
+            p.grad = torch.zeros_like(p)
+    state = optimizer.state_dict() if rank() == root_rank else None
+    # On the root too: loading casts to the parameter's dtype, and must do so on all or none.
+    optimizer.load_state_dict(broadcast_object(state, root_rank, name="optimizer_state"))
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's ``obj`` on every rank: plain values, containers, tensors, numpy arrays; never code. Blocks.
+
+    Classes of your own travel once every rank has named them in ``torch.serialization.add_safe_globals``.
+
+    Raises:
+        TypeError: on the root, if the object holds anything else.
+        ValueError, HorovodInternalError: as :func:`broadcast`.
+    """
+    set_id = _set_id(process_set)
+    if root_rank not in (process_set.ranks or []):
+        raise ValueError(f"root_rank {root_rank} is not in {process_set}: pass one of its ranks, in the world's numbering")
+    is_root = rank() == root_rank
+    data = objects.encode(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    [received] = engine().submit("objects", name and f"broadcast.{name}", set_id, [data], root=root_rank).wait()
+    return obj if is_root else objects.decode(received)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every rank's ``obj`` in rank order, as :func:`broadcast_object`. Blocks."""
+    set_id = _set_id(process_set)
+    data = objects.encode(obj)
+    received = engine().submit("objects", name and f"allgather.{name}", set_id, [data], root=None).wait()
+    return [objects.decode(part) for part in received]

@@ -1,0 +1,165 @@
+"""What a rank does once a call is matched: the tensors travel, in the same order on every rank.
+
+One function a kind, and one table of them. Each gets the facts that all ranks agreed on (sizes included, so that none
+are exchanged again), the channel of its process set, and this rank's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+
+from dualtrain.backends import Backend, ReduceOp, wire
+from dualtrain.backends.collectives import FOLD, shares
+from dualtrain.hvd.reductions import PLAIN, Adasum, adasum, finished, scaled
+
+
+@dataclass
+class Task:
+    """A matched call on one rank.
+
+    Attributes:
+        facts: what all ranks agreed on: op, pre, post, divisor, root, members, rows, splits.
+        channel: the ranks of the process set, on which nothing else travels.
+        tensors: this rank's inputs.
+        outputs: where the results go; ``None`` for new tensors.
+    """
+
+    facts: dict[str, Any]
+    channel: Backend
+    tensors: list[torch.Tensor]
+    outputs: list[torch.Tensor] | None = None
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return f"{self.facts['kind']}.{self.facts['name'] or 'noname'}"
+
+
+def allreduce(task: Task) -> list[torch.Tensor]:
+    """The reduction of every rank's tensors, each scaled before and after it."""
+    facts = task.facts
+    inputs = [scaled(tensor, facts["pre"]) for tensor in task.tensors]
+    if facts["op"] == Adasum:
+        results = [scaled(_adasum(task, tensor), facts["post"]) for tensor in inputs]
+    else:
+        totals = _summed(task, inputs)
+        done = [finished(total, facts["op"], facts["divisor"], facts["post"]) for total in totals]
+        results = [wire.unpack(total, tensor) for total, tensor in zip(done, inputs, strict=True)]
+    return _delivered(task, results)
+
+
+def _summed(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The reduced values of ``inputs``, in the wire's dtypes; tensors that can travel together do."""
+    groups: dict[tuple[torch.dtype, torch.device, ReduceOp], list[int]] = {}
+    packed = [wire.pack(tensor) for tensor in inputs]
+    for i, (tensor, values) in enumerate(zip(inputs, packed, strict=True)):
+        op = wire.wire_op(tensor.dtype, PLAIN[task.facts["op"]])
+        groups.setdefault((values.dtype, values.device, op), []).append(i)
+    flats = []
+    for (_, _, op), members in groups.items():
+        # Joined, or copied where the caller's own memory would be written to.
+        flat = torch.cat([packed[i].reshape(-1) for i in members])
+        flats.append((flat, task.channel.start_allreduce(flat, op, task.name), members))
+    for flat, work, members in flats:
+        work.wait()
+        for i, part in zip(members, flat.split([packed[i].numel() for i in members]), strict=True):
+            packed[i] = part.view(packed[i].shape)
+    return packed
+
+
+def _adasum(task: Task, tensor: torch.Tensor) -> torch.Tensor:
+    data = wire.as_bytes(tensor)
+    parts = task.channel.gather(data, [len(data)] * task.channel.size, task.name)
+    return adasum([wire.from_bytes(part.clone(), tensor.dtype, tuple(tensor.shape)) for part in parts])
+
+
+def reducescatter(task: Task) -> list[torch.Tensor]:
+    """This rank's rows of the reduction; dealt out, then summed in rank order."""
+    return [_reducescatter(task, tensor) for tensor in task.tensors]
+
+
+def _reducescatter(task: Task, tensor: torch.Tensor) -> torch.Tensor:
+    facts, channel = task.facts, task.channel
+    rows = shares(tensor.shape[0], channel.size)
+    mine = rows[channel.rank]
+    dealt = channel.deal(scaled(tensor, facts["pre"]), rows, [mine] * channel.size, task.name)
+    parts = (wire.pack(part) for part in dealt.split(mine)) if mine else iter([wire.pack(dealt)])
+    total = reduce(FOLD[wire.wire_op(tensor.dtype, PLAIN[facts["op"]])], parts)
+    done = finished(total.clone(), facts["op"], facts["divisor"], facts["post"])
+    return wire.unpack(done, dealt[:mine])
+
+
+def allgather(task: Task) -> list[torch.Tensor]:
+    """Every rank's rows, in rank order; a tensor without a dimension counts as one row."""
+    results = []
+    for i, tensor in enumerate(task.tensors):
+        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        rows = [of_rank[i] for of_rank in task.facts["rows"]]
+        row_bytes = tensor.shape[1:].numel() * tensor.element_size()
+        parts = task.channel.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], task.name)
+        results.append(wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:])))
+    return results
+
+
+def broadcast(task: Task) -> list[torch.Tensor]:
+    """The root's tensors; ``root`` is a rank of the whole world."""
+    root = task.facts["members"].index(task.facts["root"])
+    results = []
+    for tensor in task.tensors:
+        data = wire.as_bytes(tensor)
+        data = data.clone() if task.outputs is None else data
+        if data.numel():
+            task.channel.start_broadcast(data, root, task.name).wait()
+        results.append(wire.from_bytes(data, tensor.dtype, tuple(tensor.shape)))
+    return _delivered(task, results)
+
+
+def alltoall(task: Task) -> list[torch.Tensor]:
+    """The rows that every rank has for this one, and how many came from each."""
+    me, splits, [tensor] = task.channel.rank, task.facts["splits"], task.tensors
+    received = [of_rank[me] for of_rank in splits]
+    rows = task.channel.deal(tensor, splits[me], received, task.name)
+    return [rows, torch.tensor(received, dtype=torch.int32)]
+
+
+def objects(task: Task) -> list[torch.Tensor]:
+    """Every rank's bytes in rank order, or the root's alone."""
+    [data], lengths = task.tensors, [of_rank[0] for of_rank in task.facts["rows"]]
+    if task.facts["root"] is None:
+        return task.channel.gather(data, lengths, task.name)
+    root = task.facts["members"].index(task.facts["root"])
+    buffer = data.clone() if task.channel.rank == root else data.new_empty(lengths[root])
+    task.channel.start_broadcast(buffer, root, task.name).wait()
+    return [buffer]
+
+
+def nothing(task: Task) -> list[torch.Tensor]:
+    """All ranks have called: that was the point."""
+    return []
+
+
+def _delivered(task: Task, results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``results``, or for a call in place the caller's own tensors with the results in them."""
+    if task.outputs is None:
+        return results
+    for output, result in zip(task.outputs, results, strict=True):
+        if output.data_ptr() != result.data_ptr():
+            output.detach().copy_(result)
+    return task.outputs
+
+
+RUN: dict[str, Callable[[Task], list[torch.Tensor]]] = {
+    "allreduce": allreduce,
+    "reducescatter": reducescatter,
+    "allgather": allgather,
+    "broadcast": broadcast,
+    "alltoall": alltoall,
+    "objects": objects,
+    "barrier": nothing,
+}
+RUN |= {f"grouped_{kind}": RUN[kind] for kind in ("allreduce", "reducescatter", "allgather", "broadcast")}

@@ -1,0 +1,284 @@
+"""``hvd.DistributedOptimizer``: Horovod's rules around the reducer of ``gradients.py``.
+
+Gradients travel in buckets on a channel of the optimizer's own, without asking rank 0. Asked is only before the first
+exchange, for the channel, and while a rank has joined, which then sends zeros along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dualtrain.buckets import BUCKET_BYTES, Transfer
+from dualtrain.hvd import basics
+from dualtrain.hvd.compression import BF16Compressor, Compression, FP16Compressor
+from dualtrain.hvd.mpi_ops import grouped_allreduce, rocm_built
+from dualtrain.hvd.process_sets import ProcessSet, global_process_set
+from dualtrain.hvd.reducers import CalledReducer, ChannelReducer
+from dualtrain.hvd.reductions import Adasum, Average, Sum
+from dualtrain.hvd.util import split_list
+from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
+
+Named = list[tuple[str, torch.nn.Parameter]]
+_NARROW = {Compression.none: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
+_made: Counter[str] = Counter()
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> torch.optim.Optimizer:
+    """``optimizer`` with gradients combined over the ranks: an instance of its class, with its groups and state.
+
+    Backward sends gradients while it runs and ends with ``param.grad`` combined on every rank, so that clipping and
+    unscaling need no ``synchronize()``; they may call it. (Horovod combines in ``step``, drops the optimizer's state,
+    and divides by the size after the sum, as here.)
+
+    Args:
+        optimizer: any torch optimizer; its state is kept.
+        named_parameters: ``model.named_parameters()``.
+        compression: ``Compression.none``, ``fp16``, ``bf16``, or a compressor of the user's.
+        backward_passes_per_step: backward passes whose gradients are summed before they are exchanged.
+        op: Average, Sum, Min, Max, Product, or Adasum, which combines the changes of a step of each rank's own.
+        gradient_predivide_factor: f: gradients times 1/f before the sum, f/size after it. Average only.
+        num_groups: the deprecated form of ``groups``.
+        groups: how many buckets, or lists of the parameters that travel together.
+        sparse_as_dense: whether sparse gradients travel as dense ones.
+        process_set: the ranks to combine over; outside of them the optimizer steps alone.
+
+    Raises:
+        ValueError: an option is wrong, or parameters lack names or share one.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if gradient_predivide_factor != 1.0 and rocm_built():
+        raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+    if num_groups != 0:
+        warnings.warn("num_groups is deprecated: pass groups instead", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    named = _named(optimizer, named_parameters)
+    base = _AdasumOptimizer if op == Adasum and (process_set.size() or 1) > 1 else _Optimizer
+    # A class made for this optimizer, as Horovod does: isinstance(…, torch.optim.SGD) holds for what it makes of an SGD.
+    cls = type(type(optimizer).__name__, (base, type(optimizer)), {"__module__": __name__})
+    made: _Optimizer = object.__new__(cls)
+    transfer = _transfer(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
+    made.wrap(optimizer, named, compression, backward_passes_per_step, op, transfer, process_set)
+    return made
+
+
+def _named(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
+    theirs = [
+        (f"allreduce.noname.{i}.{j}", p)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    ]
+    if given is None:
+        return theirs
+    named = list(given)
+    if not all(isinstance(pair, tuple) for pair in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
+    if twice:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    missing = len({p for _, p in theirs} - {p for _, p in named})
+    if missing:
+        raise ValueError(f"named_parameters was specified, but {missing} of the optimizer's parameters were not named")
+    return named
+
+
+def _transfer(
+    optimizer: torch.optim.Optimizer,
+    op: int,
+    predivide: float,
+    compression: Any,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    sparse_as_dense: bool,
+    process_set: ProcessSet,
+) -> Transfer:
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        groups = split_list(params, groups) if groups else ()
+    listed = [p for group in groups or () for p in group]
+    if not all(isinstance(p, torch.Tensor) for p in listed):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len({id(p) for p in listed}) < len(listed):
+        raise ValueError("A parameter can only appear once in groups.")
+    fusion = basics.engine().settings.fusion_bytes
+    return Transfer(
+        before=1 / predivide,
+        after=1.0 if op == Sum else None if predivide == 1 else predivide / (process_set.size() or 1),
+        dtype=_NARROW.get(compression),
+        bucket_bytes=BUCKET_BYTES if fusion is None else fusion,
+        groups=groups or (),
+        sparse_as_dense=sparse_as_dense,
+    )
+
+
+def _channel_name(named: Named, process_set: ProcessSet) -> str:
+    """The same on every rank: what is optimized, and which one of several optimizers of that it is."""
+    text = f"{process_set.ranks} {[(name, tuple(p.shape)) for name, p in named]}"
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    _made[digest] += 1
+    return f"{named[0][0] if named else 'nothing'}-{digest}.{_made[digest]}"
+
+
+class _Optimizer(NativeOptimizer):
+    """What ``DistributedOptimizer`` makes: another optimizer, with Horovod's rules for when gradients are combined."""
+
+    def wrap(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Named,
+        compression: Any,
+        passes: int,
+        op: int,
+        transfer: Transfer,
+        process_set: ProcessSet,
+    ) -> None:
+        """In place of ``__init__``, which the wrapped optimizer's class has arguments of its own for."""
+        self.optimizer = optimizer
+        self.__setstate__({"defaults": optimizer.defaults})
+        self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
+        self.backward_passes_per_step = passes
+        self.op, self.process_set = op, process_set
+        self._synchronized, self._should_synchronize = False, True
+        self.reducer: ChannelReducer | None = None  # type: ignore[assignment]
+        if process_set.included() and ((process_set.size() or 1) > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
+            self.reducer = self._make_reducer(named, compression, transfer)
+
+    def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> ChannelReducer:
+        ours = {p for group in self.optimizer.param_groups for p in group["params"]}
+        named = [(name, p) for name, p in named if p in ours]
+        place = _channel_name(named, self.process_set), self.process_set, self.backward_passes_per_step
+        if self.op not in (Average, Sum) or compression not in _NARROW:
+            return CalledReducer(named, *place, self.op, compression)
+        return ChannelReducer(named, *place, transfer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not wrapped yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """How many backward passes are summed before their gradients are exchanged, from the next step on."""
+        self.backward_passes_per_step = passes
+        if self.reducer is not None:
+            self.reducer.passes = passes
+            self.reducer.rest()
+
+    def synchronize(self) -> None:
+        """Makes every gradient the combination over ranks, if backward has not done so. Collective; blocks.
+
+        Raises:
+            HorovodInternalError: a rank was lost or has other parameters, or Horovod was shut down.
+        """
+        if self.reducer is not None:
+            self.reducer.reduce()
+            self.reducer.rest()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """``step`` inside does not synchronize: for use after ``synchronize()``."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The wrapped optimizer's step, on combined gradients. Collective."""
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() "
+                    "context if you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            if closure is None:
+                self.synchronize()
+        self._synchronized = False
+        result = self.optimizer.step(closure and self._fresh(closure))
+        if self.reducer is not None:
+            self.reducer.renew()
+            self.reducer.rest()
+        return result
+
+    def _fresh(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            if self.reducer is not None:
+                self.reducer.renew()
+                self.reducer.rest()
+            with torch.enable_grad():
+                return closure()  # its backward ends with combined gradients
+
+        return evaluate
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The wrapped optimizer's own. Raises AssertionError between backward and ``step`` or ``synchronize``."""
+        if self.reducer is not None and self.reducer.dirty:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(set_to_none=set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The wrapped optimizer's own; what a failed step left behind is dropped."""
+        self._synchronized, self._should_synchronize = False, True
+        if self.reducer is not None:
+            self.reducer.drop()
+        self.optimizer.load_state_dict(state_dict)
+
+
+class _AdasumOptimizer(_Optimizer):
+    """Each rank steps on its own gradients; the changes of the parameters are combined."""
+
+    def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> Any:
+        self._compression, self._name = compression, _channel_name(named, self.process_set)
+
+    def synchronize(self) -> None:
+        """Nothing: gradients are not combined."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raises AssertionError: there is nothing to skip."""
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of this rank's own, then the adaptive sum of all ranks' changes. Collective."""
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        before = [p.detach().clone() for p in params]
+        result = self.optimizer.step(closure)
+        changes = [(p - start).contiguous() for p, start in zip(params, before, strict=True)]
+        combined = grouped_allreduce(
+            changes, name=self._name, compression=self._compression, op=Adasum, process_set=self.process_set
+        )
+        for p, start, change in zip(params, before, combined, strict=True):
+            p.copy_(start + change)
+        return result

@@ -1,0 +1,137 @@
+"""Process sets: some of the ranks, for calls that concern only them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dualtrain.hvd.engine import Engine
+
+_engine: Engine | None = None
+_attached: list[ProcessSet] = []
+
+
+class ProcessSet:
+    """Some of the ranks. Usable once ``init`` or ``add_process_set`` has given it an id.
+
+    Attributes:
+        process_set_id: the set's number; ``None`` while it is not usable.
+        ranks: the ranks in ascending order, in the world's numbering.
+        mpi_comm: the mpi4py communicator that the set was made from, if it was.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        if hasattr(ranks_or_comm, "Get_rank"):
+            self.mpi_comm = ranks_or_comm
+            return
+        try:
+            ranks = sorted(ranks_or_comm)
+        except TypeError:
+            ranks = [None]
+        if not all(isinstance(rank, int) for rank in ranks):
+            raise ValueError(f"a process set is made from a list of ranks or an mpi4py communicator, not {ranks_or_comm!r}")
+        self.ranks = ranks
+
+    def size(self) -> int | None:
+        """The number of ranks; ``None`` while the set is not usable."""
+        return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """This process's place in the set; ``None`` while the set is not usable, or outside of it.
+
+        Roots of broadcasts are given in the world's numbering all the same.
+        """
+        if self.process_set_id is None or self.ranks is None or not self.included():
+            return None
+        return self.ranks.index(_connected().backend.rank)
+
+    def included(self) -> bool | None:
+        """Whether this process is in the set; ``None`` where the ranks are not known yet."""
+        return None if self.ranks is None else _connected().backend.rank in self.ranks
+
+    def _invalidate(self) -> None:
+        self.process_set_id = None
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0
+
+
+def _connected() -> Engine:
+    if _engine is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _engine
+
+
+def attach(engine: Engine, sets: Sequence[ProcessSet]) -> None:
+    """Makes ``sets`` usable in the world of ``engine``. Collective."""
+    global _engine
+    _engine = engine
+    global_process_set.ranks = list(range(engine.backend.size))
+    known = {tuple(one.ranks or []): one for one in [global_process_set, *_attached]}
+    for number, one in enumerate(sets):
+        if one.ranks is None:
+            one.ranks = _ranks_of(one.mpi_comm)
+        same = known.get(tuple(one.ranks))
+        if same is not None and same is not one:
+            raise ValueError(
+                f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: {one}"
+            )
+        if one.process_set_id is None:
+            add_process_set(one)
+        known[tuple(one.ranks)] = one
+
+
+def detach() -> None:
+    """The world has ended: no set is usable any more."""
+    global _engine
+    _engine = None
+    for one in _attached:
+        one._invalidate()
+    _attached.clear()
+
+
+def _ranks_of(comm: Any) -> list[int]:
+    from dualtrain.backends.rendezvous import ranks_in_world
+
+    return ranks_in_world(comm)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Makes a process set usable and returns it. Collective over all ranks; blocks.
+
+    Raises:
+        ValueError: there is a set of these ranks already, or a rank that does not exist.
+    """
+    engine = _connected()
+    one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if one.ranks is None:
+        raise NotImplementedError("a process set made from an MPI communicator is given to hvd.init(process_sets=…)")
+    if not one.ranks or len(set(one.ranks)) < len(one.ranks) or one.ranks[0] < 0 or one.ranks[-1] >= engine.backend.size:
+        raise ValueError(f"a process set has one or more different ranks from 0 to {engine.backend.size - 1}: {one.ranks}")
+    if one.ranks == global_process_set.ranks or any(one.ranks == other.ranks for other in _attached):
+        raise ValueError(f"Attempted to add a duplicate process set: {one}")
+    one.process_set_id = engine.submit("add_process_set", ranks=one.ranks).wait()
+    _attached.append(one)
+    return one
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Gives a process set up; whether there was one to give up. Collective over all ranks; blocks.
+
+    The global set cannot be given up. Calls on the set that not all of its ranks have made fail.
+    """
+    number = process_set.process_set_id
+    if not number:
+        return False
+    process_set._invalidate()
+    _attached[:] = [one for one in _attached if one is not process_set]
+    return bool(_connected().submit("remove_process_set", ranks=[number]).wait())

@@ -1,0 +1,101 @@
+"""The arithmetic around a sum over ranks: Horovod's operations, scale factors, stand-ins for joined ranks, and Adasum."""
+
+from __future__ import annotations
+
+import sys
+from fractions import Fraction
+
+import torch
+
+from dualtrain.backends import ReduceOp
+from dualtrain.backends.wire import average_
+
+# Horovod's own numbers.
+Average, Sum, Adasum, Min, Max, Product = range(6)
+
+NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
+PLAIN = {
+    Average: ReduceOp.AVERAGE,
+    Sum: ReduceOp.SUM,
+    Min: ReduceOp.MIN,
+    Max: ReduceOp.MAX,
+    Product: ReduceOp.PRODUCT,
+}
+
+_EXACT_IN_DOUBLE = 1 << 53
+_NO_LENGTH = sys.float_info.min**0.5
+
+
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """``factor`` times ``tensor``, in its dtype: itself where the factor is 1, a new tensor otherwise.
+
+    16-bit floats are multiplied in 32 bits and rounded once; integers exactly, then truncated toward zero.
+    """
+    if factor == 1:
+        return tensor
+    if tensor.is_complex() or tensor.is_floating_point():
+        wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
+        return (wide * factor).to(tensor.dtype)
+    if tensor.dtype == torch.bool:
+        return (tensor * factor) != 0
+    return _scaled_integers(tensor, factor)
+
+
+def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    if factor.is_integer():
+        return tensor * int(factor)
+    result = (tensor.double() * factor).trunc().to(tensor.dtype)
+    if tensor.dtype == torch.int64:
+        # A double has 53 bits: larger numbers one by one, in arithmetic without a limit.
+        exact = Fraction(factor)
+        for index in (tensor.abs() >= _EXACT_IN_DOUBLE).nonzero():
+            result[tuple(index)] = int(int(tensor[tuple(index)]) * exact)
+    return result
+
+
+def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch.Tensor:
+    """The result of an operation from the sum (or minimum, …) of the ranks, in the wire's dtype."""
+    if op != Average:
+        return scaled(total, factor)
+    if factor == 1:
+        return average_(total, divisor)
+    return scaled(total, factor / divisor)
+
+
+def stand_in(dtype: torch.dtype, shape: list[int], device: torch.device, op: int) -> torch.Tensor:
+    """What a rank that has joined contributes: the values that change nothing."""
+    return torch.full(shape, _identity(dtype, op), dtype=dtype, device=device)
+
+
+def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
+    if op == Product:
+        return 1
+    if op not in (Min, Max):
+        return 0
+    if dtype == torch.bool:
+        return op == Min
+    if dtype.is_floating_point:
+        return float("inf") if op == Min else float("-inf")
+    limits = torch.iinfo(dtype)
+    return limits.max if op == Min else limits.min
+
+
+def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The adaptive sum of one tensor per rank, in a tree over neighbouring ranks; any number of them.
+
+    Two gradients are added less what they have in common: parallel ones are averaged, orthogonal ones summed.
+    Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, and Horovod's
+    ``ops/adasum/adasum.h`` for the order and for vectors of length zero.
+    """
+    values = [tensor.to(torch.float64) for tensor in tensors]
+    while len(values) > 1:
+        pairs = [_adasum_of_two(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
+        values = pairs + values[len(pairs) * 2 :]  # without a neighbour, it goes up as it is
+    return values[0].to(tensors[0].dtype)
+
+
+def _adasum_of_two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    dot, norm_a, norm_b = float((a * b).sum()), float((a * a).sum()), float((b * b).sum())
+    share_a = 1 - dot / norm_a / 2 if norm_a >= _NO_LENGTH else 1.0
+    share_b = 1 - dot / norm_b / 2 if norm_b >= _NO_LENGTH else 1.0
+    return share_a * a + share_b * b

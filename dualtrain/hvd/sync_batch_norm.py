@@ -1,0 +1,22 @@
+"""``hvd.SyncBatchNorm``: batch normalization over all ranks' samples; on CPUs too, where Horovod has none."""
+
+from __future__ import annotations
+
+import torch
+
+from dualtrain import batchnorm
+from dualtrain.hvd.mpi_ops import Sum, allgather, allreduce
+
+
+class SyncBatchNorm(batchnorm.SyncBatchNorm):
+    """A BatchNorm layer with the statistics of all ranks in training. ``convert_sync_batchnorm(model)`` converts models."""
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``row``."""
+        gathered: torch.Tensor = allgather(row.unsqueeze(0))
+        return gathered
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's ``values``."""
+        summed: torch.Tensor = allreduce(values, op=Sum)
+        return summed

@@ -1,0 +1,99 @@
+"""What happened when, as a Chrome trace (chrome://tracing, Perfetto), with the event names of Horovod's timeline.
+
+Rank 0 writes it: it knows when each rank was ready (NEGOTIATE_…), and when it carried the call out itself. The file is
+valid JSON at any moment, also that of a run that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class Timeline:
+    """A trace file under way, or none: the same calls are made either way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: TextIO | None = None
+        self._lines: dict[str, int] = {}  # tensor → line of the chart
+        self._open: set[tuple[str, str]] = set()
+        self._start, self._end = 0.0, 0
+        self.mark_cycles = False
+
+    @property
+    def active(self) -> bool:
+        """Whether events are written down."""
+        return self._file is not None
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        """Begins a new file at ``path``; an unfinished one is closed first.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.stop()
+        with self._lock:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (until stop)
+            self._lines, self._open, self.mark_cycles = {}, set(), mark_cycles
+            self._start = time.time()
+            self._end = 0
+            self._write(
+                name="process_name", ph="M", pid=0, args={"start_time_since_epoch_in_micros": int(self._start * 1e6)}
+            )
+
+    def stop(self) -> None:
+        """Ends the file. Nothing to do where none is open."""
+        with self._lock:
+            if self._file is None:
+                return
+            for what, activity in sorted(self._open):
+                self._write(name=activity, ph="E", pid=self._lines[what])
+            self._file.close()
+            self._file = None
+
+    def begin(self, what: str, activity: str) -> None:
+        """``activity`` (such as ALLREDUCE) starts on the tensor ``what`` (such as allreduce.loss)."""
+        with self._lock:
+            if self._file is not None and (what, activity) not in self._open:
+                self._open.add((what, activity))
+                self._write(name=activity, ph="B", pid=self._line(what))
+
+    def end(self, what: str, activity: str) -> None:
+        """``activity`` ends; nothing where its start was not seen."""
+        with self._lock:
+            if self._file is not None and (what, activity) in self._open:
+                self._open.remove((what, activity))
+                self._write(name=activity, ph="E", pid=self._line(what))
+
+    def mark(self, what: str, name: str) -> None:
+        """A moment without length: a rank is ready."""
+        with self._lock:
+            if self._file is not None:
+                self._write(name=name, ph="X", pid=self._line(what), dur=0)
+
+    def cycle(self) -> None:
+        """Rank 0 looked for calls that match."""
+        with self._lock:
+            if self._file is not None and self.mark_cycles:
+                self._write(name="CYCLE_START", ph="i", pid=0, s="g")
+
+    def _line(self, what: str) -> int:
+        if what not in self._lines:
+            number = self._lines[what] = len(self._lines) + 1
+            self._write(name="process_name", ph="M", pid=number, args={"name": what})
+            self._write(name="process_sort_index", ph="M", pid=number, args={"sort_index": number})
+        return self._lines[what]
+
+    def _write(self, **event: Any) -> None:
+        assert self._file is not None
+        if event["ph"] != "M":
+            event |= {"ts": int((time.time() - self._start) * 1e6), "tid": 0}
+        # Over the bracket that closes the list, and with a new one: the file is valid JSON at any moment.
+        self._file.seek(max(self._end - 2, 0))
+        self._file.write((",\n" if self._end else "[\n") + json.dumps(event) + "\n]")
+        self._file.flush()
+        self._end = self._file.tell()

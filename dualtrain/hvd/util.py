@@ -1,0 +1,64 @@
+"""The helpers of ``horovod.common.util`` that scripts and tests use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@contextmanager
+def env(**variables: str | None) -> Iterator[None]:
+    """Sets environment variables for a while; ``None`` unsets one."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """``items`` in ``parts`` runs of nearly equal length, the first ones longer."""
+    short, longer = divmod(len(items), parts)
+    ends = [i * short + min(i, longer) for i in range(parts + 1)]
+    return [items[start:end] for start, end in pairwise(ends)]
+
+
+def num_rank_is_power_2(ranks: int) -> bool:
+    """Whether ``ranks`` is a power of two."""
+    return ranks > 0 and ranks & (ranks - 1) == 0
+
+
+def is_iterable(value: Any) -> bool:
+    """Whether one can iterate over ``value``."""
+    return isinstance(value, Iterable)
+
+
+def gpu_available(framework: str = "torch", verbose: bool = False) -> bool:
+    """Whether torch sees a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """False: torch.distributed carries the tensors."""
+    return False
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """True: Gloo carries CPU tensors."""
+    return True

@@ -1,0 +1,308 @@
+"""Horovod scripts, run as they are: what they import, and how they start and end."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from dualtrain.errors import UserError
+from dualtrain.horovodize import imports, names, run
+from dualtrain.horovodize.__main__ import main
+from tests.conftest import NAMES, PREFIXES, require_horovod
+from tests.pool import ROOT
+
+MODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "elastic.state", "elastic.sampler")
+CLEAN_ENV = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES) and name not in NAMES}
+
+
+def python(*command: object) -> subprocess.CompletedProcess[str]:
+    env = {**CLEAN_ENV, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+
+
+# -- the import hook --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """The import hook, in a process that has not seen Horovod; what was there is there again afterwards."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("DUALTRAIN_BACKEND", "torch")
+    imports.install()
+    yield
+    imports.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [*imports.HOMES.items(), *((f"horovod.torch.{name}", f"dualtrain.hvd.{name}") for name in MODULES)]
+)
+@pytest.mark.usefixtures("hook")
+def test_both_names_are_the_same_module(old, new):
+    module = importlib.import_module(old)
+    assert module is importlib.import_module(new) is sys.modules[old]
+    assert module.__name__ == module.__spec__.name == new
+
+
+@pytest.mark.usefixtures("hook")
+def test_packages_in_between_hold_their_parts():
+    horovod = importlib.import_module("horovod.common.exceptions") and sys.modules["horovod"]
+    assert horovod.__version__ == "0.28.1"
+    assert horovod.common.exceptions is importlib.import_module("dualtrain.hvd.exceptions")
+    assert importlib.import_module("horovod.runner").run is horovod.run
+    with pytest.raises(UserError, match="torchrun"):
+        horovod.run(print, np=2)
+
+
+@pytest.mark.parametrize(
+    "name", ["tensorflow", "keras", "spark.torch", "ray", "common.basics", "torch.mpi_lib_v2", "nothing"]
+)
+@pytest.mark.usefixtures("hook")
+def test_what_is_not_covered_says_so(name):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"No module named 'horovod\.\S+': dualtrain covers .*horovod\.torch"
+    ) as seen:
+        importlib.import_module(f"horovod.{name}")
+    assert "\n" not in str(seen.value)
+    assert seen.value.name.startswith("horovod.")
+
+
+@pytest.mark.usefixtures("hook")
+def test_every_public_name_is_there():
+    hvd = importlib.import_module("horovod.torch")
+    assert [
+        name for name in sorted(names.PUBLIC) if not hasattr(hvd, name) and not find_spec(f"horovod.torch.{name}")
+    ] == []
+
+
+@pytest.mark.usefixtures("hook")
+def test_exceptions_survive_pickling():
+    error = importlib.import_module("horovod.torch").HorovodInternalError("lost")
+    assert type(pickle.loads(pickle.dumps(error))) is type(error)
+
+
+def test_install_twice_then_uninstall(hook):
+    before = list(sys.meta_path)
+    imports.install()
+    assert sys.meta_path == before
+    imports.uninstall()
+    imports.uninstall()
+    assert "horovod" not in sys.modules
+    assert imports._CHILDREN not in sys.path
+
+
+def test_an_imported_horovod_is_not_exchanged(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod", os)
+    with pytest.raises(UserError, match="imported already"):
+        imports.install()
+
+
+def test_the_known_names_are_horovods():
+    require_horovod()
+    tree = ast.parse((Path(find_spec("horovod").origin).parent / "torch" / "__init__.py").read_text())
+    nodes = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("horovod.torch")
+    ]
+    public = {alias.asname or alias.name for node in nodes for alias in node.names if not alias.name.startswith("_")}
+    assert public <= names.PUBLIC
+    assert names.PUBLIC - public <= names._MODULES | {"is_homogeneous"}
+
+
+# -- the runner -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unprepared(monkeypatch):
+    """A process whose arguments, path, main module and hooks are restored afterwards."""
+    monkeypatch.setattr(run, "_prepare", lambda: None)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("DUALTRAIN_BACKEND", "torch")
+    for name in os.environ:
+        if name.startswith(PREFIXES) or name in NAMES:
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "no script was given"),
+        (["{tmp}/nothing.py"], "cannot read the script"),
+        (["{tmp}"], "is a folder"),
+        (["--fast", "x.py"], "unknown option '--fast'"),
+        (["-m"], "-m was given without a module"),
+        (["-m", "dualtrain_nothing"], "no module named 'dualtrain_nothing'"),
+        (["-m", "json.nothing"], "no module named 'json.nothing'"),
+        (["-m", "script.py"], "leave out .py"),
+        (["-m", "math"], "no Python source"),
+        (["--check"], "--check was given no script"),
+        (["--check", "--fast"], "unknown option '--fast'"),
+        (["--check", "{tmp}/nothing.py"], "cannot read the script"),
+    ],
+)
+@pytest.mark.usefixtures("unprepared")
+def test_refusals_are_one_line(arguments, says, tmp_path, capsys):
+    assert main([word.format(tmp=tmp_path) for word in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("dualtrain: error: ")
+    assert says in err
+
+
+@pytest.mark.usefixtures("unprepared")
+def test_horovod_cannot_be_asked_for(monkeypatch, capsys):
+    monkeypatch.setenv("DUALTRAIN_BACKEND", "horovod")
+    assert main(["script.py"]) == 2
+    assert "unset it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [None, "", "auto"])
+@pytest.mark.usefixtures("unprepared")
+def test_scripts_run_on_torch(monkeypatch, tmp_path, value):
+    monkeypatch.delenv("DUALTRAIN_BACKEND")
+    if value is not None:
+        monkeypatch.setenv("DUALTRAIN_BACKEND", value)
+    script = tmp_path / "script.py"
+    script.write_text("")
+    assert main([str(script)]) == 0
+    assert os.environ["DUALTRAIN_BACKEND"] == "torch"
+
+
+@pytest.mark.usefixtures("unprepared")
+def test_other_ranks_leave_the_answer_to_the_first(monkeypatch, capsys):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_help_shows_the_ways_to_start(capsys):
+    assert main(["--help"]) == 0
+    assert "--check SCRIPT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("pass", None), ("sys.exit(7)", 7), ("sys.exit('why')", "why"), ("raise SystemExit", None)]
+)
+@pytest.mark.usefixtures("unprepared")
+def test_a_script_ends_as_it_wants(tmp_path, end, status):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.modules['__main__'].seen = __name__, __file__, __spec__, sys.argv, sys.path[0]\n{end}\n"
+    )
+    if end == "pass":
+        assert main([str(script), "-x", "--help"]) == 0
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main([str(script), "-x", "--help"])
+        assert ended.value.code == status
+    seen = sys.modules["__main__"].seen
+    assert seen == ("__main__", str(script), None, [str(script), "-x", "--help"], str(tmp_path))
+
+
+@pytest.mark.usefixtures("unprepared")
+def test_a_module_is_run_with_its_package(tmp_path):
+    package = tmp_path / "hz_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "part.py").write_text("value = 3\n")
+    (package / "__main__.py").write_text(
+        "import sys\nfrom .part import value\nseen = __package__, __spec__.name, sys.argv\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    assert main(["-m", "hz_package", "x"]) == 0
+    main_file = str(package / "__main__.py")
+    assert sys.modules["__main__"].seen == ("hz_package", "hz_package.__main__", [main_file, "x"])
+
+
+FAILING = "def fail():\n    raise RuntimeError('on purpose')\n\nfail()\n"
+
+
+@pytest.mark.parametrize("source", [FAILING, "fail(\n", "import nothing_at_all\n"], ids=["run", "syntax", "import"])
+@pytest.mark.usefixtures("unprepared")
+def test_a_traceback_starts_in_the_script(tmp_path, source, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    with pytest.raises((RuntimeError, SyntaxError, ImportError)) as raised:
+        main([str(script)])
+    sys.excepthook(raised.type, raised.value, raised.value.__traceback__)
+    shown = capsys.readouterr().err
+    assert shown == python(script).stderr
+
+
+CHILDREN = """
+import os, sys
+from importlib.util import find_spec
+from multiprocessing import get_context
+
+import horovod
+spec = find_spec("horovod.torch")
+assert spec.origin == "dualtrain", spec
+
+def work(where):
+    assert horovod.__version__ == "0.28.1"
+    print(where, __name__, spec.origin, os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"], sys.argv[1:], flush=True)
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        child = get_context(method).Process(target=work, args=(method,))
+        child.start()
+        child.join()
+    sys.exit(child.exitcode + 5)
+"""
+
+
+def test_children_of_a_script_find_the_modules_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CHILDREN)
+    ended = python("-m", "dualtrain.horovodize", script, "a")
+    assert (ended.returncode, ended.stderr) == (5, "")
+    assert ended.stdout.splitlines() == [f"{way} __mp_main__ dualtrain 0 1 ['a']" for way in ("spawn", "forkserver")]
+
+
+TRAINING = r"""
+import sys
+import torch
+import horovod.torch as hvd
+from horovod.torch.mpi_ops import allgather
+import horovod.torch.elastic
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 3)).pow(2).mean().backward()
+    optimizer.step()
+weights = allgather(model.weight.detach(), name="weights")
+total = hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
+# One write: under torchrun python does not collect the words of a line.
+sys.stdout.write(f"done {hvd.rank()} {hvd.size()} {bool((weights == weights[0]).all())} {total}\n")
+"""
+
+
+@pytest.mark.launch
+def test_a_script_trains_under_torchrun(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TRAINING)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    ended = python(*torchrun, "-m", "dualtrain.horovodize", script)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["done 0 2 True 1.0", "done 1 2 True 1.0"]

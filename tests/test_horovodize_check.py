@@ -1,0 +1,285 @@
+"""Horovod scripts, read for what would be different: each rule on a script it speaks of, and on one it does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dualtrain.horovodize.check import check, findings
+from dualtrain.horovodize.rules import RULES
+from dualtrain.horovodize.rules.calls import discarded_result
+from dualtrain.horovodize.source import Source
+from tests.pool import ROOT
+
+WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
+#: (rule, a script that it speaks of, in the line marked with HERE, one that it is silent on)
+CASES = [
+    ("discarded_result", "hvd.allreduce(x, name='x')  # HERE", "x = hvd.allreduce(x, name='x')\nhvd.allreduce_(x)"),
+    ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
+    ("discarded_result", "hvd.allreduce_async_(x)  # HERE", "hvd.synchronize(hvd.allreduce_async_(x))"),
+    ("unknown_name", "hvd.callbacks.Something()  # HERE", "hvd.elastic.run\nhvd.__name__"),
+    ("unnamed_calls", "x = hvd.allreduce(x)  # HERE\ny = hvd.allgather(y)", "x = hvd.allreduce(x, name='x')"),
+    ("join_with_other_operations", "hvd.allreduce_(x, op=hvd.Max)\nhvd.join()  # HERE", "hvd.join()"),
+    ("adasum", "x = hvd.allreduce(x, op=hvd.Adasum)  # HERE", "x = hvd.allreduce(x, op=hvd.Sum)"),
+    ("half_precision", "c = hvd.Compression.fp16  # HERE", "c = hvd.Compression.none"),
+    ("mpi_communicator", "from mpi4py import MPI\nhvd.init(comm=MPI.COMM_WORLD)  # HERE", "hvd.init(comm=[0, 1])"),
+    ("mpi_communicator", "from mpi4py import MPI\nc = MPI.COMM_WORLD.Dup()\nhvd.init(c)  # HERE", "hvd.init([0, 1])"),
+    ("uncovered_imports", "import horovod.spark.torch  # HERE", "import horovod.torch.elastic"),
+    ("uncovered_imports", "from horovod import tensorflow as hvd  # HERE", "from horovod import torch as hvd"),
+    (
+        "uncovered_imports",
+        "from horovod.common.basics import HorovodBasics  # HERE",
+        "from horovod import run, __version__\nfrom horovod.common import elastic\nfrom horovod.common.util import x",
+    ),
+    ("horovod_run", "import horovod\nhorovod.run(train, np=2)  # HERE", "import horovod\nhorovod.__version__"),
+    ("horovod_run", "from horovod import run\nrun(train)  # HERE", "from horovod import run"),
+    ("build_questions", "if hvd.nccl_built():  # HERE\n    pass", "print(hvd.nccl_built())"),
+    ("build_questions", "a = 1 if x and hvd.mpi_enabled() else 2  # HERE", "a = 1 if hvd.size() > 1 else 2"),
+    (
+        "variables",
+        "import os\nos.environ['HOROVOD_CYCLE_TIME'] = '1'  # HERE",
+        "import os\nos.environ['HOROVOD_TIMELINE'] = 'x'",
+    ),
+    (
+        "variables",
+        "import os\nos.environ.update(HOROVOD_AUTOTUNE='1')  # HERE",
+        "import os\nos.environ.get('HOROVOD_AUTOTUNE')",
+    ),
+    ("elastic_run", "@hvd.elastic.run  # HERE\ndef train(state): ...", "def train(state): ..."),
+    (
+        "padded_evaluation",
+        "test_sampler = torch.utils.data.DistributedSampler(data)  # HERE",
+        "train_sampler = torch.utils.data.DistributedSampler(train_data)\n"
+        "latest_sampler = torch.utils.data.DistributedSampler(data)",
+    ),
+    (
+        "padded_evaluation",
+        "sampler = hvd.elastic.ElasticSampler(valset)  # HERE",
+        "valset = torch.utils.data.Subset(valset, range(hvd.rank(), len(valset), hvd.size()))",
+    ),
+    (
+        "padded_evaluation",
+        "s = torch.utils.data.DistributedSampler(d)  # HERE\nloader = DataLoader(d, sampler=s)\n"
+        "model.eval()\nfor batch in tqdm(loader): pass",
+        "s = torch.utils.data.DistributedSampler(d)\nloader = DataLoader(d, sampler=s)\n"
+        "model.eval()\nmodel.train()\nfor batch in tqdm(loader): pass",
+    ),
+    ("code_in_objects", "hvd.broadcast_object([lambda x: x])  # HERE", "hvd.broadcast_object({'a': [1, x]})"),
+    (
+        "code_in_objects",
+        "class State: pass\ns = State()\nhvd.allgather_object(s)  # HERE",
+        "class State: pass\ns = State()\nhvd.allgather_object(s.__dict__)",
+    ),
+    (
+        "code_in_objects",
+        "def f(): pass\nhvd.broadcast_object(obj=f)  # HERE",
+        "def f(): pass\nhvd.broadcast_object(obj=f())",
+    ),
+    (
+        "collective_on_some_ranks",
+        "if hvd.rank() == 0:\n    hvd.barrier()  # HERE",
+        "if hvd.rank() == 0:\n    print()\nhvd.barrier()",
+    ),
+    (
+        "collective_on_some_ranks",
+        "def test():\n    return hvd.allreduce(x)\nfirst = hvd.rank() == 0\nif first and x:\n    test()  # HERE",
+        "def test():\n    return hvd.allreduce(x)\nfirst = hvd.rank() == 0\nx = test()\nif first and x:\n    print(x)",
+    ),
+    (
+        "collective_on_some_ranks",
+        "def save():\n    if hvd.rank() != 0:\n        return\n    hvd.join()  # HERE",
+        "def save():\n    if hvd.rank() != 0:\n        return\n    print()",
+    ),
+    (
+        "collective_on_some_ranks",
+        "rank = hvd.rank()\nif not rank:\n    pass\nelse:\n    x = hvd.broadcast_object(None)  # HERE",
+        "rank = hvd.rank()\nif not rank:\n    x = hvd.broadcast_object(3)\nelse:\n    x = hvd.broadcast_object(None)",
+    ),
+    ("rate_times_size", "torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, lr=0.1)"),
+    ("rate_times_size", "torch.optim.SGD(p, 0.1 * hvd.size())  # HERE", "torch.optim.SGD(p, 0.1 / hvd.size())"),
+    (
+        "rate_times_size",
+        "scale = 1 if x else 2 * hvd.size()\nargs.lr *= scale\ntorch.optim.Adam(p, lr=args.lr)  # HERE",
+        "scale = 2 * hvd.size()\nsteps = len(loader) // scale\ntorch.optim.Adam(p, lr=args.lr)",
+    ),
+    (
+        "rate_times_size",
+        "def scale():\n    return hvd.size()\nfor group in o.param_groups:\n    group['lr'] = lr * scale()  # HERE",
+        "for group in o.param_groups:\n    group['lr'] = lr * factor",
+    ),
+    (
+        "clip_before_synchronize",
+        WRAP + "loss.backward()\ntorch.nn.utils.clip_grad_norm_(p, 1)  # HERE\noptimizer.step()",
+        WRAP + "loss.backward()\noptimizer.synchronize()\ntorch.nn.utils.clip_grad_norm_(p, 1)\n"
+        "with optimizer.skip_synchronize():\n    optimizer.step()",
+    ),
+    (
+        "clip_before_synchronize",
+        WRAP + "def f(self):\n    clip_grad_value_(p, 1)  # HERE\n    scaler.step(self.optimizer)",
+        "def f(self):\n    clip_grad_value_(p, 1)\n    self.optimizer.step()",
+    ),
+    (
+        "scaler_before_synchronize",
+        WRAP + "scaler.scale(loss).backward()\nscaler.unscale_(optimizer)  # HERE\nscaler.step(optimizer)",
+        WRAP + "scaler.scale(loss).backward()\noptimizer.synchronize()\nscaler.unscale_(optimizer)\n"
+        "with optimizer.skip_synchronize():\n    scaler.step(optimizer)",
+    ),
+    (
+        "scaler_before_synchronize",
+        WRAP + "if amp:\n    optimizer.synchronize()\nelse:\n    scaler.step(optimizer)  # HERE",
+        WRAP + "for o in [1]:\n    optimizer.synchronize()\n    other.step()\n    with optimizer.skip_synchronize():\n"
+        "        scaler.step(optimizer)",
+    ),
+    (
+        "second_reduction",
+        WRAP + "loss.backward()\noptimizer.synchronize()\noptimizer.step()  # HERE",
+        WRAP + "if clip:\n    optimizer.synchronize()\n    with optimizer.skip_synchronize():\n        optimizer.step()\n"
+        "else:\n    optimizer.step()",
+    ),
+    (
+        "zero_grad_before_step",
+        WRAP + "loss.backward()\noptimizer.zero_grad()  # HERE\noptimizer.step()",
+        WRAP + "loss.backward()\noptimizer.step()\noptimizer.zero_grad()\nlast.backward()\noptimizer.step()",
+    ),
+    ("set_to_none", WRAP + "optimizer.zero_grad(set_to_none=True)  # HERE", WRAP + "model.zero_grad(set_to_none=True)"),
+    (
+        "group_after_wrapping",
+        WRAP + "optimizer.add_param_group({'params': p})  # HERE",
+        "optimizer.add_param_group({'params': p})\n" + WRAP,
+    ),
+    (
+        "checkpoint_before_wrapping",
+        "optimizer.load_state_dict(state)  # HERE\n" + WRAP,
+        "model.load_state_dict(state)\n" + WRAP + "optimizer.load_state_dict(state)",
+    ),
+    ("optimizer_state", "hvd.broadcast_optimizer_state(o, 0)  # HERE\nhvd.broadcast_optimizer_state(o, 0)", ""),
+]
+BY_NAME = {rule.__name__: rule for rule in RULES}
+
+
+def source(snippet: str) -> Source:
+    return Source(f"import torch\nimport horovod.torch as hvd\n{snippet}\n")
+
+
+@pytest.mark.parametrize(("rule", "wrong", "right"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
+def test_a_rule_speaks_of_its_line_alone(rule, wrong, right):
+    (finding,) = BY_NAME[rule](source(wrong))
+    assert finding.line == 3 + next(i for i, line in enumerate(wrong.splitlines()) if "HERE" in line)
+    assert "; " in finding.message  # the cure
+    assert list(BY_NAME[rule](source(right))) == []
+
+
+def test_every_rule_has_a_case():
+    assert {case[0] for case in CASES} == set(BY_NAME)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from horovod.torch import allreduce as ar\nar(x)",
+        "import horovod.torch\nhorovod.torch.allreduce(x)",
+        "from horovod import torch as h\nh.allreduce(x)",
+        "from horovod.torch import *\nallreduce(x)",
+        "import dualtrain.hvd as hvd\nhvd.allreduce(x)",
+        "def f():\n  import horovod.torch as hvd; hvd.allreduce(x)",
+    ],
+)
+def test_imports_are_followed(text):
+    assert [finding.line for finding in discarded_result(Source(text))] == [2]
+
+
+CLEAN = """
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+model = Net()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+scaler = torch.amp.GradScaler()
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+sampler = torch.utils.data.DistributedSampler(train_data, num_replicas=hvd.size(), rank=hvd.rank())
+loader = torch.utils.data.DataLoader(train_data, sampler=sampler)
+val_loader = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(hvd.rank(), len(data), hvd.size())))
+
+
+def evaluate():
+    model.eval()
+    right = torch.zeros(2)
+    for x, y in val_loader:
+        right += torch.tensor([(model(x).argmax(1) == y).sum(), len(y)])
+    right = hvd.allreduce(right, op=hvd.Sum, name="right")
+    return right[0] / right[1]
+
+
+for epoch in range(3):
+    model.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        scaler.scale(model(x, y)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    accuracy = evaluate()
+    if hvd.rank() == 0:
+        print(accuracy)
+        torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def test_a_clean_script_differs_at_most(tmp_path, capsys):
+    script = tmp_path / "clean.py"
+    script.write_text(CLEAN)
+    assert check([str(script)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 file read: 1 differs"
+    assert {finding.level for finding in findings(Source(CLEAN))} == {"differs"}
+
+
+def test_findings_are_printed_by_line(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("import horovod.torch as hvd\nx = hvd.allreduce(x)\nhvd.nothing()\nhvd.allreduce(x)\n")
+    assert check([str(script)]) == 1
+    *lines, summary = capsys.readouterr().out.splitlines()
+    assert [line.partition("]")[0] + "]" for line in lines] == [
+        f"{script}:{number}: [{level}]" for number, level in [(2, "differs"), (3, "unsupported"), (4, "trap")]
+    ]
+    assert summary == "1 file read: 1 trap, 1 unsupported, 1 differs"
+
+
+def test_files_given_together_share_their_optimizers(tmp_path, capsys):
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text(f"import horovod.torch as hvd\n{WRAP}")
+    other.write_text("def step(optimizer):\n    loss.backward()\n    scaler.step(optimizer)\n")
+    assert check([str(other)]) == 0
+    assert "no use of Horovod" in capsys.readouterr().out
+    assert check([str(one), str(other)]) == 1
+    assert f"{other}:3: [trap]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("content", "says"), [(b"a b\n", ":1 is no valid Python"), (b"\xff\xfe", "not text in UTF-8")])
+def test_a_file_that_is_no_python_is_refused(tmp_path, content, says, capsys):
+    script = tmp_path / "script.py"
+    script.write_bytes(content)
+    assert check([str(script)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+
+
+def test_reading_needs_no_torch(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CLEAN)
+    program = f"import sys; from dualtrain.horovodize.__main__ import main; main(['--check', {str(script)!r}])"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{program}; assert 'torch' not in sys.modules and 'dualtrain.hvd' not in sys.modules"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,0 +1,680 @@
+"""``hvd.elastic`` in one process: what is saved, restored, dealt out and retried. Other ranks are played by patches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections import Counter, deque
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from dualtrain.hvd import elastic
+from dualtrain.hvd.elastic import common, sampler, state
+from tests.conftest import require_horovod
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 2),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=99),
+    "sequence": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]),
+}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, 0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, torch.tensor(0.1), weight_decay=0.1),
+}
+
+
+@contextmanager
+def world(size=1, rank=0, module=sampler):
+    with mock.patch.multiple(module, rank=lambda: rank, size=lambda: size):
+        yield
+
+
+@pytest.fixture
+def sent():
+    """What this rank, the root of a world of one, hands to the functions that broadcast."""
+    calls = []
+
+    def call(name):
+        def broadcast(obj, *args, **kwargs):
+            calls.append((name, obj, kwargs))
+            return obj
+
+        return broadcast
+
+    with ExitStack() as patches:
+        for name in ("broadcast_object", "broadcast_parameters", "broadcast_optimizer_state"):
+            patches.enter_context(mock.patch.object(state, name, call(name)))
+        patches.enter_context(world())
+        yield calls
+
+
+@pytest.fixture
+def resets():
+    """The calls of ``shutdown`` and ``init`` that ``run`` makes."""
+    calls = mock.Mock()
+    with mock.patch.object(elastic, "shutdown", calls.shutdown), mock.patch.object(elastic, "init", calls.init):
+        yield calls
+
+
+def objects(**kwargs):
+    return elastic.ObjectState(lambda obj: obj, lambda: 0, **kwargs)
+
+
+def training(kind="sgd", **kwargs):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    return elastic.TorchState(model, optimizer, **kwargs)
+
+
+def step(trained):
+    loss = trained.model(torch.rand(5, 3)).sum() * random.random() * numpy.random.rand()
+    trained.optimizer.zero_grad()
+    loss.backward()
+    trained.optimizer.step()
+
+
+def assert_same(left, right):
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    else:
+        assert left == right
+
+
+# -- plain objects ------------------------------------------------------------------------------------------------
+
+
+def test_objects_are_attributes():
+    held = objects(epoch=3, history=[1])
+    held.epoch += 1
+    assert (held.epoch, held.history) == (4, [1])
+    held.restore()
+    assert held.epoch == 3
+
+
+def test_what_changes_inside_an_object_is_rolled_back_as_often_as_needed():
+    history = [[1]]
+    held = objects(history=history)
+    assert held.history is history
+    for _ in range(3):
+        held.history[0].append(2)
+        held.history.append(3)
+        held.restore()
+        assert held.history == [[1]]
+    held.history.append(4)
+    held.commit()
+    held.history.clear()
+    for _ in range(2):
+        held.restore()
+        assert held.history == [[1], 4]
+
+
+def test_what_objects_share_their_copies_share():
+    shared = [1]
+    held = objects(a=shared, b={"a": shared}, c=torch.zeros(2))
+    held.c += 1
+    held.restore()
+    assert held.a is held.b["a"]
+    assert held.c.tolist() == [0, 0]
+
+
+def test_an_object_that_cannot_be_copied_is_named():
+    with pytest.raises(TypeError, match=r"^the state's 'loss' cannot be committed.*\(.+\): keep plain values"):
+        objects(loss=torch.ones(1, requires_grad=True) * 2)
+
+
+def test_sync_takes_the_roots_objects_and_saves_them():
+    held = elastic.ObjectState(lambda obj: {**obj, "epoch": 7, "seen": [1, 2]}, lambda: 1, epoch=0, seen=[])
+    held.epoch = 5
+    held.sync()
+    assert (held.epoch, held.seen) == (7, [1, 2])
+    held.epoch = 9
+    held.seen.append(3)
+    held.restore()
+    assert (held.epoch, held.seen) == (7, [1, 2])
+
+
+def test_sync_gives_what_the_root_has_now_not_its_last_commit():
+    bcast = mock.Mock(side_effect=lambda obj: obj)
+    held = elastic.ObjectState(bcast, lambda: 0, batch=0)
+    held.batch = 15
+    held.sync()
+    bcast.assert_called_once_with({"batch": 15})
+    assert held.batch == 15
+
+
+def test_without_objects_nothing_travels():
+    bcast = mock.Mock()
+    elastic.ObjectState(bcast, lambda: 0).sync()
+    bcast.assert_not_called()
+
+
+# -- hosts --------------------------------------------------------------------------------------------------------
+
+
+def interrupted(held):
+    """``skip_sync`` of the interrupt that a check raises, if any."""
+    try:
+        held.check_host_updates()
+    except elastic.HostsUpdatedInterrupt as interrupt:
+        return interrupt.skip_sync
+    return None
+
+
+UPDATES = common.HostUpdateResult
+
+
+@pytest.mark.parametrize(
+    ("updates", "skip_sync"),
+    [
+        ([], None),
+        ([(1, UPDATES.removed)], True),
+        ([(1, UPDATES.added)], False),
+        ([(1, UPDATES.no_update)], False),
+        ([(1, UPDATES.removed), (2, UPDATES.removed)], True),
+        ([(1, UPDATES.removed), (2, UPDATES.added)], False),
+        ([(2, UPDATES.removed), (1, UPDATES.added)], True),  # the later news came first
+        ([(0, UPDATES.added)], None),
+    ],
+)
+@pytest.mark.parametrize("whose", ["ours", "horovod"])
+def test_a_check_raises_once_what_was_heard(updates, skip_sync, whose):
+    if whose == "ours":
+        held = objects(a=1)
+    else:
+        require_horovod()
+        from horovod.common import elastic as real
+        from horovod.common.exceptions import HostsUpdatedInterrupt
+
+        held = real.ObjectState(lambda obj: obj, lambda: 0, a=1)
+    for timestamp, update in updates:
+        held.on_hosts_updated(timestamp, update)
+    if whose == "ours":
+        assert interrupted(held) is skip_sync
+        assert interrupted(held) is None
+    elif skip_sync is not None:
+        with pytest.raises(HostsUpdatedInterrupt) as caught:
+            held.check_host_updates()
+        assert caught.value.skip_sync is skip_sync
+    held.check_host_updates()
+
+
+def test_the_root_decides_whether_hosts_have_changed():
+    held = objects(a=1)
+    held._bcast_object = lambda _: (0, 3, 1)
+    assert interrupted(held) is True
+    held._bcast_object = lambda _: (3, 3, 0)
+    held.on_hosts_updated(9, UPDATES.added)
+    assert interrupted(held) is None
+
+
+def test_only_plain_values_travel_in_a_check():
+    held = objects(a=1)
+    held._bcast_object = mock.Mock(side_effect=lambda obj: obj)
+    held.on_hosts_updated(1, UPDATES.mixed)
+    assert interrupted(held) is False
+    ((found,), _) = held._bcast_object.call_args
+    assert [type(value) for value in found] == [int, int, int]
+
+
+def test_commit_saves_before_it_raises():
+    held = objects(batch=1)
+    held.batch = 2
+    held.on_hosts_updated(1, UPDATES.added)
+    with pytest.raises(elastic.HostsUpdatedInterrupt):
+        held.commit()
+    held.restore()
+    assert held.batch == 2
+
+
+def test_a_reset_forgets_the_news_and_calls_back_in_order():
+    held, seen = objects(a=1), []
+    held.register_reset_callbacks([lambda: seen.append(1), lambda: seen.append(2)])
+    held.register_reset_callbacks([lambda: seen.append(3)])
+    held.reset = lambda: seen.append(0)
+    held.on_hosts_updated(1, UPDATES.added)
+    held.on_reset()
+    assert seen == [0, 1, 2, 3]
+    assert interrupted(held) is None
+
+
+# -- run ----------------------------------------------------------------------------------------------------------
+
+
+def recorded(fail_in_sync=()):
+    """A state that says what ``run`` does with it."""
+    held = mock.Mock()
+    held.sync.side_effect = [*fail_in_sync, *[None] * 9]
+    return held
+
+
+def did(held):
+    return [call[0] for call in held.method_calls]
+
+
+def attempts(*outcomes):
+    """A training that raises the first outcomes and returns the last."""
+    left = deque(outcomes)
+
+    @elastic.run
+    def train(held, *args, **kwargs):
+        """Trains."""
+        held.train(*args, **kwargs)
+        outcome = left.popleft()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    return train
+
+
+def test_run_syncs_trains_and_returns(resets):
+    held, train = recorded(), attempts("done")
+    assert train(held, 1, two=2) == "done"
+    assert did(held) == ["sync", "train"]
+    held.train.assert_called_once_with(1, two=2)
+    assert resets.method_calls == []
+    assert (train.__name__, train.__doc__) == ("train", "Trains.")
+
+
+def test_after_a_failed_collective_the_state_is_restored_and_synced(resets):
+    held = recorded()
+    assert attempts(elastic.HorovodInternalError("lost"), "done")(held) == "done"
+    assert did(held) == ["sync", "train", "restore", "on_reset", "sync", "train"]
+    assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
+
+
+def test_a_sync_that_fails_is_tried_again(resets):
+    held = recorded([elastic.HorovodInternalError("lost")] * 2)
+    assert attempts("done")(held) == "done"
+    assert did(held) == ["sync", "restore", "on_reset"] * 2 + ["sync", "train"]
+    assert len(resets.method_calls) == 4
+
+
+@pytest.mark.parametrize("skip_sync", [True, False])
+def test_after_a_change_of_hosts_nothing_is_restored(resets, skip_sync):
+    held = recorded()
+    assert attempts(elastic.HostsUpdatedInterrupt(skip_sync), "done")(held) == "done"
+    assert did(held) == ["sync", "train", "on_reset", *["sync"] * (not skip_sync), "train"]
+    assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
+
+
+def test_a_failure_after_a_skipped_sync_syncs_again(resets):
+    held = recorded()
+    attempts(elastic.HostsUpdatedInterrupt(True), elastic.HorovodInternalError("lost"), "done")(held)
+    assert did(held) == ["sync", "train", "on_reset", "train", "restore", "on_reset", "sync", "train"]
+
+
+def test_other_errors_go_through(resets):
+    held = recorded()
+    with pytest.raises(RuntimeError, match="mine"):
+        attempts(RuntimeError("mine"))(held)
+    assert did(held) == ["sync", "train"]
+    assert resets.method_calls == []
+    assert held not in common.notification_manager._listeners
+
+
+def test_news_reach_the_state_that_is_trained(resets, sent):
+    held, epochs = elastic.TorchState(epoch=0), []
+
+    @elastic.run
+    def train(held):
+        while held.epoch < 3:
+            epochs.append(held.epoch)
+            held.epoch += 1
+            if len(epochs) == 2:
+                common.notification_manager.handle_hosts_updated(1, UPDATES.added)
+            held.check_host_updates()
+
+    train(held)
+    assert epochs == [0, 1, 2]
+    resets.init.assert_called_once_with()
+    common.notification_manager.handle_hosts_updated(2, UPDATES.added)  # nobody trains any more
+    assert interrupted(held) is None
+
+
+# -- models, optimizers, schedulers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_after_a_restore_repeat_those_after_the_commit_bit_for_bit(sent, kind):
+    trained = training(kind)
+    for _ in range(2):
+        step(trained)
+    trained.commit()
+    ends = []
+    for _ in range(3):
+        for _ in range(3):
+            step(trained)
+        ends.append(copy.deepcopy((trained.model.state_dict(), trained.optimizer.state_dict())))
+        trained.restore()
+    assert_same(ends[0], ends[1])
+    assert_same(ends[0], ends[2])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_saved_before_its_first_step_comes_back_empty(sent, kind):
+    trained = training(kind)
+    start = copy.deepcopy(trained.model.state_dict())
+    for _ in range(2):
+        step(trained)
+        assert trained.optimizer.state
+        trained.restore()
+        assert not trained.optimizer.state
+        assert_same(dict(trained.model.state_dict()), dict(start))
+
+
+def test_options_of_the_optimizer_are_rolled_back(sent):
+    trained = training("adamw")
+    trained.optimizer.param_groups[0]["lr"].mul_(2)
+    trained.optimizer.param_groups[0]["weight_decay"] = 9
+    trained.restore()
+    group = trained.optimizer.param_groups[0]
+    assert (group["lr"].item(), group["weight_decay"]) == (pytest.approx(0.1), 0.1)
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_are_rolled_back(sent, kind):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+    scheduler = SCHEDULERS[kind](optimizer)
+    held = elastic.TorchState(optimizer=optimizer, scheduler=scheduler)
+
+    def rates(steps):
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    rates(1)
+    held.commit()
+    first = rates(4)
+    for _ in range(2):
+        held.restore()
+        assert rates(4) == first
+
+
+def test_schedulers_and_scalers_are_synced(sent):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    scheduler = lr_scheduler.MultiStepLR(optimizer, [1])
+    held = elastic.TorchState(scheduler=scheduler)
+    root = {**scheduler.state_dict(), "last_epoch": 5}
+    with mock.patch.object(state, "broadcast_object", lambda obj: root if "last_epoch" in obj else obj):
+        held.sync()
+    assert scheduler.last_epoch == 5
+    scheduler.last_epoch = 6
+    held.restore()
+    assert scheduler.last_epoch == 5
+
+
+class _Extra(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, seen):
+        self.seen = seen
+
+
+def test_extra_state_of_a_model_is_rolled_back_as_often_as_needed(sent):
+    model = _Extra()
+    held = elastic.TorchState(model)
+    for _ in range(2):
+        model.seen.append(1)
+        held.restore()
+        assert model.seen == []
+
+
+def test_random_numbers_are_rolled_back(sent):
+    def draw():
+        return random.random(), numpy.random.rand(), torch.rand(1).item()
+
+    held = elastic.TorchState(epoch=0)
+    draw()
+    held.commit()
+    first = draw()
+    held.sync()  # a commit, too
+    second = draw()
+    assert second != first
+    for _ in range(2):
+        held.restore()
+        assert draw() == second
+
+
+def test_the_gpus_random_numbers_belong_to_it_once_there_is_one(sent):
+    with mock.patch.object(state.torch, "cuda") as cuda:
+        cuda.is_initialized.return_value = True
+        elastic.TorchState().restore()
+        cuda.set_rng_state.assert_called_once_with(cuda.get_rng_state.return_value)
+        cuda.set_rng_state.reset_mock()
+        cuda.is_initialized.return_value = False
+        elastic.TorchState().restore()
+        cuda.set_rng_state.assert_not_called()
+
+
+def test_sync_broadcasts_every_kind_from_rank_0(sent):
+    with world():
+        dealt = elastic.ElasticSampler(range(4))
+    trained = training(sampler=dealt, epoch=2)
+    trained.sync()
+    assert [name for name, _, _ in sent] == [
+        "broadcast_object",
+        "broadcast_parameters",
+        "broadcast_optimizer_state",
+        "broadcast_object",
+    ]
+    assert sent[0][1] == {"epoch": 0, "processed_num": 0}
+    assert list(sent[1][1]) == list(trained.model.state_dict())
+    assert sent[2][1] is trained.optimizer
+    assert sent[1][2] == sent[2][2] == {"root_rank": 0}
+    assert sent[3][1] == {"epoch": 2}
+
+
+def test_what_was_synced_is_what_a_restore_comes_back_to(sent):
+    trained = training()
+
+    def from_root(parameters, root_rank):
+        for value in parameters.values():
+            value.fill_(3)
+
+    with mock.patch.object(state, "broadcast_parameters", from_root):
+        trained.sync()
+    step(trained)
+    trained.restore()
+    assert {value.unique().item() for value in trained.model.state_dict().values()} == {3.0}
+
+
+def test_another_model_takes_the_place_of_the_first(sent):
+    trained = training()
+    other = torch.nn.Linear(2, 2)
+    weight = other.weight.clone()
+    trained.model = other
+    with torch.no_grad():
+        other.weight.zero_()
+    trained.restore()
+    assert trained.model is other
+    assert torch.equal(other.weight, weight)
+
+
+def test_a_model_that_comes_later_is_handled_as_one(sent):
+    held = elastic.TorchState(epoch=0)
+    model = torch.nn.Linear(2, 2)
+    held.model = model
+    weight = model.weight.clone()
+    held.commit()
+    with torch.no_grad():
+        model.weight.zero_()
+    held.restore()
+    assert held.model is model
+    assert torch.equal(model.weight, weight)
+    held.sync()
+    assert [(name, obj) for name, obj, _ in sent if name == "broadcast_object"][-1][1] == {"epoch": 0, "optimizer": None}
+
+
+def test_a_reset_deals_out_anew_without_a_sync(sent):
+    with world(2, 1):
+        dealt = elastic.ElasticSampler(range(8), shuffle=False)
+        held = elastic.TorchState(sampler=dealt)
+        dealt.record_batch(0, 1)
+        assert list(dealt) == [1, 3, 5, 7]
+    with world(3, 0):
+        held.on_reset()
+    assert list(dealt) == [2, 5]
+
+
+class _Number:
+    value = 0
+
+
+class _NumberHandler(state.StateHandler):
+    def save(self):
+        self.saved = self.value.value
+
+    def restore(self):
+        self.value.value = self.saved
+
+    def sync(self):
+        self.value.value = 42
+
+
+def test_handlers_of_ones_own(sent):
+    before = state.get_handler_registry()
+    state.set_handler_registry([(_Number, _NumberHandler), *before])
+    try:
+        held = elastic.TorchState(counter=_Number())
+    finally:
+        state.set_handler_registry(before)
+    held.sync()
+    held.counter.value = 1
+    held.restore()
+    held.on_reset()
+    assert held.counter.value == 42
+
+
+# -- the sampler --------------------------------------------------------------------------------------------------
+
+
+def deal(kind, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
+    """What each rank of a world of ``size`` gets, and its attributes."""
+    found = []
+    for rank in range(size):
+        if kind == "ours":
+            cls, module = elastic.ElasticSampler, sampler
+        else:
+            import horovod.torch.elastic.sampler as module
+
+            cls = module.ElasticSampler
+        with world(size, rank, module):
+            one = cls(list(range(samples)), shuffle=shuffle, seed=seed)
+            one.load_state_dict({"epoch": epoch, "processed_num": processed})
+            names = "epoch processed_num num_replicas rank remaining_indices num_samples total_size seed shuffle"
+            found.append((list(one), one.indices, len(one), one.state_dict(), [getattr(one, n) for n in names.split()]))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_is_horovods(size, shuffle):
+    require_horovod()
+    for samples, seed, epoch, processed in [(10, 0, 0, 0), (11, 5, 2, 4), (23, 1, 1, 12), (8, 0, 3, 8)]:
+        case = functools.partial(
+            deal, samples=samples, size=size, shuffle=shuffle, seed=seed, epoch=epoch, processed=processed
+        )
+        assert case("ours") == case("horovod")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_every_sample_is_dealt_and_all_ranks_get_equally_many(size):
+    for left in range(20):
+        shares = [share for share, *_ in deal("ours", 20, size, processed=20 - left)]
+        assert {len(share) for share in shares} == {-(-left // size)}
+        counts = Counter(sample for share in shares for sample in share).values()
+        assert len(counts) == left
+        assert not counts or max(counts) - min(counts) <= 1
+
+
+def test_fewer_samples_than_ranks_are_repeated():
+    shares = [share for share, *_ in deal("ours", 10, 5, shuffle=False, processed=8)]
+    assert shares == [[8], [9], [8], [9], [8]]
+
+
+def test_what_is_processed_never_exceeds_the_dataset():
+    with world(4, 1):
+        dealt = elastic.ElasticSampler(range(10))
+        assert len(dealt) == 3
+        for number, batch in enumerate((2, 2)):  # the second says its nominal size
+            dealt.record_batch(number, batch)
+        assert dealt.processed_num == 10
+        dealt.load_state_dict(dealt.state_dict())
+        assert (list(dealt), len(dealt)) == ([], 0)
+        dealt.load_state_dict({"epoch": 1, "processed_num": 16})  # Horovod counts further
+        assert dealt.processed_num == 10
+
+
+def test_an_epoch_is_gone_through_once_although_the_world_changes():
+    samples, seen, saved = 29, [], {"epoch": 3, "processed_num": 0}
+    for size, batches in ((4, 2), (3, 1), (2, 99)):
+        for rank in range(size):
+            with world(size, rank):
+                dealt = elastic.ElasticSampler(range(samples), seed=1)
+                dealt.load_state_dict(saved)
+                share = list(dealt)
+                for number in range(batches):
+                    batch = share[2 * number : 2 * number + 2]
+                    seen += batch
+                    dealt.record_batch(number, len(batch))
+        saved = dealt.state_dict()
+    assert saved == {"epoch": 3, "processed_num": samples}
+    assert set(seen) == set(range(samples))
+    assert len(seen) == samples + 1  # the last deal was 7 samples for 2 ranks
+
+
+def test_the_next_epoch_begins_with_all_samples_in_another_order():
+    with world(2, 0):
+        dealt = elastic.ElasticSampler(range(10))
+        first = list(dealt)
+        dealt.record_batch(0, 5)
+        assert list(dealt) == first  # nothing is left out before a reset
+        dealt.set_epoch(1)
+        assert (dealt.epoch, dealt.processed_num, len(dealt)) == (1, 0, 5)
+        assert list(dealt) != first
+        dealt.set_epoch(0)
+        assert list(dealt) == first
+
+
+def test_the_sampler_feeds_a_data_loader_and_its_progress_is_rolled_back(sent):
+    dealt = elastic.ElasticSampler(range(10), shuffle=False)
+    loader = torch.utils.data.DataLoader(list(range(10)), batch_size=3, sampler=dealt)
+    held = elastic.TorchState(sampler=dealt)
+    for number, batch in enumerate(loader):
+        dealt.record_batch(number, len(batch))
+        if number == 1:
+            held.commit()
+    assert dealt.processed_num == 10
+    held.restore()
+    assert dealt.processed_num == 6
+    assert [batch.tolist() for batch in loader] == [[6, 7, 8], [9]]
