@@ -6,6 +6,7 @@ The only file that reads the environment variables of launchers. Everything else
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -150,7 +151,18 @@ def _srun(v: _Variables) -> World:
     size = v.number("SLURM_NTASKS")
     per_node = v.text("SLURM_STEP_TASKS_PER_NODE") or str(size)  # such as 4(x2),3
     first = v.whole("SLURM_STEP_TASKS_PER_NODE", per_node.partition("(")[0].partition(",")[0])
-    return v.world(v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), first)
+    place = v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), first
+    return v.world(*place, v.rendezvous() or _srun_rendezvous(v, single_host=first == size))
+
+
+def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | None:
+    """The step's first host, and a port that its number gives: srun offers no way to tell one another of a free one."""
+    hosts = v.text("SLURM_STEP_NODELIST") or v.text("SLURM_NODELIST")  # such as gpu[01-03,07],login
+    if not single_host and hosts is None:
+        return None
+    first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts or "")[0])  # type: ignore[index]
+    number = v.number("SLURM_JOB_ID", 0) * 97 + v.number("SLURM_STEP_ID", 0)
+    return "127.0.0.1" if single_host else first, 15000 + number % 15000
 
 
 def _environment(v: _Variables) -> World:

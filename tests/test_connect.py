@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,7 +73,14 @@ def test_alone_under_a_launcher_of_two_is_refused():
 
 
 def test_torch_without_a_rendezvous_names_the_variables():
-    with pytest.raises(UserError, match=r"mpirun sets no MASTER_ADDR and MASTER_PORT; start with torchrun"):
+    with pytest.raises(UserError, match=r"environment sets no MASTER_ADDR and MASTER_PORT; start with torchrun"):
+        connect("torch", world=World(0, 2, 0, 2, launcher="environment"))
+
+
+def test_mpi_that_is_not_the_launchers_is_refused(monkeypatch):
+    comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=comm)))
+    with pytest.raises(UserError, match=r"mpi4py is rank 0 of 1, but mpirun started rank 0 of 2: .*rebuild"):
         connect("torch", world=World(0, 2, 0, 2, launcher="mpirun"))
 
 

@@ -191,10 +191,12 @@ def test_a_refusal_is_said_under_a_launcher_too(launcher, arguments, part, folde
     assert str(ROOT / "dualtrain") not in end.stderr  # no frame of ours: the launchers' own tracebacks are theirs
 
 
-def test_horovodrun_cannot_be_mistaken_for_torchs_launcher(folder):
-    end = run(horovodrun(2, "--backend", "torch", "--run-dir", str(folder), controller="--gloo"))
-    assert end.returncode != 0
-    assert "MASTER_ADDR" in end.stderr
+@pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
+def test_torch_runs_under_horovods_launcher(controller, folder):
+    end = run(horovodrun(2, "--backend", "torch", "--epochs", "1", "--run-dir", str(folder), controller=controller))
+    assert end.returncode == 0, end.stderr
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["backend"], summary["world_size"]) == ("torch", 2)
 
 
 def test_the_demo_ends_with_a_table(tmp_path):

@@ -137,6 +137,28 @@ def test_tasks_per_node_may_be_uneven(tasks):
     assert detect_world({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks}).local_size == 4
 
 
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "host"),
+    [
+        ("gpu[01-03,07],login", "2(x4)", "gpu01"),
+        ("rack1n[3,5],a", "4,4", "rack1n3"),
+        ("a,b", "4(x2)", "a"),
+        ("a", "8", "127.0.0.1"),
+        (None, "8", "127.0.0.1"),
+    ],
+)
+def test_srun_meets_at_the_first_host(nodes, tasks, host):
+    env = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_JOB_ID": "123456"}
+    env |= {"SLURM_STEP_NODELIST": nodes} if nodes else {}
+    world = detect_world(env)
+    assert world.rendezvous is not None
+    assert world.rendezvous[0] == host
+    assert 15000 <= world.rendezvous[1] < 30000
+    other = detect_world({**env, "SLURM_STEP_ID": "1"})
+    assert other.rendezvous is not None
+    assert other.rendezvous[1] != world.rendezvous[1]
+
+
 RANKS = {"torchrun": "RANK", "horovodrun --gloo": "HOROVOD_RANK", "mpirun": "OMPI_COMM_WORLD_RANK", "srun": "SLURM_PROCID"}
 
 

@@ -24,7 +24,7 @@ from dualtrain.backends.collectives import Backend
 from dualtrain.backends.hosts import loopback, variables
 from dualtrain.backends.http_store import HttpStore
 from dualtrain.errors import UserError
-from dualtrain.launchers import World
+from dualtrain.launchers import World, detect_world
 
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
@@ -58,6 +58,21 @@ def stand_in_for(package: str) -> None:
     for part in ("exceptions", "process_sets", "util"):
         sys.modules[f"{package}.{part}"] = importlib.import_module(f"horovod.common.{part}")
     sys.modules[package] = library
+    world = detect_world()
+    if not world.launcher.startswith(("horovodrun", "mpi")):
+        _teach_to_start(library, world)
+
+
+def _teach_to_start(library: Any, world: World) -> None:
+    """Has Horovod's ``init`` find a world that neither MPI nor horovodrun has made; by itself it would start alone."""
+    plain, kept = library.init, []
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        if not library.is_initialized():
+            kept.append(_initialise(partial(plain, *args, **kwargs), world, 300.0, launched=False))
+
+    for module in (library, library.mpi_ops, library.elastic):
+        module.init = init
 
 
 class _HorovodWork(Work[None]):
@@ -122,7 +137,7 @@ class HorovodBackend(Backend):
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
         if self._owns_world:
             # Kept: the store ends with rank 0's reference to it, when others may still be asking it.
-            self._store = _initialise(self.library, world, timeout, self._launched)
+            self._store = _initialise(self.library.init, world, timeout, self._launched)
         self._set = self.library.global_process_set
         self._scope = ""
         self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.library.size())): self._set}
@@ -215,21 +230,27 @@ class HorovodBackend(Backend):
             self._store = None
 
 
-def _initialise(library: Any, world: World, timeout: float, launched: bool) -> object:
+def _initialise(start: Callable[[], None], world: World, timeout: float, launched: bool) -> object:
     """Starts Horovod in the world that its own launcher made, or in one that the others are told of here.
+
+    Args:
+        start: Horovod's ``init``.
+        world: the place of this process.
+        timeout: seconds to wait for the others.
+        launched: whether Horovod's own launcher or MPI has started this process.
 
     Returns:
         What must live as long as the world does.
     """
     _set_defaults(world)
     if launched:
-        library.init()
+        start()
         return None
     if world.size == 1:
         with variables(_description(world)):
-            library.init()
+            start()
         return None
-    return _initialise_by_store(library, world, timeout)
+    return _initialise_by_store(start, world, timeout)
 
 
 def _set_defaults(world: World) -> None:
@@ -242,7 +263,7 @@ def _set_defaults(world: World) -> None:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
-def _initialise_by_store(library: Any, world: World, timeout: float) -> object:
+def _initialise_by_store(start: Callable[[], None], world: World, timeout: float) -> object:
     """Starts Horovod's Gloo controller with a rendezvous of our own, found through torch's store."""
     from dualtrain.backends.torch import meet
 
@@ -263,7 +284,7 @@ def _initialise_by_store(library: Any, world: World, timeout: float) -> object:
         variables(limits | _description(world)),
         _meeting_place(world.single_host, world.rank == 0, share, joined),
     ):
-        library.init()
+        start()
     return store
 
 
