@@ -27,7 +27,7 @@ class Transfer:
         before: a factor on each rank's gradients before they are summed.
         after: a factor on the sum; ``None`` for 1/size, the average.
         dtype: what wider floating-point gradients travel as, such as ``torch.float16``; ``None`` for their own dtype.
-        bucket_bytes: the most that travels at once; 0 for one gradient at a time.
+        bucket_bytes: the most that travels at once; 0 for one gradient at a time, ``None`` for about 25 MB.
         groups: parameters that travel together, whatever their size.
         sparse_as_dense: whether sparse gradients travel as dense ones, and are made sparse again.
     """
@@ -35,7 +35,7 @@ class Transfer:
     before: float = 1.0
     after: float | None = None
     dtype: torch.dtype | None = None
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
     groups: Sequence[Sequence[torch.Tensor]] = ()
     sparse_as_dense: bool = False
 
@@ -153,7 +153,7 @@ def _partition(slots: Sequence[Slot], transfer: Transfer) -> list[list[Slot]]:
         key = slot.param.dtype, slot.param.device, number
         size = slot.param.numel() * slot.param.element_size()
         group, filled = open_groups.get(key, ([], 0))
-        limit = transfer.bucket_bytes
+        limit = BUCKET_BYTES if transfer.bucket_bytes is None else transfer.bucket_bytes
         if groups and group is groups[0]:
             limit = min(limit, FIRST_BUCKET_BYTES)
         if not group or (number is None and filled + size > limit):

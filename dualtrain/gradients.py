@@ -60,6 +60,8 @@ class GradientReducer:
     ) -> None:
         if unused not in ("zero", "none"):
             raise ValueError(f'unused={unused!r} is not known: choose "zero" or "none"')
+        if transfer.dtype is not None and transfer.dtype not in backend.narrow:
+            raise ValueError(f"the {backend.name} backend does not carry {transfer.dtype}: compress to float16")
         if passes < 1:
             raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
         self.backend = backend

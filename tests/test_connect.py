@@ -135,6 +135,12 @@ FOUND = {
 }
 
 
+def test_without_mpi4py_the_message_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UserError, match=r"mpirun started 3 ranks, and without mpi4py .*pip install mpi4py"):
+        connect("torch", world=World(0, 3, 0, 3, launcher="mpirun"))
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_a_world_of_another_size_than_the_launchers_is_refused(name):
     if name == "horovod":

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dualtrain import BackendError, buckets
+from dualtrain.buckets import Transfer
 from dualtrain.gradients import GradientReducer
 from tests.models_for_tests import (
     EXACT,
@@ -998,3 +999,119 @@ def images_of_two_sizes(backend):
 
 def test_ranks_count_equally_whatever_their_batches(typical):
     typical(images_of_two_sizes)
+
+
+# -- how gradients travel -----------------------------------------------------------------------------------------
+
+
+def travels(backend, transfer, factor, tolerance):
+    model = perceptron()
+    expected = [g * factor(backend.size) for g in mean_gradients(model, of_every_rank(backend, vector_loss))]
+    reducer = GradientReducer(model.named_parameters(), backend, transfer=transfer)
+    for _ in range(2):
+        model.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        check(gradients(model), expected, rtol=tolerance, atol=tolerance)
+        reducer.renew()
+    assert all(p.grad.dtype == p.dtype for p in model.parameters())
+
+
+TRANSFERS = {
+    "sum": (Transfer(after=1.0), float, 1e-6),
+    "half before": (Transfer(before=0.5, after=2.0), lambda size: float(size), 1e-6),
+    "predivided": (Transfer(before=0.25), lambda size: 0.25, 1e-6),
+    "float16": (Transfer(dtype=torch.float16), lambda size: 1.0, 2e-3),
+    "one at a time": (Transfer(bucket_bytes=0), lambda size: 1.0, 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_factors_dtypes_and_sizes_of_a_transfer(typical, name):
+    typical(of_transfer, name)
+
+
+def of_transfer(backend, name):
+    travels(backend, *TRANSFERS[name])
+
+
+def bfloat16(backend):
+    transfer = Transfer(dtype=torch.bfloat16)
+    if torch.bfloat16 in backend.narrow:
+        travels(backend, transfer, lambda size: 1.0, 2e-2)
+        return
+    with pytest.raises(ValueError, match=r"does not carry torch\.bfloat16: compress to float16"):
+        GradientReducer(perceptron().named_parameters(), backend, transfer=transfer)
+
+
+def test_bfloat16_travels_where_the_library_knows_it(typical):
+    typical(bfloat16)
+
+
+def settled(backend, after):
+    model = nn.ModuleList([perceptron(1), perceptron(2)])
+    reducer = GradientReducer(model.named_parameters(), backend, transfer=Transfer(after=after))
+    x = vectors(backend.rank)
+    for _ in range(2):  # the first lays out
+        model.zero_grad()
+        model[0](x).sum().backward()
+        first = gradients(model[0])
+        model[1](x).sum().backward()  # sends everything again: the first part must stay what it is
+        check(gradients(model[0]), first)
+        reducer.renew()
+
+
+@pytest.mark.parametrize("after", [None, 1.0], ids=["average", "sum"])
+def test_a_second_backward_over_other_parameters_keeps_what_was_reduced(typical, after):
+    typical(settled, after)
+
+
+def grouped(backend):
+    model = conv_net()
+    chosen = [[model[0].weight, model[7].bias], [model[5].weight]]
+    expected = mean_gradients(model, of_every_rank(backend, image_loss))
+    reducer = GradientReducer(model.named_parameters(), backend, transfer=Transfer(groups=chosen, bucket_bytes=0))
+    for _ in range(2):
+        model.zero_grad()
+        image_loss(model, backend.rank).backward()
+        check(gradients(model), expected)
+        reducer.renew()
+    together = [{slot.param for slot in bucket.slots} for bucket in reducer._buckets]
+    assert all(set(group) in together for group in chosen)
+    assert len(together) == len(list(model.parameters())) - 1
+
+
+def test_groups_travel_together(typical):
+    typical(grouped)
+
+
+def dense(backend):
+    model = seeded(nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1)))
+    rows = torch.tensor([backend.rank, 9])
+    loss = lambda m, rank: m(torch.tensor([rank, 9])).sum()  # noqa: E731
+    expected = mean_gradients(model, of_every_rank(backend, loss))
+    reducer = GradientReducer(model.named_parameters(), backend, transfer=Transfer(sparse_as_dense=True))
+    for _ in range(2):
+        model.zero_grad()
+        model(rows).sum().backward()
+        assert model[0].weight.grad.is_sparse
+        check([p.grad.to_dense() for p in model.parameters()], [g.to_dense() for g in expected])
+        reducer.renew()
+
+
+def test_sparse_gradients_may_travel_as_dense_ones(typical):
+    typical(dense)
+
+
+def forgets(backend):
+    model = perceptron()
+    expected = mean_gradients(model, of_every_rank(backend, vector_loss))
+    reducer = GradientReducer(model.named_parameters(), backend)
+    vector_loss(model, backend.rank).backward()
+    reducer.forget(backend.group(range(backend.size)))
+    model.zero_grad()
+    vector_loss(model, backend.rank).backward()
+    check(gradients(model), expected)
+
+
+def test_a_reducer_goes_on_with_another_backend(typical):
+    typical(forgets)

@@ -115,7 +115,7 @@ class ThreadsBackend(Backend):
         self._calls = {"data": 0, "control": 0, "groups": 0}
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        assert tensor.dtype in REDUCIBLE
+        assert tensor.dtype in REDUCIBLE | self.narrow
         assert op in _FOLD
 
         def last(tensors: list[torch.Tensor]) -> None:

@@ -79,6 +79,7 @@ class Primitives(ABC):
 
     Attributes:
         name: the backend's name on the command line.
+        narrow: what ``start_allreduce`` carries besides the dtypes of ``REDUCIBLE``.
         transport: what carries the bytes, for reports: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"none"``.
         world: this process's place; for a group, the place inside the group.
         device: where this rank's tensors are expected to live.
@@ -90,6 +91,7 @@ class Primitives(ABC):
 
     name: str
     transport: str
+    narrow: frozenset[torch.dtype] = frozenset({torch.float16, torch.bfloat16})
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:
         self.world = world
@@ -131,7 +133,7 @@ class Primitives(ABC):
 
     @abstractmethod
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        """Reduces ``tensor`` (contiguous, a dtype of ``REDUCIBLE``) over all ranks, in place. Does not block.
+        """Reduces ``tensor`` (contiguous, of ``REDUCIBLE`` or ``narrow``) over all ranks, in place. Does not block.
 
         ``op`` is SUM, MIN, MAX or PRODUCT. The tensor belongs to the operation until its work was waited for.
         """

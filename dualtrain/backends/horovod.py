@@ -127,6 +127,7 @@ class HorovodBackend(Backend):
     """Horovod's world, made here or found, or one of its process sets."""
 
     name = "horovod"
+    narrow = frozenset({torch.float16})
     failed: Exception | None = None
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dualtrain.buckets import BUCKET_BYTES, Transfer
+from dualtrain.buckets import Transfer
 from dualtrain.hvd import basics
 from dualtrain.hvd.compression import BF16Compressor, Compression, FP16Compressor
 from dualtrain.hvd.mpi_ops import grouped_allreduce, rocm_built
@@ -125,12 +125,11 @@ def _transfer(
         raise ValueError("groups must consist of torch.Tensor.")
     if len({id(p) for p in listed}) < len(listed):
         raise ValueError("A parameter can only appear once in groups.")
-    fusion = basics.engine().settings.fusion_bytes
     return Transfer(
         before=1 / predivide,
         after=1.0 if op == Sum else None if predivide == 1 else predivide / (process_set.size() or 1),
         dtype=_NARROW.get(compression),
-        bucket_bytes=BUCKET_BYTES if fusion is None else fusion,
+        bucket_bytes=basics.engine().settings.fusion_bytes,
         groups=groups or (),
         sparse_as_dense=sparse_as_dense,
     )

@@ -23,6 +23,7 @@ PLAIN = {
 }
 
 _EXACT_IN_DOUBLE = 1 << 53
+_INT64 = 1 << 63
 _NO_LENGTH = sys.float_info.min**0.5
 
 
@@ -59,6 +60,10 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
         return scaled(total, factor)
     if factor == 1:
         return average_(total, divisor)
+    if not (total.is_floating_point() or total.is_complex()):
+        over, under = factor.as_integer_ratio()
+        if under * divisor < _INT64 and total.numel() and int(total.abs().max()) * abs(over) < _INT64:
+            return torch.div(total.long() * over, under * divisor, rounding_mode="trunc").to(total.dtype)  # exact
     return scaled(total, factor / divisor)
 
 
