@@ -68,7 +68,8 @@ def _connect(comm: Any, settings: Settings) -> Backend:
         world = world_of(comm, world)
     elif comm:
         world = _some_of(world, list(comm))
-    patience = min(settings.stall_shutdown, 1e8)
+    # Bounds the start, and is behind the coordinator's own limit, whose message names the ranks.
+    patience = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
     return connect("torch" if world.size > 1 else "local", world=world, timeout=patience)
 
 

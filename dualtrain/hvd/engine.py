@@ -245,16 +245,20 @@ class Engine:
         coordinator = Coordinator(self.backend.size, tell, self.settings, self._note)
         looked = time.monotonic()
         period = min(1.0, max(0.05, min(self.settings.stall_check or 1.0, self.settings.stall_shutdown) / 4))
-        while self.down is None or not self._inbox.empty():
-            with suppress(queue.Empty):
-                rank, message = self._inbox.get(timeout=period)
-                if message["kind"] == "end":
-                    return
-                self.timeline.cycle()
-                coordinator.receive(rank, message)
-            if time.monotonic() - looked > period:
-                looked = time.monotonic()
-                coordinator.look_for_stalls()
+        try:
+            while True:
+                with suppress(queue.Empty):
+                    rank, message = self._inbox.get(timeout=period)
+                    if message["kind"] == "end":
+                        return
+                    self.timeline.cycle()
+                    coordinator.receive(rank, message)
+                if time.monotonic() - looked > period:
+                    looked = time.monotonic()
+                    coordinator.look_for_stalls()
+        except Exception as error:  # nobody else would answer the ranks
+            log.exception("rank 0 cannot match calls any more")
+            coordinator.shut_down(f"rank 0 cannot match calls any more ({type(error).__name__}: {error})")
 
     def _note(self, event: str, what: str, rank: int) -> None:
         activity = f"NEGOTIATE_{what.partition('.')[0].upper()}"
@@ -271,7 +275,11 @@ class Engine:
             torch.cuda.set_device(self.backend.device)
         while (message := self._answers.get())["do"] != "down":
             getattr(self, f"_do_{message['do']}")(message)
-        self.fail(message["why"])
+        watch = self.backend.watch
+        if watch is not None and self._pending:
+            watch.settle(0.5)  # a rank that failed says why, but not here
+        loss = watch.loss if watch is not None else None
+        self.fail(message["why"] if loss is None or loss.quiet else loss.describe())
 
     def _do_run(self, message: Message) -> None:
         pending = self._pending.get(message["id"]) if message["id"] is not None else None

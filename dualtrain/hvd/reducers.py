@@ -36,8 +36,11 @@ class ChannelReducer(GradientReducer):
         self.exchanging = False
         self.dirty = False  # whether there are gradients that were not synchronized
         self._generation = 0
-        # One number travels along: how many ranks have joined and do not want to be counted in the average.
-        super().__init__(named, basics.engine().backend, passes=passes, carry=1, transfer=transfer)
+        named = list(named)
+        # One number travels along: how many ranks have joined and do not want to be counted in the average. Not on GPUs,
+        # where to look at it would hold up the host in every step.
+        carry = int(all(p.device.type == "cpu" for _, p in named))
+        super().__init__(named, basics.engine().backend, passes=passes, carry=carry, transfer=transfer)
         self.name = f"gradients.{channel_name}"
         basics.engine().register(self)
 
@@ -64,14 +67,14 @@ class ChannelReducer(GradientReducer):
             if timeline is not None and timeline.active:
                 for bucket in self._buckets:
                     timeline.end(bucket.name, "ALLREDUCE")
-        if self.cargo[0]:
+        if self.cargo.any():
             self._count_active_only()
 
     def shadow(self, divide_by: str) -> None:
         """Takes part in one exchange with zeros, as a rank that has joined."""
         for slot in self._slots:
             slot.param.grad = None
-        self.cargo[0] = float(divide_by == "active")
+        self.cargo.fill_(float(divide_by == "active"))
         self._reduced, self._used = False, True
         self.reduce()
         self.renew()

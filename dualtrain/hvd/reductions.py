@@ -62,7 +62,8 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
         return average_(total, divisor)
     if not (total.is_floating_point() or total.is_complex()):
         over, under = factor.as_integer_ratio()
-        if under * divisor < _INT64 and total.numel() and int(total.abs().max()) * abs(over) < _INT64:
+        largest = max(int(total.max()), -int(total.min())) if total.numel() else 0
+        if under * divisor < _INT64 and largest * abs(over) < _INT64:
             return torch.div(total.long() * over, under * divisor, rounding_mode="trunc").to(total.dtype)  # exact
     return scaled(total, factor / divisor)
 
