@@ -66,7 +66,9 @@ def integers(backend):
             return [sum(values[r % len(values)] for r in range(size))]
 
         big = 2**60 + 1
-        rows = [same(f"{v} {d}", average(*v, dtype=d), wanted(*v)) for v in [(3, 4), (-3, -4), (7, -8)] for d in REDUCED[:2]]
+        rows = [
+            same(f"{v} {d}", average(*v, dtype=d), wanted(*v)) for v in [(3, 4), (-3, -4), (7, -8)] for d in REDUCED[:2]
+        ]
         check(
             hvd,
             *rows,
@@ -197,8 +199,11 @@ def halves(backend):
             same("sums overflow", average(f16, "c", op=hvd.Sum), [inf]),
             same("fp32", average(f32, "d"), [inf]),
             same("divided before", average(torch.tensor([49152.0]).half(), "e", **split), [49152.0]),
-            same("both factors", average(f16[:1] * 0 + 3, "f", op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
-                 [6.0 * size]),
+            same(
+                "both factors",
+                average(f16[:1] * 0 + 3, "f", op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+                [6.0 * size],
+            ),
         )
 
 

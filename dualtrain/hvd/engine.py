@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import itertools
 import queue
-import selectors
-import socket
 import threading
 import time
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.backends.lines import star
 from dualtrain.backends.watch import Loss
 from dualtrain.errors import BackendError
-from dualtrain.hvd.coordinator import Coordinator, Message
+from dualtrain.hvd.control import control
+from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.operations import RUN, Task
 from dualtrain.hvd.reductions import Sum, stand_in
@@ -92,19 +89,12 @@ class Engine:
         self._numbers = itertools.count()
         self._pending: dict[int, Pending] = {}
         self._named: set[tuple[int, str, str]] = set()
-        self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()  # rank 0's own coordinator's
-        self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._lines = star(backend, address, "hvd")
+        self._control = control(backend, address, settings, self._note, self.timeline.cycle)
         if backend.watch is not None:
             backend.watch.on_loss = self._lost
         backend.on_wait = self.while_waiting
-        self._threads = [threading.Thread(target=self._work, name="dualtrain-hvd", daemon=True)]
-        if backend.rank == 0:
-            self._threads.append(threading.Thread(target=self._coordinate, name="dualtrain-hvd-match", daemon=True))
-        if self._lines:
-            self._threads.append(threading.Thread(target=self._listen, name="dualtrain-hvd-lines", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._worker = threading.Thread(target=self._work, name="dualtrain-hvd", daemon=True)
+        self._worker.start()
 
     # -- what a caller does -----------------------------------------------------------------------------------------
 
@@ -154,11 +144,8 @@ class Engine:
 
     def send(self, message: Message) -> None:
         """Brings a message to the coordinator."""
-        if self.backend.rank == 0:
-            self._inbox.put((0, message))
-            return
         try:
-            self._lines[0].send(message)
+            self._control.send(message)
         except OSError as error:
             self.fail(f"rank {self.backend.rank} has lost its connection to rank 0 ({error})")
 
@@ -202,64 +189,6 @@ class Engine:
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        """Brings what arrives on the lines to the coordinator (on rank 0) or to the worker, until all have ended."""
-        with selectors.DefaultSelector() as selector:
-            for line in self._lines:
-                line.connection.settimeout(None)
-                selector.register(line.connection, selectors.EVENT_READ, line)
-                self._hear(line.rank, line.early)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    line = key.data
-                    try:
-                        self._hear(line.rank, line.receive())
-                    except (OSError, ValueError):
-                        selector.unregister(line.connection)
-                        line.connection.close()
-                        if self.backend.rank == 0:
-                            self._inbox.put((line.rank, {"kind": "shutdown"}))
-                        else:
-                            self._answers.put(
-                                {"do": "down", "why": "rank 0 has shut Horovod down, or its program has ended"}
-                            )
-
-    def _hear(self, rank: int, messages: list[Message]) -> None:
-        for message in messages:
-            if self.backend.rank == 0:
-                self._inbox.put((rank, message))
-            else:
-                self._answers.put(message)
-
-    def _coordinate(self) -> None:
-        """Rank 0: matches what the ranks ask for."""
-        lines = {line.rank: line for line in self._lines}
-
-        def tell(rank: int, message: Message) -> None:
-            if rank == 0:
-                self._answers.put(message)
-                return
-            with suppress(OSError):  # its line's listener notices too, and ends the world
-                lines[rank].send(message)
-
-        coordinator = Coordinator(self.backend.size, tell, self.settings, self._note)
-        looked = time.monotonic()
-        period = min(1.0, max(0.05, min(self.settings.stall_check or 1.0, self.settings.stall_shutdown) / 4))
-        try:
-            while True:
-                with suppress(queue.Empty):
-                    rank, message = self._inbox.get(timeout=period)
-                    if message["kind"] == "end":
-                        return
-                    self.timeline.cycle()
-                    coordinator.receive(rank, message)
-                if time.monotonic() - looked > period:
-                    looked = time.monotonic()
-                    coordinator.look_for_stalls()
-        except Exception as error:  # nobody else would answer the ranks
-            log.exception("rank 0 cannot match calls any more")
-            coordinator.shut_down(f"rank 0 cannot match calls any more ({type(error).__name__}: {error})")
-
     def _note(self, event: str, what: str, rank: int) -> None:
         activity = f"NEGOTIATE_{what.partition('.')[0].upper()}"
         if event == "negotiate":
@@ -273,13 +202,17 @@ class Engine:
         """Does what the coordinator says, in its order."""
         if self.backend.device.type == "cuda":
             torch.cuda.set_device(self.backend.device)
-        while (message := self._answers.get())["do"] != "down":
+        for message in self._control.answers():
+            if message["do"] == "down":
+                break
             getattr(self, f"_do_{message['do']}")(message)
         watch = self.backend.watch
         if watch is not None and self._pending:
             watch.settle(0.5)  # a rank that failed says why, but not here
         loss = watch.loss if watch is not None else None
         self.fail(message["why"] if loss is None or loss.quiet else loss.describe())
+        if self.backend.rank != 0:
+            self._control.close()  # rank 0 waits for this before it ends
 
     def _do_run(self, message: Message) -> None:
         pending = self._pending.get(message["id"]) if message["id"] is not None else None
@@ -381,17 +314,9 @@ class Engine:
     def close(self) -> None:
         """Ends the world on every rank: calls that were matched are finished, all others fail. Blocks for a while."""
         self.send({"kind": "shutdown"})
-        self._threads[0].join(_LEAVING_SECONDS)
+        self._worker.join(_LEAVING_SECONDS)
         self.fail("Horovod was shut down on this rank")
-        self._inbox.put((0, {"kind": "end"}))
-        for line in self._lines:
-            # The other end reads to the end of this, then hangs up: nothing that was sent is lost.
-            with suppress(OSError):
-                line.connection.shutdown(socket.SHUT_WR)
-        for thread in self._threads[1:]:
-            thread.join(_LEAVING_SECONDS / 4)
-        for line in self._lines:
-            line.connection.close()
+        self._control.close()
         self.timeline.stop()
         self.backend.on_wait = None
         for name, channel in self.channels.items():

@@ -28,7 +28,10 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
             if event.kind != "clip" or _has(_since_backward(source, events, number), "synchronize"):
                 continue
             if any(later.kind in ("step", "scaled step") for later in _until_backward(events, number)):
-                message = f"gradients are clipped before they are averaged, on each rank by its own norm; {_CURE}"
+                message = (
+                    "Horovod clips here before it averages, each rank by its own norm; dualtrain has averaged already, so "
+                    f"the numbers change; {_CURE}, which is right on both"
+                )
                 yield Finding(event.node.lineno, "trap", message)
 
 
@@ -42,21 +45,21 @@ def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
             if _has(before, "synchronize", event.optimizer) or _has(before, "unscale", event.optimizer):
                 continue
             message = (
-                "the GradScaler looks at gradients before they are averaged: one rank may skip a step that others take"
+                "on Horovod the GradScaler looks at gradients before they are averaged, and one rank may skip a step that "
+                "others take; dualtrain has averaged already"
             )
             yield Finding(event.node.lineno, "trap", f"{message}; {_CURE.replace('step inside', 'scaler.step(…) inside')}")
 
 
 def second_reduction(source: Source) -> Iterator[Finding]:
-    """After synchronize(), a step outside skip_synchronize() averages again."""
+    """After synchronize(), Horovod's step outside of skip_synchronize() averages again."""
     for events in _steps(source):
         for number, event in enumerate(events):
             if event.kind not in ("step", "scaled step") or _skips(source, event):
                 continue
             if _has(_since_backward(source, events, number), "synchronize", event.optimizer):
-                message = "step() after synchronize() averages the gradients once more, which undoes clipping"
-                cure = "step inside `with optimizer.skip_synchronize():`"
-                yield Finding(event.node.lineno, "trap", f"{message} on other ranks; {cure}")
+                message = "Horovod averages the same gradients once more here; dualtrain only warns, as Horovod does"
+                yield Finding(event.node.lineno, "differs", f"{message}; step inside `with optimizer.skip_synchronize():`")
 
 
 def zero_grad_before_step(source: Source) -> Iterator[Finding]:
