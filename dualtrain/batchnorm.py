@@ -55,7 +55,8 @@ class SynchronizedNorm(torch.autograd.Function):
             scale = invstd if weight is None else invstd * weight
             grad_input = (dy - _channels(all_dy, dy) - normal * _channels(all_dy_normal, dy)) * _channels(scale, dy)
             grad_input = grad_input.to(input.dtype)
-        return grad_input, sum_dy_normal if ctx.needs_input_grad[1] else None, sum_dy, None, None, None
+        grad_weight = sum_dy_normal if ctx.needs_input_grad[1] else None
+        return grad_input, grad_weight, sum_dy if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -138,7 +138,7 @@ def test_tensors_without_a_dimension(real):
 
 def dtypes(backend):
     with library(backend) as hvd:
-        me, size = hvd.rank(), hvd.size()
+        size = hvd.size()
         rows = []
         for dtype in [*MOVED, *ONLY_OURS]:
             logical = dtype == torch.bool

@@ -1,15 +1,64 @@
 """Python objects as bytes, and back, without running anything that the bytes say.
 
 The encoding is torch's own file format, read in its weights-only mode: None, bool, numbers, str, bytes, list, tuple,
-set, dict and tensors. Anything else is refused where it is sent, before it travels.
+set, dict and tensors, and beside them the classes named here, which hold values and do nothing: numpy's arrays and
+scalars, dates, paths, exact numbers, and the standard library's containers. Anything else is refused where it is sent,
+before it travels.
 """
 
 from __future__ import annotations
 
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
 import io
+import pathlib
+import pickle
+import threading
+import types
+import uuid
 from typing import Any
 
+import numpy
 import torch
+
+
+def _numpy_globals() -> list[Any]:
+    """What a pickled array or scalar names: numpy's own constructors, and the classes of its dtypes."""
+    rebuild_array, rebuild_scalar = numpy.zeros(1).__reduce__()[0], numpy.float32(0).__reduce__()[0]
+    kinds = {type(numpy.dtype(code)) for code in (*numpy.typecodes["All"], "V")}
+    return [numpy.ndarray, numpy.dtype, rebuild_array, rebuild_scalar, *kinds]
+
+
+def _with_default(factory: Any, items: dict[Any, Any]) -> collections.defaultdict[Any, Any]:
+    return collections.defaultdict(factory, items)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes containers that the weights-only reader does not fill as calls of what makes them whole."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is collections.defaultdict:
+            return _with_default, (obj.default_factory, dict(obj))
+        if type(obj) is collections.deque:
+            return collections.deque, (list(obj), obj.maxlen)
+        return NotImplemented
+
+
+_PICKLE = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+_PLAIN = [
+    _with_default,
+    *(bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, range, slice),
+    *(collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque),
+    *(datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
+    *(decimal.Decimal, fractions.Fraction, uuid.UUID, argparse.Namespace, types.SimpleNamespace),
+    *(pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath),
+    *_numpy_globals(),
+]
+
+_reading = threading.Lock()  # torch's list of classes is the process's
 
 
 def encode(obj: Any) -> torch.Tensor:
@@ -20,18 +69,21 @@ def encode(obj: Any) -> torch.Tensor:
     """
     buffer = io.BytesIO()
     try:
-        torch.save(obj, buffer)
+        torch.save(obj, buffer, pickle_module=_PICKLE)
         data = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
         decode(data)
     except Exception as error:  # pickle and the weights-only reader raise many types
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise TypeError(
             f"an object of type {type(obj).__name__} cannot be sent to other ranks ({reason}): "
-            "send numbers, text, bytes, tensors, and lists, tuples, sets or dicts of them"
+            "send numbers, text, bytes, dates, paths, tensors, numpy arrays, and lists, tuples, sets or dicts of them"
         ) from error
     return data
 
 
 def decode(data: torch.Tensor) -> Any:
     """The object that :func:`encode` made ``data`` from; its tensors lie on the CPU."""
-    return torch.load(io.BytesIO(bytes(data.cpu().numpy())), map_location="cpu", weights_only=True)
+    with _reading:
+        known = torch.serialization.get_safe_globals()  # the user's own, which must stay
+        with torch.serialization.safe_globals([one for one in _PLAIN if one not in known]):
+            return torch.load(io.BytesIO(bytes(data.cpu().numpy())), map_location="cpu", weights_only=True)

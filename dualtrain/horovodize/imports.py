@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -80,8 +80,22 @@ class _Package(Loader):
         module.__dict__.update(PACKAGES[module.__name__])
 
 
+class _Torchvision(SourceFileLoader):
+    """Loads torchvision as Python does; scripts get the hand that one of its builds needs, as dualtrain's own models do."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        from dualtrain.models.vision import mended
+
+        mended(lambda: super(_Torchvision, self).exec_module(module))
+
+
 class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == "torchvision":
+            spec = PathFinder.find_spec(name, path)
+            if spec is not None and isinstance(spec.loader, SourceFileLoader):
+                spec.loader = _Torchvision(name, spec.loader.path)
+            return spec
         if name.partition(".")[0] != "horovod":
             return None
         if name in PACKAGES:

@@ -30,6 +30,7 @@ else:
     from dualtrain.hvd.optimizer import DistributedOptimizer
     from dualtrain.hvd.settings import publish_place
     from dualtrain.hvd.sync_batch_norm import SyncBatchNorm
+    from dualtrain.launchers import detect_world
 
     __all__ = [
         *_operations,
@@ -42,4 +43,5 @@ else:
         "broadcast_parameters",
         "elastic",
     ]
-    publish_place()
+    if detect_world().launcher != "none":
+        publish_place()

@@ -39,13 +39,15 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     Args:
         comm: ``None`` or an empty list for all processes; a list of their ranks; an mpi4py communicator; or a
             connected :class:`dualtrain.Backend`, which Horovod's calls then have to themselves until ``shutdown``.
-        process_sets: sets to make at once, the same on every rank. ``"dynamic"`` is accepted: sets can always be added.
+        process_sets: sets to make at once, the same on every rank; or ``"dynamic"``, so that some can be added later.
 
     Raises:
         ValueError: the world cannot be joined, or a process set appears twice.
     """
     global _current, _generations
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # as Horovod does
     if _current is None:
         settings = Settings.read(os.environ)
         mention_others(os.environ)

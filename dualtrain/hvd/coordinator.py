@@ -148,6 +148,7 @@ class Coordinator:
             # A rank that has joined may have left a call behind, which then takes part.
             calls = {rank: queue.popleft() for rank, queue in sorted(waiting.calls.items()) if queue}
             waiting.since = self._clock()
+            self._reported.discard(_title(key))  # the next wait for it is another one
             self._note("matched", _title(key), -1)
             self._do(key, calls)
         if not any(waiting.calls.values()):

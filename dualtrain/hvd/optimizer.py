@@ -243,7 +243,16 @@ class _Optimizer(NativeOptimizer):
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
-        super().zero_grad(set_to_none=set_to_none)
+        if self.reducer is not None:
+            self.reducer.renew()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the wrapped optimizer; its gradients are combined too. On every rank."""
+        if self.reducer is None:
+            self.optimizer.add_param_group(param_group)
+        else:
+            super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The wrapped optimizer's own; what a failed step left behind is dropped."""

@@ -42,12 +42,14 @@ class ProcessSet:
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's place in the set; ``None`` while the set is not usable, or outside of it.
+        """This process's place in the set; ``None`` while the set is not usable. ValueError outside of it.
 
         Roots of broadcasts are given in the world's numbering all the same.
         """
-        if self.process_set_id is None or self.ranks is None or not self.included():
+        if self.process_set_id is None or self.ranks is None:
             return None
+        if not self.included():
+            raise ValueError(f"this process is not in {self}: ask included() first")
         return self.ranks.index(_connected().backend.rank)
 
     def included(self) -> bool | None:
@@ -86,7 +88,7 @@ def attach(engine: Engine, sets: Sequence[ProcessSet]) -> None:
                 f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: {one}"
             )
         if one.process_set_id is None:
-            add_process_set(one)
+            _add(engine, one)
         known[tuple(one.ranks)] = one
 
 
@@ -109,12 +111,24 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Makes a process set usable and returns it. Collective over all ranks; blocks.
 
     Raises:
-        ValueError: there is a set of these ranks already, or a rank that does not exist.
+        ValueError: there is a set of these ranks already, or a rank that does not exist; or sets may not be added:
+            HOROVOD_DYNAMIC_PROCESS_SETS=1, or ``init(process_sets="dynamic")``, allows it.
     """
-    engine = _connected()
+    engine = _dynamic("adding")
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if one.ranks is None:
         raise NotImplementedError("a process set made from an MPI communicator is given to hvd.init(process_sets=…)")
+    return _add(engine, one)
+
+
+def _dynamic(what: str) -> Engine:
+    engine = _connected()
+    if not engine.settings.dynamic_sets:
+        raise ValueError(f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {what} process sets after Horovod initialization.")
+    return engine
+
+
+def _add(engine: Engine, one: ProcessSet) -> ProcessSet:
     if not one.ranks or len(set(one.ranks)) < len(one.ranks) or one.ranks[0] < 0 or one.ranks[-1] >= engine.backend.size:
         raise ValueError(f"a process set has one or more different ranks from 0 to {engine.backend.size - 1}: {one.ranks}")
     if one.ranks == global_process_set.ranks or any(one.ranks == other.ranks for other in _attached):
@@ -132,6 +146,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if not number:
         return False
+    _dynamic("removing")
     process_set._invalidate()
     _attached[:] = [one for one in _attached if one is not process_set]
     return bool(_connected().submit("remove_process_set", ranks=[number]).wait())

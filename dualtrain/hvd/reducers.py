@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,16 @@ from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.mpi_ops import grouped_allreduce_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet
 
+_NEWS_SECONDS = 0.5  # for rank 0's word that the world has ended, behind a connection that has
 Named = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+def _failure(error: BackendError) -> HorovodInternalError:
+    """``error`` as Horovod's; where the world has ended, with why: the ranks that knew first have closed their lines."""
+    engine, deadline = basics.engine(), time.monotonic() + _NEWS_SECONDS
+    while engine.down is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return HorovodInternalError(f"{engine.down} ({error})" if engine.down is not None else str(error))
 
 
 class ChannelReducer(GradientReducer):
@@ -60,7 +70,7 @@ class ChannelReducer(GradientReducer):
         except HorovodInternalError:
             raise
         except BackendError as error:
-            raise HorovodInternalError(str(error)) from error
+            raise _failure(error) from error
         finally:
             self.exchanging = False
             timeline = basics.engine().timeline if basics.is_initialized() else None
@@ -122,7 +132,7 @@ class ChannelReducer(GradientReducer):
         except HorovodInternalError:
             raise
         except BackendError as error:
-            raise HorovodInternalError(str(error)) from error
+            raise _failure(error) from error
         timeline = basics.engine().timeline
         if timeline.active:
             timeline.begin(self._buckets[self._next - 1].name, "ALLREDUCE")

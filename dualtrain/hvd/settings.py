@@ -16,13 +16,14 @@ log = logging.getLogger("dualtrain.hvd")
 PATIENCE = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-_ACCEPTED = {"DYNAMIC_PROCESS_SETS", "ELASTIC", "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME"}
+_ACCEPTED = {"ELASTIC", "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME"}
 _HONOURED = {
     "STALL_CHECK_DISABLE",
     "STALL_CHECK_TIME_SECONDS",
     "STALL_SHUTDOWN_TIME_SECONDS",
     "TIMELINE",
     "TIMELINE_MARK_CYCLES",
+    "DYNAMIC_PROCESS_SETS",
     "FUSION_THRESHOLD",
 }
 
@@ -36,6 +37,7 @@ class Settings:
         stall_shutdown: seconds after which a wait ends the world; infinite for never.
         timeline: a file to write a Chrome trace to from the start.
         mark_cycles: whether the trace shows when rank 0 looked for matching calls.
+        dynamic_sets: whether process sets may be added and removed after the start.
         fusion_bytes: how many bytes of gradients travel at once; ``None`` for the reducer's own default.
     """
 
@@ -43,6 +45,7 @@ class Settings:
     stall_shutdown: float = PATIENCE
     timeline: str | None = None
     mark_cycles: bool = False
+    dynamic_sets: bool = False
     fusion_bytes: int | None = None
 
     @classmethod
@@ -61,6 +64,7 @@ class Settings:
             stall_shutdown=shutdown or float("inf"),  # Horovod's 0 means never
             timeline=timeline if timeline and timeline != "DYNAMIC" else None,
             mark_cycles=_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
+            dynamic_sets=_flag(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
             fusion_bytes=None if fusion < 0 else int(fusion),
         )
 

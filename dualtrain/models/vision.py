@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from importlib import import_module
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @cache
 def torchvision() -> Any:
-    """The module torchvision.
+    """The module torchvision."""
+    return mended(lambda: import_module("torchvision"))
+
+
+def mended(load: Callable[[], T]) -> T:
+    """What ``load`` gives, which imports torchvision, also where that fails for want of two operators.
 
     PyPI's wheel is the CUDA build. Beside a CPU build of torch its compiled operators do not load, and its import ends
     in ``operator torchvision::nms does not exist`` (seen with torchvision 0.28.0 and torch 2.13.0). Declaring the two
     operators that its Python code mentions lets models, datasets and transforms work; calling ``ops.nms`` still fails.
     """
     try:
-        import torchvision as module
+        return load()
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision as module
+    _declare_operators()
+    return load()
 
-        module._schemas = library  # the declarations live as long as this object
-    return module
+
+@cache
+def _declare_operators() -> torch.library.Library:
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library  # the declarations live as long as this object, which the cache keeps

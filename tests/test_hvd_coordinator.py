@@ -1,0 +1,181 @@
+"""The coordinator alone: messages in, answers out, a clock that is set by hand."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dualtrain.hvd.coordinator import Coordinator
+from dualtrain.hvd.settings import Settings
+
+
+class Desk:
+    """A coordinator, what it told each rank, and the time."""
+
+    def __init__(self, size=3, **settings):
+        self.now = 0.0
+        self.told = [[] for _ in range(size)]
+        self.notes = []
+        tell = lambda rank, message: self.told[rank].append(message)  # noqa: E731
+        note = lambda *event: self.notes.append(event)  # noqa: E731
+        self.coordinator = Coordinator(size, tell, Settings(**settings), note, lambda: self.now)
+        self.numbers = iter(range(1000))
+
+    def say(self, rank, kind="allreduce", name=None, tensors=(("float32", [2], "cpu"),), **facts):
+        number = next(self.numbers)
+        message = {"set": 0, "tensors": [list(t) for t in tensors], **facts}
+        self.coordinator.receive(rank, {"kind": kind, "name": name, "id": number, **message})
+        return number
+
+    def look(self, seconds):
+        self.now += seconds
+        self.coordinator.look_for_stalls()
+
+    def answers(self, rank, *keys):
+        """What a rank was told since the last time."""
+        told, self.told[rank] = self.told[rank], []
+        return [tuple(message.get(key) for key in keys) for message in told]
+
+
+def test_calls_are_done_when_the_last_rank_has_made_them_in_one_order():
+    desk = Desk()
+    for rank, names in enumerate(["ab", "ba", "ba"]):
+        for name in names:
+            desk.say(rank, name=name, op=1)
+    orders = [desk.answers(rank, "do", "name") for rank in range(3)]
+    assert orders == [[("run", "b"), ("run", "a")]] * 3
+    assert [note for note in desk.notes if note[0] == "matched"] == [("matched", f"allreduce.{n}", -1) for n in "ba"]
+
+
+def test_unnamed_calls_match_by_kind_and_set():
+    desk = Desk(2)
+    first = desk.say(0, "allgather"), desk.say(0, op=1), desk.say(0, op=1)
+    second = desk.say(1, op=1), desk.say(1, "allgather"), desk.say(1, op=1)
+    assert desk.answers(0, "kind", "id") == [("allreduce", first[1]), ("allgather", first[0]), ("allreduce", first[2])]
+    assert desk.answers(1, "kind", "id") == [
+        (k, n) for k, n in zip(["allreduce", "allgather", "allreduce"], second, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "part"),
+    [
+        ({"op": 1}, {"op": 3}, "reduction 1 on rank 0, 3 on rank 1"),
+        ({"pre": 1.0}, {"pre": 2.0}, "prescale factor"),
+        ({"root": 0}, {"root": 1}, "root rank"),
+        ({"tensors": []}, {}, "0 tensors on rank 0, 1 on rank 1"),
+        ({"tensors": [("int32", [2], "cpu")]}, {}, "dtype int32 on rank 0, float32 on rank 1"),
+        ({"tensors": [("float32", [3], "cpu")]}, {}, r"shape \(3,\) on rank 0, \(2,\) on rank 1"),
+        ({"tensors": [("float32", [2, 1], "cpu")]}, {}, "shape"),
+        ({"tensors": [("float32", [2], "cuda")]}, {}, "a tensor on cuda on rank 0, on cpu on rank 1"),
+    ],
+)
+def test_a_mismatch_fails_on_every_rank_and_the_next_call_is_done(mine, theirs, part):
+    desk = Desk(2)
+    desk.say(0, name="x", **mine)
+    desk.say(1, name="x", **theirs)
+    for rank in (0, 1):
+        [(do, why)] = desk.answers(rank, "do", "why")
+        assert do == "fail"
+        assert re.search(part, why)
+    desk.say(0, name="x")
+    desk.say(1, name="x")
+    assert desk.answers(0, "do") == [("run",)]
+
+
+def test_rows_may_differ_where_they_are_joined():
+    desk = Desk(2)
+    desk.say(0, "allgather", tensors=[("float32", [2, 3], "cpu")])
+    desk.say(1, "allgather", tensors=[("float32", [0, 3], "cpu")])
+    assert desk.answers(1, "do", "rows") == [("run", [[2], [0]])]
+
+
+def test_joined_ranks_are_left_out_of_what_can_do_without_them():
+    desk = Desk()
+    waiting = desk.say(0, op=0)
+    desk.say(1, op=0)
+    desk.say(2, "join", divide_by="active")
+    assert desk.answers(0, "do", "id", "divisor") == [("absent", None, None), ("run", waiting, 2)]
+    assert desk.answers(2, "do", "id") == [("absent", None), ("run", None)]
+    desk.say(0, "broadcast", root=0)
+    desk.say(1, "broadcast", root=0)
+    [(do, why)] = desk.answers(1, "do", "why")[-1:]
+    assert (do, why) == ("fail", "broadcast.noname is not possible while rank 2 has joined")
+    desk.say(1, "join", divide_by="initial")
+    last = desk.say(0, "join", divide_by="initial")
+    assert desk.answers(0, "do", "id", "last")[-1] == ("joined", last, 0)
+    desk.say(0, op=0)
+    assert desk.answers(0, "do") == []  # all are back
+
+
+def test_process_sets():
+    desk = Desk()
+    for rank in range(3):
+        desk.say(rank, "add_process_set", ranks=[0, 2], tensors=())
+    assert desk.answers(1, "do", "new_set") == [("run", 1)]
+    desk.say(0, set=1)
+    desk.say(2, set=1)
+    assert desk.answers(2, "do", "set", "members")[-1] == ("run", 1, [0, 2])
+    assert desk.answers(1, "do") == []
+    left = desk.say(0, name="left", set=1)
+    for rank in range(3):
+        desk.say(rank, "remove_process_set", ranks=[1], tensors=())
+    assert ("fail", left, "process set 1 was removed") in desk.answers(0, "do", "id", "why")
+    late = desk.say(2, set=1)
+    assert desk.answers(2, "do", "id")[-1] == ("fail", late)
+    for rank in range(3):
+        desk.say(rank, "add_process_set", ranks=[0], tensors=())
+    for rank in range(3):
+        desk.say(rank, "add_process_set", ranks=[0], tensors=())
+    dones = desk.answers(1, "do", "new_set", "why")
+    assert dones[-2:] == [("run", 1, None), ("fail", None, "duplicate: a process set of ranks [0] exists")]
+
+
+def test_stalls_are_reported_once_on_every_rank():
+    desk = Desk(stall_check=10)
+    desk.say(0, name="loss")
+    desk.say(2, name="loss")
+    desk.look(9)
+    assert desk.answers(1, "do") == []
+    desk.look(2)
+    desk.look(5)
+    for rank in range(3):
+        [(text,)] = [told for told in desk.answers(rank, "text") if told != (None,)]
+        assert text == "allreduce.loss: ranks 0, 2 waited 11 s for rank 1"
+    desk.say(1, name="loss")
+    assert desk.answers(0, "do") == [("run",)]
+    desk.say(0, name="loss")
+    desk.look(11)
+    assert desk.answers(1, "do", "text")[-1] == ("report", "allreduce.loss: rank 0 waited 11 s for ranks 1, 2")
+
+
+def test_stalls_end_the_world_where_that_is_asked_for():
+    desk = Desk(2, stall_check=0, stall_shutdown=30)
+    desk.say(0, name="loss")
+    desk.look(29)
+    assert desk.answers(0, "do") == []
+    desk.look(2)
+    assert desk.answers(1, "do", "why") == [
+        ("down", "allreduce.loss: rank 0 waited 31 s for rank 1, longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS allows")
+    ]
+    desk.say(0)
+    desk.say(1)
+    assert desk.answers(1, "do") == []  # nothing is done any more
+
+
+def test_gradients_that_wait_are_reported_too():
+    desk = Desk(stall_check=10)
+    desk.coordinator.receive(0, {"kind": "waiting", "what": "gradients", "members": [0, 1, 2], "seconds": 12.0})
+    desk.look(1)
+    [(text,)] = desk.answers(2, "text")
+    assert text == "gradients: rank 0 waited 12 s for ranks 1, 2"
+    desk.look(10)  # it waits no more
+    assert desk.answers(2, "text") == []
+
+
+def test_a_rank_that_leaves_ends_the_world_once():
+    desk = Desk(2)
+    desk.say(1, "shutdown", why="rank 1: a bug")
+    desk.say(0, "shutdown")
+    assert [desk.answers(rank, "do", "why") for rank in (0, 1)] == [[("down", "rank 1: a bug")]] * 2
