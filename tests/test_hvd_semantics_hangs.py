@@ -27,7 +27,7 @@ threading.Timer(6, give_up).start()
 """
 END = """
 print("ENDS", flush=True)
-hvd.barrier()
+hvd.shutdown()
 os._exit(0)
 """
 SCRIPTS = {
