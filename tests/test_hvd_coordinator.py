@@ -166,11 +166,16 @@ def test_stalls_end_the_world_where_that_is_asked_for():
 
 def test_gradients_that_wait_are_reported_too():
     desk = Desk(stall_check=10)
-    desk.coordinator.receive(0, {"kind": "waiting", "what": "gradients", "members": [0, 1, 2], "seconds": 12.0})
+    said = {"kind": "waiting", "what": "gradients", "members": [0, 1, 2]}
+    desk.coordinator.receive(0, {**said, "seconds": 12.0})
+    assert desk.answers(2, "do", "what") == [("who", "gradients")]
+    desk.look(0.5)  # the others have not had the time to say so
+    assert desk.answers(2, "do") == []
+    desk.coordinator.receive(2, {**said, "seconds": 3.0})
     desk.look(1)
     [(text,)] = desk.answers(2, "text")
-    assert text == "gradients: rank 0 waited 12 s for ranks 1, 2"
-    desk.look(10)  # it waits no more
+    assert text == "gradients: ranks 0, 2 waited 12 s for rank 1"
+    desk.look(10)  # they wait no more
     assert desk.answers(2, "text") == []
 
 

@@ -54,8 +54,6 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         owned = not isinstance(comm, Backend)
         backend = _connect(comm, settings) if owned else comm
         engine = Engine(backend, settings, meeting_address(backend))
-        if settings.timeline is not None and backend.rank == 0:
-            engine.timeline.start(settings.timeline, settings.mark_cycles)
         _generations += 1
         _current = _Current(engine, owned, _generations)
         atexit.register(shutdown)

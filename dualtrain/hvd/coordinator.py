@@ -66,6 +66,7 @@ class Coordinator:
         self._joined: dict[int, Message] = {}
         #: Ranks that wait for gradients, which are not matched here: by what they wait for, when and what they said.
         self._patient: dict[str, dict[int, tuple[float, Message]]] = {}
+        self._asked: dict[str, float] = {}
         self._reported: set[str] = set()
         self._down = False
 
@@ -77,7 +78,7 @@ class Coordinator:
         if kind == "shutdown":
             self.shut_down(message.get("why") or f"rank {rank} has shut Horovod down, or its program has ended")
         elif kind == "waiting":
-            self._patient.setdefault(message["what"], {})[rank] = (self._clock(), message)
+            self._note_patience(rank, message)
         elif kind == "join":
             self._joined[rank] = message
             self._after_join(rank)
@@ -110,6 +111,15 @@ class Coordinator:
                     self._tell(rank, {"do": "report", "text": text})
         self._reported &= {title for title, *_ in waits}
 
+    def _note_patience(self, rank: int, message: Message) -> None:
+        """A rank waits for gradients: whether the others do too is known only after they were asked."""
+        what, now = message["what"], self._clock()
+        if what not in self._patient or all(now - when > 5 for when, _ in self._patient[what].values()):
+            self._patient[what], self._asked[what] = {}, now
+            for other in range(self.size):
+                self._tell(other, {"do": "who", "what": what})
+        self._patient[what][rank] = now, message
+
     def _unmatched(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
         """Title, seconds, ranks that wait, ranks that are needed, of every call that not all have made."""
         now = self._clock()
@@ -121,7 +131,7 @@ class Coordinator:
         for what, said in self._patient.items():
             # They say it again every second while they wait.
             fresh = {rank: message for rank, (when, message) in said.items() if now - when < 5}
-            if fresh:
+            if fresh and now - self._asked[what] > 1:
                 yield what, max(m["seconds"] for m in fresh.values()), set(fresh), next(iter(fresh.values()))["members"]
 
     # -- matching ---------------------------------------------------------------------------------------------------

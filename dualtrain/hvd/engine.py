@@ -84,11 +84,14 @@ class Engine:
         self.absent: list[int] = []  # ranks that have joined
         self._exchangers: weakref.WeakValueDictionary[str, Exchanger] = weakref.WeakValueDictionary()
         self._told: dict[str, float] = {}
+        self._asked: dict[str, float] = {}
         self._shadows: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: no more
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Pending] = {}
         self._named: set[tuple[int, str, str]] = set()
+        if settings.timeline is not None and backend.rank == 0:
+            self.timeline.start(settings.timeline, settings.mark_cycles)
         self._control = control(backend, address, settings, self._note, self.timeline.cycle)
         if backend.watch is not None:
             backend.watch.on_loss = self._lost
@@ -183,7 +186,8 @@ class Engine:
         if self.down is not None:
             raise HorovodInternalError(f"{what}: {self.down}")
         now = time.monotonic()
-        if seconds > (self.settings.stall_check or self.settings.stall_shutdown) and now - self._told.get(what, 0) > 1:
+        long = seconds > (self.settings.stall_check or self.settings.stall_shutdown) or now - self._asked.get(what, -9) < 9
+        if long and now - self._told.get(what, 0) > 1:
             self._told[what] = now
             self.send({"kind": "waiting", "what": what, "members": list(backend.members), "seconds": seconds})
 
@@ -202,10 +206,14 @@ class Engine:
         """Does what the coordinator says, in its order."""
         if self.backend.device.type == "cuda":
             torch.cuda.set_device(self.backend.device)
-        for message in self._control.answers():
-            if message["do"] == "down":
-                break
-            getattr(self, f"_do_{message['do']}")(message)
+        try:
+            for message in self._control.answers():
+                if message["do"] == "down":
+                    break
+                getattr(self, f"_do_{message['do']}")(message)
+        except Exception as error:
+            log.exception("rank %d cannot carry out calls any more", self.backend.rank)
+            message = {"why": f"rank {self.backend.rank}: {type(error).__name__}: {error}"}
         watch = self.backend.watch
         if watch is not None and self._pending:
             watch.settle(0.5)  # a rank that failed says why, but not here
@@ -302,6 +310,9 @@ class Engine:
 
     def _do_shadow(self, message: Message) -> None:
         self._shadows.put(message)
+
+    def _do_who(self, message: Message) -> None:
+        self._asked[message["what"]] = time.monotonic()
 
     def _do_report(self, message: Message) -> None:
         log.warning("%s", message["text"])
