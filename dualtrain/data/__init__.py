@@ -1,4 +1,4 @@
-"""Datasets: small ones live whole in memory, as one tensor of inputs and one of targets."""
+"""Datasets: names, the sources of samples that they lead to, and the order in which samples are taken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 
 import torch
 
+from dualtrain.data.catalog import load_data
+from dualtrain.data.sources import Batch, Source, Task
 from dualtrain.errors import UserError
+
+__all__ = ["Batch", "Data", "Source", "Split", "Task", "load", "load_data"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Models, by name."""
+"""Models, by name: small ones of our own, torchvision's classifiers, and the user's."""
 
 from __future__ import annotations
 
@@ -7,35 +7,97 @@ from collections.abc import Callable
 from torch import nn
 
 from dualtrain.errors import UserError
+from dualtrain.models import bert, small
+from dualtrain.models.freezing import find_head, freeze_backbone
+from dualtrain.models.imported import call
+from dualtrain.models.weights import fetch, load_weights
 
-Shape = tuple[int, int, int]
+__all__ = ["Shape", "build", "fetch"]
+
+Shape = tuple[int, ...]
 
 
-def build(name: str, shape: Shape, classes: int) -> nn.Module:
-    """The model ``name`` for inputs of ``shape`` (channels, height, width). Random weights, from torch's global seed.
+def build(
+    name: str,
+    shape: Shape,
+    classes: int,
+    *,
+    pretrained: bool = False,
+    freeze_backbone: bool = False,
+    weights: str | None = None,
+) -> nn.Module:
+    """The model ``name``, on the CPU, with random weights from torch's global seed unless told otherwise.
+
+    Args:
+        name: one of ours, a classification model of torchvision, or ``pkg.mod:build``, which is called with
+            ``(shape, classes)``, or without arguments where it takes none, and returns a module.
+        shape: of one input: (channels, height, width) of an image, (length,) of a text.
+        classes: how many kinds of answers; for a text, the size of the vocabulary.
+        pretrained: start from torchvision's weights, but for the head; :func:`fetch` downloads them before.
+        freeze_backbone: only the last linear or convolutional layer trains, and BatchNorm before it stays as it is.
+        weights: a file of weights for the whole model, safetensors or a state dict.
 
     Raises:
-        UserError: an unknown name.
+        UserError: an unknown name, data that the model does not take, weights that are not there or do not fit.
     """
-    if name not in _BUILDERS:
-        raise UserError(f"--model {name!r} is not known: choose one of {', '.join(sorted(_BUILDERS))}")
-    return _BUILDERS[name](shape, classes)
+    model = _build(name, shape, classes, pretrained)
+    if weights is not None:
+        load_weights(model, weights)
+    if freeze_backbone:
+        _freeze(model, name)
+    return model
 
 
-def convnet(shape: Shape, classes: int) -> nn.Module:
-    """Two 3×3 convolutions of 16 and 32 channels, a pooling, and two linear layers."""
-    channels, height, width = shape
-    return nn.Sequential(
-        nn.Conv2d(channels, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * (height // 2) * (width // 2), 64),
-        nn.ReLU(),
-        nn.Linear(64, classes),
-    )
+def _build(name: str, shape: Shape, classes: int, pretrained: bool) -> nn.Module:
+    if pretrained and (":" in name or name in _IMAGES or name in _TEXTS):
+        raise UserError(f"--pretrained works with torchvision's models, not with {name!r}: leave it out, or give --weights")
+    if ":" in name:
+        return _checked(call(name, "--model", shape, classes), name)
+    if name in _TEXTS:
+        return _TEXTS[name](_take(name, shape, 1, "texts (length)"), classes)
+    if name in _IMAGES:
+        return _IMAGES[name](_three(name, shape), classes)
+    from dualtrain.models import classifiers
+
+    if name not in classifiers.names():
+        own = ", ".join(sorted([*_IMAGES, *_TEXTS]))
+        raise UserError(
+            f"--model {name!r} is not known: choose one of {own}, a classification model of torchvision "
+            "(resnet18, …), or pkg.mod:build"
+        )
+    return classifiers.classifier(name, _three(name, shape), classes, pretrained)
 
 
-_BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {"convnet": convnet}
+def _freeze(model: nn.Module, name: str) -> None:
+    if name in _TEXTS:
+        raise UserError(
+            f"--freeze-backbone: {name} has no head of its own, its output layer is its embedding: leave it out"
+        )
+    freeze_backbone(model, find_head(model))
+
+
+def _three(name: str, shape: Shape) -> tuple[int, int, int]:
+    channels, height, width = _take(name, shape, 3, "images (channels, height, width)")
+    return channels, height, width
+
+
+def _take(name: str, shape: Shape, dimensions: int, words: str) -> Shape:
+    if len(shape) != dimensions:
+        raise UserError(f"--model {name} takes {words} and the dataset gives {tuple(shape)}: choose another --model")
+    return shape
+
+
+def _checked(model: object, name: str) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model {name!r} gave a {type(model).__name__}: it must return a torch.nn.Module")
+    return model
+
+
+_IMAGES: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
+    "convnet": small.convnet,
+    "mnist-net": small.mnist_net,
+    "mnist-convnet": small.mnist_convnet,
+}
+_TEXTS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "bert-small": lambda shape, classes: bert.Bert(classes, shape[0]),
+}

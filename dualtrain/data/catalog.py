@@ -1,0 +1,139 @@
+"""From a name to a :class:`~dualtrain.data.sources.Task`: the one place that knows every dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualtrain.data.memory import TensorSource
+from dualtrain.data.options import NAMES, Options
+from dualtrain.data.sources import Task
+from dualtrain.data.transforms import ImageTransform, Statistics, Transform, WeightsTransform
+from dualtrain.errors import UserError
+
+Part = tuple[torch.Tensor, torch.Tensor]
+
+# Of each channel, over the training images.
+STATISTICS: dict[str, Statistics] = {
+    "digits": ((0.3056,), (0.3761,)),
+    "mnist": ((0.1307,), (0.3081,)),
+    "fashion-mnist": ((0.2860,), (0.3530,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+}
+
+
+def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
+    """The dataset ``name``, from ``folder`` where it is not embedded.
+
+    Args:
+        name: digits, mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or ``pkg.mod:build``, which is called
+            with ``folder`` (or without it) and returns a :class:`Task` or two map-style datasets.
+        folder: where the files are, or with ``download=True`` will be.
+        options: fields of :class:`~dualtrain.data.options.Options`.
+
+    Raises:
+        UserError: an unknown name, options that do not go together, files that are missing or cannot be read.
+    """
+    chosen = Options(**options)
+    if chosen.augment == "weights" and chosen.model is None:
+        raise UserError("--augment weights takes the transforms of a model of torchvision: name it with --model")
+    if name in STATISTICS:
+        return _in_memory(name, _folder(folder, chosen.download), chosen)
+    if ":" in name:
+        from dualtrain.data.wrapped import load_own
+
+        return load_own(name, folder, chosen)
+    if name not in _OTHERS:
+        known = ", ".join(sorted([*STATISTICS, *_OTHERS]))
+        raise UserError(f"--dataset {name!r} is not known: choose one of {known}, or pkg.mod:build")
+    return _OTHERS[name](_folder(folder, False), chosen)
+
+
+def _folder(folder: str | None, create: bool) -> str | None:
+    try:
+        if folder is not None:
+            if create:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            next(Path(folder).iterdir(), None)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(
+            f"--data-dir {folder!r} cannot be read ({reason}): give a folder that exists on every host"
+        ) from error
+    return folder
+
+
+def _in_memory(name: str, folder: str | None, options: Options) -> Task:
+    train, val = _read(name, folder, options.download)
+    channels, side = train[0].shape[1:3]
+    for_train, for_val, shape = _transforms(name, channels, side, options)
+    return Task(TensorSource(*train, for_train), TensorSource(*val, for_val), shape, classes=10)
+
+
+def _read(name: str, folder: str | None, download: bool) -> tuple[Part, Part]:
+    if name == "digits":
+        from dualtrain.data.digits import load_digits
+
+        data = load_digits()
+        return (data.train.inputs, data.train.targets), (data.val.inputs, data.val.targets)
+    if name == "cifar10":
+        from dualtrain.data.cifar import read_cifar10
+
+        return read_cifar10(folder, download)
+    from dualtrain.data.mnist import read_mnist
+
+    return read_mnist(name, folder, download)
+
+
+def _transforms(name: str, channels: int, side: int, options: Options) -> tuple[Transform, Transform, tuple[int, int, int]]:
+    """For training, for evaluation, and the shape of an input that has gone through either."""
+    if options.augment == "imagenet":
+        raise UserError(f"--augment imagenet is for image files, and {name} lives in memory: use crop-flip")
+    if options.augment == "weights":
+        from dualtrain.models.weights import published
+
+        preset = published(options.model or "").transforms()
+        given = WeightsTransform(preset)
+        return given, given, (3, preset.crop_size[0], preset.crop_size[0])
+    statistics = options.statistics(STATISTICS[name])
+    if statistics is not None and len(statistics[0]) not in (1, channels):
+        raise UserError(f"--normalize has {len(statistics[0])} channels and {name} has {channels}: give one mean for each")
+    augment = options.augment == "crop-flip"
+    size, resize = options.image_size, options.resize
+    if size is not None and resize is None and size > side + 2 * options.pad * augment:
+        resize = size
+    if size is not None and size > (resize or side) + 2 * options.pad * augment:
+        raise UserError(f"--image-size {size} is larger than --resize {resize} with its --pad: leave --resize out")
+    final = size or resize or side
+    shape = channels, final, final
+    evaluation = ImageTransform(size, resize, statistics=statistics)
+    return (ImageTransform(size, resize, augment, options.pad, statistics) if augment else evaluation), evaluation, shape
+
+
+def _files(folder: str | None, options: Options) -> Task:
+    from dualtrain.data.files import load_files
+
+    return load_files(folder, options)
+
+
+def _text(folder: str | None, options: Options) -> Task:
+    from dualtrain.data.text import load_text
+
+    return load_text(options)
+
+
+def _synthetic(folder: str | None, options: Options) -> Task:
+    from dualtrain.data.synthetic import load_synthetic
+
+    return load_synthetic(options)
+
+
+_OTHERS: dict[str, Callable[[str | None, Options], Task]] = {
+    "imagefolder": _files,
+    "text": _text,
+    "synthetic": _synthetic,
+}
+__all__ = ["NAMES", "load_data"]

@@ -1,0 +1,64 @@
+"""CIFAR-10 in its binary version.
+
+The Python version, which torchvision's ``CIFAR10`` reads, is made of pickles: whoever can change those files can run code
+here. The binary version holds the same images as bytes: for each a label and 3 × 32 × 32 values.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy
+import torch
+
+from dualtrain.errors import UserError
+from dualtrain.models.vision import mended
+
+URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+FOLDER = "cifar-10-batches-bin"
+TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+VAL = ("test_batch.bin",)
+SHAPE = (3, 32, 32)
+CLASSES = 10
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+def read_cifar10(folder: str | None, download: bool = False) -> tuple[Part, Part]:
+    """Training and test part: images uint8 (N, 3, 32, 32) and classes int64 (N,).
+
+    Raises:
+        UserError: no folder is given, its files are missing or damaged, or the download fails.
+    """
+    if folder is None:
+        raise UserError("--dataset cifar10 is not embedded: name the folder of its files with --data-dir")
+    where = Path(folder, FOLDER)
+    if download and not all((where / name).exists() for name in TRAIN + VAL):
+        _download(folder)
+    return _read(where, TRAIN), _read(where, VAL)
+
+
+def _read(where: Path, names: tuple[str, ...]) -> Part:
+    size = 1 + SHAPE[0] * SHAPE[1] * SHAPE[2]
+    try:
+        content = numpy.concatenate([numpy.fromfile(where / name, dtype=numpy.uint8) for name in names])
+    except OSError as error:
+        raise UserError(
+            f"{where} does not hold cifar10 ({error.strerror or error}): unpack {URL} into {where.parent}"
+        ) from error
+    rows = torch.from_numpy(content[: len(content) // size * size].reshape(-1, size))
+    labels = rows[:, 0].to(torch.int64)
+    if len(content) % size or not len(content) or labels.max() >= CLASSES:
+        raise UserError(f"{where} is damaged: delete it and unpack {URL} into {where.parent} again")
+    return rows[:, 1:].reshape(-1, *SHAPE).contiguous(), labels
+
+
+def _download(folder: str) -> None:
+    utils = mended(lambda: import_module("torchvision.datasets.utils"))
+    try:
+        utils.download_and_extract_archive(URL, folder, md5=MD5)
+    except (URLError, OSError, RuntimeError) as error:
+        reason = str(getattr(error, "reason", error)).partition("\n")[0]
+        raise UserError(f"cifar10 could not be downloaded ({reason}): unpack {URL} into {folder} of every host") from error

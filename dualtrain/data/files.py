@@ -1,0 +1,69 @@
+"""A folder of images, ``train/CLASS/…`` and ``val/CLASS/…``, as ImageNet is usually kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dualtrain.data.images import Geometry, ImageFiles
+from dualtrain.data.loader import LoaderSource
+from dualtrain.data.options import Options
+from dualtrain.data.sources import Task
+from dualtrain.data.transforms import IMAGENET, Transform, to_float
+from dualtrain.errors import UserError
+from dualtrain.models.vision import torchvision
+from dualtrain.models.weights import published
+
+SIZE = 224
+MARGIN = 256 / 224  # how much larger an image is than the window that evaluation takes from it
+
+
+def load_files(folder: str | None, options: Options) -> Task:
+    """The images below ``folder``, read by worker processes.
+
+    Raises:
+        UserError: folders or images are missing, or the two parts have different classes.
+    """
+    if folder is None:
+        raise UserError("--dataset imagefolder is not embedded: name the folder of train/ and val/ with --data-dir")
+    train, val = _tree(folder, "train"), _tree(folder, "val")
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))[0]
+        raise UserError(f"--data-dir {folder!r}: the class {odd!r} is in one of train/ and val/ only: give both the same")
+    geometry, evaluation, transform = _geometries(options)
+    return Task(
+        LoaderSource(ImageFiles(train.samples, geometry), options.workers, transform),
+        LoaderSource(ImageFiles(val.samples, evaluation), options.workers, transform),
+        shape=(3, geometry.size, geometry.size),
+        classes=len(train.classes),
+    )
+
+
+def _tree(folder: str, part: str) -> Any:
+    path = Path(folder, part)
+    try:
+        return torchvision().datasets.ImageFolder(path)
+    except OSError as error:  # no such folder, no classes in it, or a class without images
+        reason = str(error.strerror or error).partition("\n")[0]
+        raise UserError(
+            f"--data-dir {folder!r} is no tree of images ({path}: {reason}): put them into {part}/CLASS/*.jpg"
+        ) from error
+
+
+def _geometries(options: Options) -> tuple[Geometry, Geometry, Transform]:
+    """For training, for evaluation, and what happens to whole batches."""
+    augment = options.augment or "imagenet"
+    if augment == "weights":
+        preset = published(options.model or "").transforms()
+        size, resize = preset.crop_size[0], preset.resize_size[0]
+        same = Geometry(size, resize, interpolation=preset.interpolation.value)
+        statistics = tuple(preset.mean), tuple(preset.std)
+        return same, same, lambda images, numbers, seed: to_float(images, statistics)
+    size = options.image_size or SIZE
+    resize = options.resize or round(size * MARGIN)
+    normalize = options.statistics(IMAGENET) if options.normalize else IMAGENET
+    return (
+        Geometry(size, resize, augment, options.pad),
+        Geometry(size, resize),
+        lambda images, numbers, seed: to_float(images, normalize),
+    )

@@ -1,0 +1,34 @@
+"""Datasets that live whole on the device: a batch is one gathering of rows, and augmentation is one more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from dualtrain.data.sources import Batch, Source, Tensors
+from dualtrain.data.transforms import Transform
+
+
+class TensorSource(Source):
+    """``inputs`` (N, …), uint8 or float32, and ``targets`` (N,), int64.
+
+    ``transform`` makes the model's inputs of a batch of rows; without it they are given as they are.
+    """
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, transform: Transform | None = None) -> None:
+        self._inputs = inputs
+        self._targets = targets
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
+        """The batches, float32 and int64. The split moves to ``device`` at the first one, to stay there."""
+        self._inputs, self._targets = self._inputs.to(device), self._targets.to(device)
+        for batch in batches:
+            numbers = batch.numbers.to(device)
+            rows = self._inputs[numbers]
+            inputs = rows if self._transform is None else self._transform(rows, numbers, batch.seed)
+            yield inputs, self._targets[numbers]

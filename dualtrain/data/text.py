@@ -1,0 +1,112 @@
+"""Masked language modelling on plain text.
+
+Tokens are words and punctuation marks, those of the training part that are frequent enough; what is masked where is a
+function of (seed, sample).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from dualtrain.data import draws
+from dualtrain.data.options import Options
+from dualtrain.data.sources import Batch, Source, Task, Tensors
+from dualtrain.errors import UserError
+
+SPECIAL = ("[PAD]", "[UNK]", "[MASK]", "[CLS]")
+PAD, UNK, MASK, CLS = range(4)
+IGNORED = -100  # the target of what is not to be predicted, cross_entropy's own default
+CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1  # of all tokens; of the chosen ones: made [MASK], made another token
+
+
+class MaskedText(Source):
+    """Token sequences (N, t), int64, of a vocabulary of ``size`` tokens.
+
+    ``seed`` set masks the same at each pass, for evaluation; ``None`` leaves it to the batches.
+    """
+
+    def __init__(self, tokens: torch.Tensor, size: int, seed: int | None = None) -> None:
+        self._tokens = tokens
+        self._size = size
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
+        """Masked tokens and targets, int64 (n, t) each."""
+        self._tokens = self._tokens.to(device)
+        for batch in batches:
+            numbers = batch.numbers.to(device)
+            seed = batch.seed if self._seed is None else self._seed
+            yield mask(self._tokens[numbers], draws.bits(seed, numbers, 3 * self._tokens.shape[1]), self._size)
+
+
+def mask(tokens: torch.Tensor, random: torch.Tensor, size: int) -> Tensors:
+    """Inputs with some of ``tokens`` (n, t) hidden, and targets with all but those ignored. ``random`` (n, 3t), int64."""
+    choice, way, other = random.chunk(3, 1)
+    chosen = (draws.uniform(choice) < CHOSEN) & (tokens != PAD) & (tokens != CLS)
+    way = draws.uniform(way)
+    inputs = torch.where(chosen & (way < MASKED), MASK, tokens)
+    replaced = chosen & (way >= MASKED) & (way < MASKED + REPLACED)
+    inputs = torch.where(replaced, len(SPECIAL) + draws.below(other, size - len(SPECIAL)), inputs)
+    return inputs, torch.where(chosen, tokens, IGNORED)
+
+
+def load_text(options: Options) -> Task:
+    """The text of ``options``, cut into sequences; a tenth of them is set aside by a fixed draw.
+
+    Raises:
+        UserError: the file cannot be read or is too short.
+    """
+    words = re.findall(r"\w+|[^\w\s]", _text(options.text_file).lower())
+    length = options.sequence_length
+    if length < 2:
+        raise UserError(f"--sequence-length must be 2 or more, for [CLS] and a token, not {length}")
+    sequences = [words[start : start + length - 1] for start in range(0, len(words), length - 1)]
+    if len(sequences) < 10:
+        raise UserError(
+            f"the text has {len(words)} tokens, {len(sequences)} sequences, and 10 are needed: give a longer --text-file, "
+            "or a shorter --sequence-length"
+        )
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0)).tolist()
+    val, train = order[: len(order) // 10], order[len(order) // 10 :]
+    known = _vocabulary([sequences[number] for number in train], options.vocabulary)
+    parts = [_numbered([sequences[number] for number in part], known, length) for part in (train, val)]
+    size = len(known) + len(SPECIAL)
+    return Task(MaskedText(parts[0], size), MaskedText(parts[1], size, seed=0), (length,), size, "tokens")
+
+
+def _text(file: str | None) -> str:
+    if file is None:
+        from pydoc_data.topics import topics
+
+        return "\n".join(topics[name] for name in sorted(topics))
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--text-file {file!r} is not UTF-8 (byte {error.start}): convert it") from error
+    except OSError as error:
+        raise UserError(
+            f"--text-file {file!r} cannot be read ({error.strerror}): give a file that exists on every host"
+        ) from error
+
+
+def _vocabulary(sequences: list[list[str]], size: int) -> dict[str, int]:
+    """The most frequent words and their numbers, after the special tokens; ties in alphabetical order."""
+    room = size - len(SPECIAL)
+    if room < 1:
+        raise UserError(f"--vocabulary must be above {len(SPECIAL)}, the special tokens, not {size}")
+    counts = Counter(word for sequence in sequences for word in sequence)
+    ranked = sorted(counts, key=lambda word: (-counts[word], word))
+    return {word: number for number, word in enumerate(ranked[:room], start=len(SPECIAL))}
+
+
+def _numbered(sequences: list[list[str]], known: dict[str, int], length: int) -> torch.Tensor:
+    rows = [[CLS, *(known.get(word, UNK) for word in words)] for words in sequences]
+    return torch.tensor([row + [PAD] * (length - len(row)) for row in rows], dtype=torch.int64)

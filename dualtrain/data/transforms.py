@@ -1,0 +1,95 @@
+"""What happens to a batch of images that is on the device already: scaling, random crops and flips, normalization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from dualtrain.data import draws
+from dualtrain.models.vision import mended
+
+# (images (n, c, h, w), uint8 or float; their numbers (n,); seed) → inputs (n, c, size, size), float32
+Transform = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@cache
+def v2() -> Any:
+    """The module torchvision.transforms.v2."""
+    return mended(lambda: import_module("torchvision.transforms.v2"))
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """A :data:`Transform`. Values become float32, those of integers from 0 to 1.
+
+    ``resize`` scales the shorter side to so many pixels; ``size`` is the side of the crop afterwards, taken at random
+    from the image with ``pad`` pixels of zeros around it and flipped in half of the cases where ``augment``, else taken
+    from the centre; ``statistics`` normalize.
+    """
+
+    size: int | None = None
+    resize: int | None = None
+    augment: bool = False
+    pad: int = 0
+    statistics: Statistics | None = None
+
+    def __call__(self, images: torch.Tensor, numbers: torch.Tensor, seed: int) -> torch.Tensor:
+        """See the class."""
+        if self == ImageTransform() and images.is_floating_point():
+            return images
+        functional = v2().functional
+        if self.resize is not None and len(images):
+            images = functional.resize(images, [self.resize], antialias=True)
+        if self.augment:
+            size = self.size or images.shape[-1]
+            images = crop_and_flip(functional.pad(images, [self.pad]), size, draws.bits(seed, numbers, 3))
+        elif self.size is not None:
+            images = functional.center_crop(images, [self.size])
+        return to_float(images, self.statistics)
+
+
+@dataclass(frozen=True)
+class WeightsTransform:
+    """A :data:`Transform`: the one that came with published weights, ``preset``. Grey images become coloured ones."""
+
+    preset: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, images: torch.Tensor, numbers: torch.Tensor, seed: int) -> torch.Tensor:
+        """See the class."""
+        if not len(images):
+            images = images.new_zeros(1, *images.shape[1:])
+        transformed = self.preset(images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images)
+        return transformed[: len(numbers)]
+
+
+def to_float(images: torch.Tensor, statistics: Statistics | None) -> torch.Tensor:
+    """Images (n, c, h, w) as float32, those of integers from 0 to 1, normalized where there are ``statistics``."""
+    functional = v2().functional
+    images = functional.to_dtype(images, torch.float32, scale=True)
+    if statistics is not None:
+        images = functional.normalize(images, *map(list, statistics))
+    return images
+
+
+def crop_and_flip(images: torch.Tensor, size: int, random: torch.Tensor) -> torch.Tensor:
+    """A window of ``size`` × ``size`` of each image (n, c, h, w), at a place of its own, flipped or not.
+
+    ``random`` (n, 3), int64: bits for the row, the column and the flip.
+    """
+    channels, height, width = images.shape[1:]
+    step = torch.arange(size, device=images.device)
+    top = draws.below(random[:, 0], height - size + 1)
+    left = draws.below(random[:, 1], width - size + 1)
+    flipped = draws.below(random[:, 2], 2).bool()
+    rows = top[:, None] + step
+    columns = left[:, None] + torch.where(flipped[:, None], step.flip(0), step)
+    which = torch.arange(len(images), device=images.device)[:, None, None, None]
+    channel = torch.arange(channels, device=images.device)[None, :, None, None]
+    return images[which, channel, rows[:, None, :, None], columns[:, None, None, :]]

@@ -1,0 +1,105 @@
+"""Data that the user's own code builds: ``pkg.mod:build``."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from dualtrain.data.loader import LoaderSource, Wanted
+from dualtrain.data.options import Options
+from dualtrain.data.seeding import seeded
+from dualtrain.data.sources import Source, Task, Tensors
+from dualtrain.errors import UserError
+from dualtrain.models.imported import call
+from dualtrain.models.vision import mended
+
+
+class Samples:
+    """A :class:`~dualtrain.data.loader.Reader` of a map-style dataset: ``dataset[i]`` is (input, target)."""
+
+    def __init__(self, dataset: Any, sample: Tensors) -> None:
+        self.dataset = dataset
+        self.sample = sample  # gives an empty batch its shapes
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
+        """Inputs and targets, stacked; errors of the dataset's own pass through."""
+        numbers, seed = wanted
+        if not numbers:
+            inputs, targets = (part.new_empty(0, *part.shape) for part in self.sample)
+            return inputs, targets
+        samples = []
+        for number in numbers:
+            with seeded(seed, number):
+                samples.append(self.dataset[number])
+        inputs, targets = default_collate(samples)
+        return inputs, targets
+
+    def __reduce__(self) -> Any:
+        # In a worker process, unpickling it may be what imports torchvision.
+        return _unpickled, (pickle.dumps((self.dataset, self.sample)),)
+
+
+def _unpickled(content: bytes) -> Samples:
+    return Samples(*mended(lambda: pickle.loads(content)))
+
+
+def load_own(name: str, folder: str | None, options: Options) -> Task:
+    """What the callable ``name`` gives for ``folder``: a :class:`Task`, or a pair of datasets, for training and evaluation.
+
+    Raises:
+        UserError: it is not there, or gives something else.
+    """
+    built = call(name, "--dataset", folder)
+    if isinstance(built, Task):
+        return built
+    if not isinstance(built, tuple | list) or len(built) != 2 or not all(hasattr(part, "__getitem__") for part in built):
+        raise UserError(
+            f"--dataset {name!r} gave a {type(built).__name__}: it must return a dualtrain.data.Task, or two map-style "
+            "datasets, for training and evaluation"
+        )
+    return wrap(built[0], built[1], classes=options.classes, workers=options.workers, name=name)
+
+
+def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, name: str = "dataset") -> Task:
+    """A :class:`Task` of two map-style torch datasets, whose samples are (tensor, class number or int64 tensor (t,)).
+
+    ``classes`` where the training dataset has no attribute ``classes`` (names) or ``num_classes``.
+
+    Raises:
+        UserError: samples of another kind, or nobody says how many classes there are.
+    """
+    known = len(train.classes) if hasattr(train, "classes") else getattr(train, "num_classes", None)
+    classes = classes or known
+    if not classes:
+        raise UserError(f"--dataset {name!r} does not say how many classes it has: give --classes")
+    sample = _sample(train, name)
+    return Task(
+        _source(train, sample, workers),
+        _source(val, sample, workers),
+        shape=tuple(sample[0].shape),
+        classes=classes,
+        kind="tokens" if sample[1].dim() else "classes",
+    )
+
+
+def _source(dataset: Any, sample: Tensors, workers: int) -> Source:
+    return dataset if isinstance(dataset, Source) else LoaderSource(Samples(dataset, sample), workers)
+
+
+def _sample(dataset: Any, name: str) -> Tensors:
+    try:
+        with seeded(0, 0):
+            inputs, targets = default_collate([dataset[0]])
+    except (TypeError, ValueError, IndexError) as error:
+        raise UserError(
+            f"--dataset {name!r} has samples that are not (tensor, class number): {str(error).partition(chr(10))[0]}"
+        ) from error
+    if not isinstance(inputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        raise UserError(f"--dataset {name!r} has samples that are not (tensor, class number): convert them in the dataset")
+    return inputs[0], targets[0]

@@ -1,0 +1,83 @@
+"""torchvision's classification models by name, fitted to the data's channels and classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualtrain.errors import UserError
+from dualtrain.models.freezing import find_head
+from dualtrain.models.vision import torchvision
+from dualtrain.models.weights import differences, fetch
+
+# Their extra heads make training outputs that no loss here takes, and their default start draws for minutes.
+_PLAIN = {"aux_logits": False, "init_weights": False}
+_OPTIONS: dict[str, dict[str, Any]] = {"googlenet": _PLAIN, "inception_v3": _PLAIN}
+IMAGENET_CLASSES = 1000
+
+
+def names() -> list[str]:
+    """The classification models that torchvision has."""
+    models = torchvision().models
+    found: list[str] = models.list_models(module=models)
+    return found
+
+
+def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained: bool) -> nn.Module:
+    """torchvision's model ``name``, its first convolution for ``shape``'s channels, its head for ``classes``.
+
+    With ``pretrained``, everything but a head of another size starts from torchvision's weights.
+
+    Raises:
+        UserError: the weights cannot be had.
+    """
+    options: dict[str, Any] = dict(_OPTIONS.get(name, {}))
+    if "vit" in name and "max" not in name:
+        options["image_size"] = shape[1]
+    model: nn.Module = torchvision().models.get_model(name, weights=None, num_classes=classes, **options)
+    if pretrained:
+        _load_published(model, name)
+        if hasattr(model, "transform_input"):
+            model.transform_input = shape[0] == 3  # type: ignore[assignment]
+    if shape[0] != 3:
+        _replace_first_convolution(model, shape[0], keep=pretrained)
+    return model
+
+
+def _load_published(model: nn.Module, name: str) -> None:
+    path = fetch(name)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UserError(f"the weights in {path} are damaged: delete the file, to download it again") from error
+    state = {key: value for key, value in state.items() if not key.lower().startswith("aux")}
+    head, ours = find_head(model), model.state_dict()
+    for key in (f"{head}.weight", f"{head}.bias"):
+        if key in state and key in ours and state[key].shape != ours[key].shape:
+            state[key] = ours[key]
+    wrong = differences(ours, state)
+    if wrong:
+        raise UserError(f"torchvision's weights of {name} do not fit inputs of this size: {'; '.join(wrong)}: resize them")
+    model.load_state_dict(state, strict=False)
+
+
+def _replace_first_convolution(model: nn.Module, channels: int, keep: bool) -> None:
+    """A first convolution of ``channels`` inputs; with ``keep``, of weights that answer grey as the old one did."""
+    name, old = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
+    new = nn.Conv2d(
+        channels,
+        old.out_channels,
+        old.kernel_size,  # type: ignore[arg-type]
+        old.stride,  # type: ignore[arg-type]
+        old.padding,  # type: ignore[arg-type]
+        bias=old.bias is not None,
+    )
+    if keep:
+        with torch.no_grad():
+            new.weight.copy_(old.weight.sum(1, keepdim=True).expand_as(new.weight) / channels)
+            if old.bias is not None and new.bias is not None:
+                new.bias.copy_(old.bias)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)

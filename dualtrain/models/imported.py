@@ -1,0 +1,39 @@
+"""Callables of the user's, named ``pkg.mod:build`` on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from dualtrain.errors import UserError
+from dualtrain.models.vision import mended
+
+
+def call(path: str, flag: str, *arguments: Any) -> Any:
+    """What the callable ``path`` (``pkg.mod:build``) gives for ``arguments``, or for none where it takes none.
+
+    Raises:
+        UserError: the module or the callable is not there; names ``flag``. Its own errors pass through.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        module = mended(lambda: importlib.import_module(module_name))
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{flag} {path!r} needs the module {error.name!r}, which is not found: run from its folder or set PYTHONPATH"
+        ) from error
+    build = getattr(module, name, None)
+    if not callable(build):
+        raise UserError(f"{flag} {path!r}: {module_name} has no callable {name!r}: give pkg.mod:function")
+    return build(*arguments) if _takes(build, arguments) else build()
+
+
+def _takes(build: Any, arguments: tuple[Any, ...]) -> bool:
+    try:
+        inspect.signature(build).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True

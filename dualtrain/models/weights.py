@@ -1,0 +1,120 @@
+"""Weights that a model starts from: a local file, or torchvision's published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from dualtrain.errors import UserError
+from dualtrain.models.vision import torchvision
+
+SHOWN = 3  # names of an error, so that it stays one line
+
+
+def load_weights(model: nn.Module, file: str) -> None:
+    """Puts the tensors of ``file`` into ``model``: safetensors, or a state dict of ``torch.save`` (weights only).
+
+    A ``module.`` in front of every name, and a checkpoint that has its weights under ``state_dict`` or ``model``, are fine.
+
+    Raises:
+        UserError: the file cannot be read, or its names or shapes are not the model's.
+    """
+    state = read_state(file)
+    consume_prefix_in_state_dict_if_present(state, "module.")
+    wrong = differences(model.state_dict(), state)
+    if wrong:
+        raise UserError(f"--weights {file!r} does not fit the model: {'; '.join(wrong)}: give weights of this very model")
+    model.load_state_dict(state, strict=False)
+
+
+def read_state(file: str) -> dict[str, torch.Tensor]:
+    """Names and tensors of a weights file, on the CPU. No code of the file runs.
+
+    Raises:
+        UserError: the file is not there, or not weights.
+    """
+    advice = "give a safetensors file, or a state dict that torch.save wrote"
+    try:
+        if Path(file).suffix == ".safetensors":
+            return safetensors.torch.load_file(file)
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        reason = error.strerror or "No such file or directory"
+        raise UserError(f"--weights {file!r} cannot be read ({reason}): give a file that exists on every host") from error
+    except Exception as error:  # torch.load raises what its bytes lead to
+        raise UserError(f"--weights {file!r} is damaged or holds more than weights: {advice}") from error
+    for key in ("state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise UserError(f"--weights {file!r} is not a mapping from names to tensors: {advice}")
+    return dict(state)
+
+
+def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """In words, how the names and shapes of ``theirs`` differ from ``ours``; empty where they fit."""
+    # Files from before torch 0.4.1 lack this counter, which no computation here uses.
+    missing = [name for name in ours if name not in theirs and not name.endswith("num_batches_tracked")]
+    unexpected = [name for name in theirs if name not in ours]
+    shapes = [
+        f"{name} ({_size(tensor)} in the file, {_size(ours[name])} in the model)"
+        for name, tensor in theirs.items()
+        if name in ours and tensor.shape != ours[name].shape
+    ]
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    return [f"{len(names)} {kind} ({_few(names)})" for kind, names in kinds.items() if names]
+
+
+def _size(tensor: torch.Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "scalar"
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+
+
+def published(name: str) -> Any:
+    """torchvision's best weights of the model ``name``: an entry of its ``Weights`` enumeration.
+
+    Raises:
+        UserError: torchvision has no model or weights of that name.
+    """
+    try:
+        return torchvision().models.get_model_weights(name).DEFAULT
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"--pretrained: torchvision publishes no weights of {name!r}: leave it out, or give --weights FILE"
+        ) from error
+
+
+def fetch(name: str) -> Path:
+    """The file of torchvision's weights of ``name`` in torch hub's folder, downloaded if it is not there yet.
+
+    To be called by one rank a host before the others; the file appears whole or not at all.
+
+    Raises:
+        UserError: there are none, or the download fails.
+    """
+    url: str = published(name).url
+    path: Path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    if path.exists():
+        return path
+    digest = path.stem.rpartition("-")[2]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(url, str(path), hash_prefix=digest, progress=False)
+    except (URLError, OSError, RuntimeError) as error:
+        reason = str(getattr(error, "reason", error)).partition("\n")[0]
+        raise UserError(
+            f"the weights of {name} could not be downloaded ({reason}): put {url} into {path.parent} of every host"
+        ) from error
+    return path
