@@ -53,8 +53,6 @@ class Slot:
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     bucket: Bucket | None = None
     fired: bool = False
-    #: Whether the gradient is what the last exchange left, and no backward has added to it since.
-    settled: bool = False
     #: Backward passes that have reached it; for who wants to count them.
     passes: int = 0
 

@@ -85,7 +85,6 @@ class GradientReducer:
         #: What runs when the pass that goes on has ended; dead where that pass failed: autograd has dropped it then.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._reduced = False
-        self._used = True  # whether the gradients of the last exchange were used, so that the next starts afresh
         self._paused = False
         self.add(named_parameters)
 
@@ -139,17 +138,17 @@ class GradientReducer:
             bucket.pending = len(bucket.slots)
         self._hand_out()
         self._reduce_sparse()
-        self._next, self._seen, self._ending, self._reduced, self._used = 0, 0, None, True, False
+        self._next, self._seen, self._ending, self._reduced = 0, 0, None, True
 
     def renew(self) -> None:
         """The gradients were used: the next ``reduce`` starts from what ``param.grad`` holds then."""
-        self._reduced, self._used = False, True
+        self._reduced = False
 
     def forget(self, backend: Backend) -> None:
         """Drops an exchange that failed, and goes on with another backend: layouts are compared anew."""
         self.backend = backend
         self._buckets, self._laid_out = [], False
-        self._next, self._seen, self._ending, self._reduced, self._used = 0, 0, None, False, True
+        self._next, self._seen, self._ending, self._reduced = 0, 0, None, False
         for slot in self._slots:
             slot.fired, slot.bucket = False, None
 
@@ -157,7 +156,7 @@ class GradientReducer:
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         def gradient_is_there(_: torch.Tensor) -> None:
-            self._reduced = slot.settled = False
+            self._reduced = False
             if self._paused:
                 return
             if self._ending is None or self._ending() is None:
@@ -205,21 +204,11 @@ class GradientReducer:
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        if not self._used:
-            self._count_once(bucket)
         bucket.fill()
         if self._next == len(self._buckets):
             self._load(bucket)
         self.backend.settle()
         bucket.work = self.backend.start_allreduce(bucket.wire, ReduceOp.SUM, bucket.name)
-
-    @torch.no_grad()
-    def _count_once(self, bucket: Bucket) -> None:
-        """Another backward before the step sends all again: what is reduced already must come out as it went in."""
-        factor = self.backend.size * self.transfer.before * after(self.transfer, self.backend.size)
-        for slot in bucket.slots:
-            if slot.settled and factor != 1:
-                slot.view.div_(factor)
 
     def _arrived_twice(self, slot: Slot) -> None:
         if slot.bucket is not None and slot.bucket.work is not None:
@@ -246,7 +235,7 @@ class GradientReducer:
         self.cargo.copy_(extra[:carry])
         used: Sequence[float] = extra[carry:].tolist() or [1.0] * len(self._slots)
         for number, (slot, ranks) in enumerate(zip(self._slots, used, strict=True)):
-            slot.fired, slot.settled = False, True
+            slot.fired = False
             if slot.bucket is not None:
                 # Frozen since the buckets were laid out, it takes part as zeros and gets nothing.
                 frozen = not slot.param.requires_grad and slot.param.grad is None
@@ -275,6 +264,9 @@ class GradientReducer:
                 self._sparse_again |= found
             else:
                 self._sparse |= found
+        self._make_buckets()
+
+    def _make_buckets(self) -> None:
         dense = [slot for number, slot in enumerate(self._slots) if number not in self._sparse]
         for slot in self._slots:
             slot.bucket = None

@@ -1047,24 +1047,6 @@ def test_bfloat16_travels_where_the_library_knows_it(typical):
     typical(bfloat16)
 
 
-def settled(backend, after):
-    model = nn.ModuleList([perceptron(1), perceptron(2)])
-    reducer = GradientReducer(model.named_parameters(), backend, transfer=Transfer(after=after))
-    x = vectors(backend.rank)
-    for _ in range(2):  # the first lays out
-        model.zero_grad()
-        model[0](x).sum().backward()
-        first = gradients(model[0])
-        model[1](x).sum().backward()  # sends everything again: the first part must stay what it is
-        check(gradients(model[0]), first)
-        reducer.renew()
-
-
-@pytest.mark.parametrize("after", [None, 1.0], ids=["average", "sum"])
-def test_a_second_backward_over_other_parameters_keeps_what_was_reduced(typical, after):
-    typical(settled, after)
-
-
 def grouped(backend):
     model = conv_net()
     chosen = [[model[0].weight, model[7].bias], [model[5].weight]]

@@ -61,7 +61,7 @@ def test_unnamed_calls_match_by_kind_and_set():
 @pytest.mark.parametrize(
     ("mine", "theirs", "part"),
     [
-        ({"op": 1}, {"op": 3}, "reduction 1 on rank 0, 3 on rank 1"),
+        ({"op": 1}, {"op": 3}, "reduction Sum on rank 0, Min on rank 1"),
         ({"pre": 1.0}, {"pre": 2.0}, "prescale factor"),
         ({"root": 0}, {"root": 1}, "root rank"),
         ({"tensors": []}, {}, "0 tensors on rank 0, 1 on rank 1"),

@@ -80,7 +80,9 @@ def too_slow(backend, gradients):
                 time.sleep(0.02)
             what = lambda: hvd.allreduce(torch.ones(1))  # noqa: E731
         else:
-            what = (lambda: p.sum().backward()) if gradients else lambda: hvd.allreduce(torch.ones(1), name="loss")
+            what = optimizer.step if gradients else lambda: hvd.allreduce(torch.ones(1), name="loss")
+            if gradients:
+                p.sum().backward()  # does not wait
         with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="STALL_SHUTDOWN") as info:
             what()
         assert ("gradients" if gradients else "allreduce.loss") in str(info.value)

@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch import nn
 
-from tests.hvd_worlds import OURS_2, PAIR, check, library, mean_of_ranks, same
+from tests.hvd_worlds import OURS_2, PAIR, THEIRS, check, library, mean_of_ranks, same
 
 
 def wrapped(hvd, lr=1.0, name="p", **options):
@@ -133,13 +133,36 @@ def mixed_precision_trap(backend):
         return p[0].item(), scaler.get_scale()
 
 
+@THEIRS
+def test_scaling_losses_without_synchronize_is_horovods_trap(real):
+    assert real(mixed_precision_trap) == [(0, 2), (float("-inf"), 4)]  # weights and loss scales have parted
+
+
+def mixed_precision(backend):
+    """``synchronize`` first: every rank sees the infinity."""
+    with library(backend) as hvd:
+        p, optimizer = wrapped(hvd, name="scaled")
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        found = []
+        for factor in (float("inf"), 1.0):
+            scaler.scale((p * (factor if hvd.rank() == 0 else 1.0)).sum()).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_([p], 100.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((p[0].item(), scaler.get_scale()))
+        return found
+
+
 @PAIR
-def test_scaling_losses_the_usual_way(real):
-    results = real(mixed_precision_trap)
-    if real.name == "torch":
-        assert results == [(0, 2)] * 2
-    else:
-        assert results == [(0, 2), (float("-inf"), 4)]  # weights and loss scales have parted
+def test_scaling_losses_after_synchronize(real):
+    results = real(mixed_precision)
+    assert results == results[:1] * 2
+    assert results[0][0] == (0, 2)
+    assert results[0][1][0] < 0
 
 
 def only_ours(backend):

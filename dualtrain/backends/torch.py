@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -133,8 +134,13 @@ class TorchBackend(Backend):
             dist.destroy_process_group(self._control)
             dist.destroy_process_group(self._data)
         # The groups end here, with their last reference. Left to the garbage collector they would end in whatever
-        # thread it runs in, perhaps while that holds up another world's start.
+        # thread it runs in, perhaps while that holds up another world's start. One that still has an operation under way
+        # (a peer has failed) waits for it in a thread of its own: nobody else needs to.
+        groups = [self._data, self._control]
         del self._data, self._control
+        ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
+        ending.start()
+        ending.join(1.0)
 
 
 def _patience(timeout: float) -> timedelta:

@@ -14,8 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
+from dualtrain.hvd.reductions import NAMES
 from dualtrain.hvd.settings import Settings
 
 Message = dict[str, Any]
@@ -180,6 +182,8 @@ class Coordinator:
         facts = {name: first[name] for name in (*_EQUAL, "tensors") if name in first}
         facts |= {"do": "run", "kind": key[1], "name": key[2], "set": key[0], "members": members}
         facts |= {"divisor": self._divisor(members, absent), "new_set": first.get("new_set")}
+        if key[1] == "channel":
+            facts["sparse"] = sorted({tuple(pair) for message in calls.values() for pair in message["sparse"]})
         if key[1] in _FREE_ROWS:
             facts["rows"] = [[_rows(shape) for _, shape, _ in calls[rank]["tensors"]] for rank in members]
         if key[1] == "alltoall":
@@ -238,7 +242,12 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
     for rank, other in others:
         for name, meaning in _EQUAL.items():
             if first.get(name) != other.get(name):
-                return f"{title}: {meaning} {first.get(name)} on rank {first_rank}, {other.get(name)} on rank {rank}"
+                ours, theirs = _readable(name, first.get(name)), _readable(name, other.get(name))
+                return f"{title}: {meaning} {ours} on rank {first_rank}, {theirs} on rank {rank}"
+        if first.get("layout") != other.get("layout"):
+            pairs = zip_longest(first["layout"], other["layout"], fillvalue="nothing")
+            mine, its = next((a, b) for a, b in pairs if a != b)
+            return f"{title}: the parameters differ: {mine} on rank {first_rank}, {its} on rank {rank}"
         ours, theirs = first.get("tensors", []), other.get("tensors", [])
         if len(ours) != len(theirs):
             return f"{title}: {len(ours)} tensors on rank {first_rank}, {len(theirs)} on rank {rank}"
@@ -253,7 +262,13 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
     return None
 
 
+def _readable(name: str, value: Any) -> str:
+    return NAMES.get(value, str(value)) if name == "op" else str(value)
+
+
 def _title(key: Key) -> str:
+    if key[1] == "channel":
+        return f"the first gradients of the optimizer of {str(key[2]).rpartition('-')[0]!r}, …"
     return f"{key[1]}.{key[2] if key[2] is not None else 'noname'}" + (f" in process set {key[0]}" if key[0] else "")
 
 

@@ -12,6 +12,8 @@ import queue
 import threading
 import time
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +36,7 @@ _LEAVING_SECONDS = 10.0
 class Exchanger(Protocol):
     """What sends gradients without asking rank 0, and so must be told when a rank has joined."""
 
+    base_name: str
     channel_name: str
     exchanges: int
     exchanging: bool
@@ -49,6 +52,7 @@ class Pending:
     message: Message
     tensors: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] | None = None
+    then: Callable[[Any, Any], None] | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     facts: Message = field(default_factory=dict)  # what all ranks agreed on
     result: Any = None
@@ -81,8 +85,10 @@ class Engine:
         self.timeline = Timeline()
         self.down: str | None = None  # why nothing is done any more
         self.channels: dict[int | str, Backend] = {0: backend}
+        self._opened: dict[str, list[list[int]]] = {}  # channels for gradients, and which of those are sparse
         self.absent: list[int] = []  # ranks that have joined
-        self._exchangers: weakref.WeakValueDictionary[str, Exchanger] = weakref.WeakValueDictionary()
+        self._claims: Counter[str] = Counter()
+        self._exchangers: list[weakref.ref[Exchanger]] = []  # in the order of their making
         self._told: dict[str, float] = {}
         self._asked: dict[str, float] = {}
         self._shadows: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: no more
@@ -108,6 +114,7 @@ class Engine:
         set_id: int = 0,
         tensors: list[torch.Tensor] | None = None,
         outputs: list[torch.Tensor] | None = None,
+        then: Callable[[Any, Any], None] | None = None,
         **facts: Any,
     ) -> Pending:
         """Asks for a call; does not block.
@@ -119,7 +126,7 @@ class Engine:
         tensors = [tensor.detach() for tensor in tensors or []]
         metas = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for t in tensors]
         message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **facts}
-        pending = Pending(message, tensors, outputs)
+        pending = Pending(message, tensors, outputs, then=then)
         if any(tensor.is_cuda for tensor in tensors):
             pending.streams = [torch.cuda.current_stream().record_event()]
         with self._lock:
@@ -140,7 +147,7 @@ class Engine:
         """Blocks until every rank has joined, taking part in the others' exchanges of gradients meanwhile."""
         pending = self.submit("join", divide_by=divide_by)
         while (request := self._shadows.get()) is not None:
-            exchanger = self._exchangers.get(request["channel"])
+            exchanger = self._exchanger(request["channel"])
             if exchanger is not None and exchanger.exchanges < request["exchange"]:
                 exchanger.shadow(divide_by)
         return int(pending.wait())
@@ -166,15 +173,49 @@ class Engine:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def channel(self, name: str, set_id: int) -> Backend:
-        """A backend over the ranks of a process set for the use of one caller. Collective by name; blocks."""
-        if name not in self.channels:  # made already while this rank had joined
-            self.submit("channel", name, set_id).wait()
-        return self.channels[name]
+    def open_channel(
+        self,
+        name: str,
+        set_id: int,
+        *,
+        layout: list[str],
+        sparse: list[list[int]],
+        then: Callable[[Backend, list[list[int]]], None] | None = None,
+    ) -> Pending:
+        """Asks for a backend over the ranks of a process set for the use of one caller. Collective by name; does not block.
+
+        Args:
+            name: of the channel.
+            set_id: the process set.
+            layout: what will travel, which must be the same on every rank.
+            sparse: what this rank knows of sparse gradients, as pairs of a number and sparse dimensions.
+            then: called with the result in the engine's thread, before the call counts as ended.
+
+        Returns:
+            A call whose result is the backend, and what all ranks together know of sparse gradients.
+        """
+        if name in self._opened:  # made while this rank had joined
+            pending = Pending({}, result=(self.channels[name], self._opened[name]))
+            pending.ended.set()
+            return pending
+        return self.submit("channel", name, set_id, then=then, layout=layout, sparse=sparse)
+
+    def claim(self, base_name: str) -> int:
+        """A number for one of several of the same name: how many of them have begun in this world."""
+        self._claims[base_name] += 1
+        return self._claims[base_name]
 
     def register(self, exchanger: Exchanger) -> None:
         """Has ``exchanger`` told when a rank has joined; it is not kept alive."""
-        self._exchangers[exchanger.channel_name] = exchanger
+        self._exchangers = [ref for ref in self._exchangers if ref() is not None]
+        self._exchangers.append(weakref.ref(exchanger))
+
+    def _exchanger(self, channel_name: str) -> Exchanger | None:
+        """The one of this name, or the first that may become it: it has not exchanged anything yet."""
+        alive = [one for ref in self._exchangers if (one := ref()) is not None]
+        base = channel_name.rpartition(".")[0]
+        known = [one for one in alive if one.channel_name == channel_name]
+        return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
 
     def announce(self, exchanger: Exchanger) -> None:
         """Asks those who joined, if there are any, to take part in the exchange that starts."""
@@ -241,9 +282,12 @@ class Engine:
         kind = message["kind"]
         if kind == "channel":
             channel = self.backend.group(message["members"])
-            if channel is not None:
-                self.channels[message["name"]] = channel
-            return None
+            if channel is None:
+                return None
+            self.channels[message["name"]], self._opened[message["name"]] = channel, message["sparse"]
+            if pending is not None and pending.then is not None:
+                pending.then(channel, message["sparse"])
+            return channel, message["sparse"]
         if kind == "add_process_set":
             group = self.backend.group(message["ranks"])
             if group is not None:
@@ -304,8 +348,8 @@ class Engine:
     def _do_absent(self, message: Message) -> None:
         self.absent = message["ranks"]
         if self.backend.rank not in self.absent:
-            for exchanger in list(self._exchangers.values()):
-                if exchanger.exchanging:
+            for exchanger in [ref() for ref in self._exchangers]:
+                if exchanger is not None and exchanger.exchanging:
                     self.announce(exchanger)
 
     def _do_shadow(self, message: Message) -> None:

@@ -28,7 +28,6 @@ from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
 
 Named = list[tuple[str, torch.nn.Parameter]]
 _NARROW = {Compression.none: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
-_made: Counter[str] = Counter()
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -135,12 +134,11 @@ def _transfer(
     )
 
 
-def _channel_name(named: Named, process_set: ProcessSet) -> str:
-    """The same on every rank: what is optimized, and which one of several optimizers of that it is."""
+def _base_name(named: Named, process_set: ProcessSet) -> str:
+    """The same on every rank: what is optimized."""
     text = f"{process_set.ranks} {[(name, tuple(p.shape)) for name, p in named]}"
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    _made[digest] += 1
-    return f"{named[0][0] if named else 'nothing'}-{digest}.{_made[digest]}"
+    return f"{named[0][0] if named else 'nothing'}-{digest}"
 
 
 class _Optimizer(NativeOptimizer):
@@ -170,7 +168,7 @@ class _Optimizer(NativeOptimizer):
     def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> ChannelReducer:
         ours = {p for group in self.optimizer.param_groups for p in group["params"]}
         named = [(name, p) for name, p in named if p in ours]
-        place = _channel_name(named, self.process_set), self.process_set, self.backward_passes_per_step
+        place = _base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
         if self.op not in (Average, Sum) or compression not in _NARROW:
             return CalledReducer(named, *place, self.op, compression)
         return ChannelReducer(named, *place, transfer)
@@ -179,6 +177,9 @@ class _Optimizer(NativeOptimizer):
         if name == "optimizer":  # not wrapped yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes are summed before their gradients are exchanged, from the next step on."""
@@ -232,7 +233,10 @@ class _Optimizer(NativeOptimizer):
                 self.reducer.renew()
                 self.reducer.rest()
             with torch.enable_grad():
-                return closure()  # its backward ends with combined gradients
+                loss = closure()
+            if self.reducer is not None:
+                self.reducer.reduce()
+            return loss
 
         return evaluate
 
@@ -266,7 +270,7 @@ class _AdasumOptimizer(_Optimizer):
     """Each rank steps on its own gradients; the changes of the parameters are combined."""
 
     def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> Any:
-        self._compression, self._name = compression, _channel_name(named, self.process_set)
+        self._compression, self._name = compression, _base_name(named, self.process_set)
 
     def synchronize(self) -> None:
         """Nothing: gradients are not combined."""

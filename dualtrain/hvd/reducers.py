@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from dualtrain.backends import Backend
 from dualtrain.buckets import Slot, Transfer
 from dualtrain.errors import BackendError
 from dualtrain.gradients import GradientReducer
 from dualtrain.hvd import basics
+from dualtrain.hvd.engine import Pending
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.mpi_ops import grouped_allreduce_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet
@@ -25,38 +27,46 @@ def _failure(error: BackendError) -> HorovodInternalError:
     engine, deadline = basics.engine(), time.monotonic() + _NEWS_SECONDS
     while engine.down is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return HorovodInternalError(f"{engine.down} ({error})" if engine.down is not None else str(error))
+    if engine.down is None or engine.down in str(error):
+        return HorovodInternalError(str(error))
+    return HorovodInternalError(f"{engine.down} ({error})")
 
 
 class ChannelReducer(GradientReducer):
-    """Sends gradients in buckets, in backward, on a channel that only this optimizer uses.
+    """Sends gradients in buckets, in backward, on a channel that only this optimizer uses; ``reduce`` waits for them.
+
+    As Horovod does, and unlike the base class: backward never waits for another rank, so that ranks may run their
+    backwards in any order and number, and every step has one exchange. The first one asks rank 0 for the channel; with
+    that all ranks learn that their layouts agree, and which gradients are sparse.
 
     Args:
         named: the parameters, the same on every rank of the set.
-        channel_name: the same on every rank, and of no other optimizer.
+        base_name: what is optimized, the same on every rank.
         process_set: the ranks.
         passes: backward passes that are summed before.
         transfer: how gradients travel.
     """
 
-    def __init__(self, named: Named, channel_name: str, process_set: ProcessSet, passes: int, transfer: Transfer) -> None:
-        self.channel_name = channel_name
+    def __init__(self, named: Named, base_name: str, process_set: ProcessSet, passes: int, transfer: Transfer) -> None:
+        self.base_name = base_name
+        self.channel_name = ""  # with the first exchange in a world
         self.process_set = process_set
         self.exchanges = 0  # so far; a rank that has joined counts those that it takes part in with zeros
         self.exchanging = False
         self.dirty = False  # whether there are gradients that were not synchronized
         self._generation = 0
+        self._ready = 0  # parameters with all their passes
+        self._opening: Pending | None = None
         named = list(named)
+        self._on_cpu = all(p.device.type == "cpu" for _, p in named)
         # One number travels along: how many ranks have joined and do not want to be counted in the average. Not on GPUs,
         # where to look at it would hold up the host in every step.
-        carry = int(all(p.device.type == "cpu" for _, p in named))
-        super().__init__(named, basics.engine().backend, passes=passes, carry=carry, transfer=transfer)
-        self.name = f"gradients.{channel_name}"
+        super().__init__(named, basics.engine().backend, passes=passes, carry=int(self._on_cpu), transfer=transfer)
         basics.engine().register(self)
 
     def rest(self) -> None:
         """The gradients are synchronized: as many passes as before may follow."""
-        self.dirty = False
+        self.dirty, self._ready = False, 0
         for slot in self._slots:
             slot.passes = 0
 
@@ -65,6 +75,10 @@ class ChannelReducer(GradientReducer):
         if self._reduced:
             return
         try:
+            self._look_for_thawed()
+            self._enter_world()
+            if not self._laid_out:
+                self._lay_out()
             self._begin_exchange()
             super().reduce()
         except HorovodInternalError:
@@ -85,45 +99,50 @@ class ChannelReducer(GradientReducer):
         for slot in self._slots:
             slot.param.grad = None
         self.cargo.fill_(float(divide_by == "active"))
-        self._reduced, self._used = False, True
+        self._reduced = False
         self.reduce()
         self.renew()
+        self.rest()
         for slot in self._slots:
             slot.param.grad = None
 
     def drop(self) -> None:
-        """Forgets what a failed step left behind."""
-        self.forget(self.backend)
-        self.exchanging, self._generation = False, 0
+        """Forgets what a failed step left behind: with an exchange under way, the channel too."""
+        if self.exchanging:
+            self._generation = -1
+        self._reduced = self.exchanging = False
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.slots)
         self.rest()
 
-    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        tick = super()._hook(slot)
+    # -- during backward --------------------------------------------------------------------------------------------
 
-        def gradient_is_there(p: torch.Tensor) -> None:
-            self.dirty = True
+    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        def gradient_is_there(_: torch.Tensor) -> None:
+            self._reduced, self.dirty = False, True
             slot.passes += 1
             if slot.passes > self.passes:
                 raise AssertionError(
                     "Gradients were computed more than backward_passes_per_step times before call to step(). "
                     "Increase backward_passes_per_step to accumulate gradients locally."
                 )
-            tick(p)
+            if slot.passes == self.passes:
+                self._arrived(slot)
 
         return gradient_is_there
 
-    def _begin_exchange(self) -> None:
-        """Before anything is sent: a channel in this world, and word to those who have joined."""
-        engine = basics.engine()
-        if self._generation != basics.generation():
-            channel = engine.channel(self.channel_name, self.process_set.process_set_id or 0)
-            self.forget(channel)
-            self._generation, self.exchanges, self.exchanging = basics.generation(), 0, False
-            engine.register(self)
-        if not self.exchanging:
-            self.exchanging = True
-            self.exchanges += 1
-            engine.announce(self)
+    def _arrived(self, slot: Slot) -> None:
+        self._ready += 1
+        self._enter_world()
+        if not self._laid_out:
+            if self._ready == len(self._slots):
+                self._open(start=self._on_cpu)
+            return
+        if slot.bucket is None:
+            return  # sparse: it travels at the end
+        slot.bucket.pending -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            self._send_next()
 
     def _send_next(self) -> None:
         try:
@@ -136,6 +155,60 @@ class ChannelReducer(GradientReducer):
         timeline = basics.engine().timeline
         if timeline.active:
             timeline.begin(self._buckets[self._next - 1].name, "ALLREDUCE")
+
+    def _begin_exchange(self) -> None:
+        if not self.exchanging:
+            self.exchanging = True
+            self.exchanges += 1
+            basics.engine().announce(self)
+
+    # -- the channel ------------------------------------------------------------------------------------------------
+
+    def _enter_world(self) -> None:
+        """After ``init``, and after ``init`` anew: nothing of another world is of use."""
+        if self._generation != basics.generation():
+            engine = basics.engine()
+            self.forget(engine.backend)
+            self._generation, self._opening = basics.generation(), None
+            self.exchanges, self.exchanging = 0, False
+            self.channel_name = f"{self.base_name}.{engine.claim(self.base_name)}"
+            self.name = f"gradients.{self.channel_name}"
+
+    def add(self, named_parameters: Named) -> None:
+        """As the base class's; the ranks agree on the layout anew."""
+        super().add(named_parameters)
+        self._opening = None
+
+    def _open(self, *, start: bool) -> Pending:
+        """Asks for the channel, once; does not block. With ``start`` all gradients are there, and are sent when it is."""
+        if self._opening is None:
+            grads = [slot.param.grad for slot in self._slots]
+            sparse = [[i, grad.sparse_dim()] for i, grad in enumerate(grads) if grad is not None and grad.is_sparse]
+            self._opening = basics.engine().open_channel(
+                f"{self.channel_name}/{len(self._slots)}",
+                self.process_set.process_set_id or 0,
+                layout=[slot.describe() for slot in self._slots],
+                sparse=sparse,
+                then=self._start if start else None,
+            )
+        return self._opening
+
+    def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
+        """In the engine's thread, while this rank may already wait for another optimizer: lays out, and sends."""
+        self._adopt(channel, sparse)
+        while self._next < len(self._buckets):
+            self._send_next()
+
+    def _lay_out(self) -> None:
+        channel, sparse = self._open(start=False).wait()
+        if not self._laid_out:  # not started by the engine's thread
+            self._adopt(channel, sparse)
+
+    def _adopt(self, channel: Backend, sparse: list[list[int]]) -> None:
+        self.backend = channel
+        target = self._sparse_again if self.transfer.sparse_as_dense else self._sparse
+        target.update((number, dims) for number, dims in sparse)
+        self._make_buckets()
 
     @torch.no_grad()
     def _count_active_only(self) -> None:
@@ -152,21 +225,41 @@ class CalledReducer(ChannelReducer):
     """Combines gradients by an ordinary call for all of them: for operations and compressors that buckets do not know."""
 
     def __init__(
-        self, named: Named, channel_name: str, process_set: ProcessSet, passes: int, op: int, compression: Any
+        self, named: Named, base_name: str, process_set: ProcessSet, passes: int, op: int, compression: Any
     ) -> None:
         self._op, self._compression = op, compression
-        super().__init__(named, channel_name, process_set, passes, Transfer())
+        self._call: tuple[int, list[Any]] | None = None
+        super().__init__(named, base_name, process_set, passes, Transfer())
 
     def reduce(self) -> None:
         """Compresses, reduces and decompresses every gradient; one that is missing counts as zeros."""
         if self._reduced:
             return
-        params = [slot.param for slot in self._slots]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
-        packed = [self._compression.compress(grad) for grad in grads]
-        tensors = [tensor.contiguous() for tensor, _ in packed]
-        if tensors:
-            handle = grouped_allreduce_async_(tensors, name=self.name, op=self._op, process_set=self.process_set)
-            for p, result, (_, ctx) in zip(params, synchronize(handle), packed, strict=True):
-                p.grad = self._compression.decompress(result, ctx)
-        self._seen, self._ending, self._reduced, self._used = 0, None, True, False
+        self._enter_world()
+        handle, contexts = self._submit()
+        self._call = None
+        for slot, result, ctx in zip(self._slots, synchronize(handle) or (), contexts, strict=True):
+            slot.param.grad = self._compression.decompress(result, ctx)
+        self._reduced = True
+
+    def drop(self) -> None:
+        """Forgets what a failed step left behind."""
+        super().drop()
+        self._call = None
+
+    def _arrived(self, slot: Slot) -> None:
+        self._ready += 1
+        self._enter_world()
+        if self._ready == len(self._slots):
+            self._submit()
+
+    def _submit(self) -> tuple[int, list[Any]]:
+        if self._call is None:
+            params = [slot.param for slot in self._slots]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
+            packed = [self._compression.compress(grad) for grad in grads]
+            tensors = [tensor.contiguous() for tensor, _ in packed]
+            options = {"name": self.name, "op": self._op, "process_set": self.process_set}
+            handle = grouped_allreduce_async_(tensors, **options) if tensors else -1
+            self._call = handle, [ctx for _, ctx in packed]
+        return self._call
