@@ -33,8 +33,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 OPEN_SECONDS = 90.0  # importing torch and Horovod on a busy machine, and meeting
 CALL_SECONDS = 120.0  # more than a backend's own timeout, so that its error is what is seen
-    os.environ.get("CALL_SECONDS", 120.0)
-)  # more than a backend's own timeout, so that its error is what is seen
 AFTER_FAILURE_SECONDS = 15.0  # for the other ranks to notice that one has failed
 EXIT_SECONDS = 10.0
 TIMEOUT = 60.0

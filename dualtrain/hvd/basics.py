@@ -15,7 +15,7 @@ from dualtrain.backends.factory import meeting_address
 from dualtrain.errors import UserError
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
-from dualtrain.hvd.process_sets import ProcessSet, attach, detach
+from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
 from dualtrain.hvd.settings import Settings, mention_others
 from dualtrain.launchers import World, detect_world
 
@@ -153,6 +153,12 @@ def is_homogeneous() -> bool:
     return len({hosts.count(host) for host in hosts}) == 1
 
 
+def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """The process sets in use, as Horovod's own tests ask for them."""
+    _world()
+    return ids_and_ranks()
+
+
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begins a Chrome trace at ``file_path``, written by rank 0. Raises ValueError before ``init``."""
     if _world().rank == 0:
@@ -181,8 +187,8 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """True: Gloo carries CPU tensors."""
-    return True
+    """Whether ``init`` was called: Gloo carries CPU tensors then."""
+    return is_initialized()
 
 
 def gloo_built() -> bool:

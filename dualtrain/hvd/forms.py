@@ -120,7 +120,7 @@ def forms(operation: Operation, *, grouped: bool = False, in_place: bool = False
 
 def _blocking(operation: Operation, kind: str, grouped: bool) -> Callable[..., Any]:
     def form(*args: Any, **kwargs: Any) -> Any:
-        tensors, options = _read(signature, args, kwargs, grouped)
+        tensors, options = _read(described.__name__, signature, args, kwargs, grouped)
         compression = options.pop("compression", Compression.none)
         packed = [compression.compress(tensor) for tensor in tensors]
         inputs = [tensor for tensor, _ in packed]
@@ -136,7 +136,7 @@ def _blocking(operation: Operation, kind: str, grouped: bool) -> Callable[..., A
 
 def _asynchronous(operation: Operation, kind: str, grouped: bool, in_place: bool) -> Callable[..., Any]:
     def form(*args: Any, **kwargs: Any) -> int:
-        tensors, options = _read(signature, args, kwargs, grouped)
+        tensors, options = _read(described.__name__, signature, args, kwargs, grouped)
         pending = operation.start(kind, tensors, tensors if in_place else None, options)
         return new_handle(pending, tuple if grouped else lambda results: operation.returns(results, {"splits": ()}))
 
@@ -153,9 +153,12 @@ def _waited(later: Callable[..., int]) -> Callable[..., Any]:
 
 
 def _read(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Options, grouped: bool
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Options, grouped: bool
 ) -> tuple[list[torch.Tensor], Options]:
-    bound = signature.bind(*args, **kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
     bound.apply_defaults()
     options = dict(bound.arguments)
     tensors = list(options.pop("tensors")) if grouped else [options.pop("tensor")]

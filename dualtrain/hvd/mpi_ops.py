@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import wire
+from dualtrain.hvd import basics as _basics  # noqa: F401 (Horovod's tests look at it)
 from dualtrain.hvd.basics import (
     ccl_built,
     cross_rank,

@@ -101,6 +101,15 @@ def detach() -> None:
     _attached.clear()
 
 
+def ids_and_ranks() -> dict[int, list[int]]:
+    """The ranks of every set that is in use, by its id."""
+    return {
+        one.process_set_id: list(one.ranks or [])
+        for one in [global_process_set, *_attached]
+        if one.process_set_id is not None
+    }
+
+
 def _ranks_of(comm: Any) -> list[int]:
     from dualtrain.backends.rendezvous import ranks_in_world
 

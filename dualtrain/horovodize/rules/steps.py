@@ -28,10 +28,7 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
             if event.kind != "clip" or _has(_since_backward(source, events, number), "synchronize"):
                 continue
             if any(later.kind in ("step", "scaled step") for later in _until_backward(events, number)):
-                message = (
-                    "Horovod clips here before it averages, each rank by its own norm; dualtrain has averaged already, so "
-                    f"the numbers change; {_CURE}, which is right on both"
-                )
+                message = f"gradients are clipped while they travel, on each rank by its own norm; {_CURE}"
                 yield Finding(event.node.lineno, "trap", message)
 
 
@@ -44,10 +41,7 @@ def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
             before = _since_backward(source, events, number)
             if _has(before, "synchronize", event.optimizer) or _has(before, "unscale", event.optimizer):
                 continue
-            message = (
-                "on Horovod the GradScaler looks at gradients before they are averaged, and one rank may skip a step that "
-                "others take; dualtrain has averaged already"
-            )
+            message = "the GradScaler looks at gradients that still travel: one rank may skip a step that others take"
             yield Finding(event.node.lineno, "trap", f"{message}; {_CURE.replace('step inside', 'scaler.step(…) inside')}")
 
 

@@ -49,8 +49,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Every rank has processed a batch of ``batch_size``. They are left out from the next :meth:`reset` on."""
-        # A short last batch, and samples that were dealt twice, would count more than there are.
-        self.processed_num = min(self.processed_num + batch_size * self.num_replicas, len(self.dataset))
+        # As Horovod counts: with a short last batch, or samples that were dealt twice, more than there are.
+        self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and how much of it is processed."""
@@ -59,7 +59,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from there, in a world of any size."""
         self.epoch = state_dict["epoch"]
-        self.processed_num = min(state_dict["processed_num"], len(self.dataset))
+        self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:

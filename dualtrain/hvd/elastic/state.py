@@ -84,6 +84,8 @@ class StateDictHandler(StateHandler):
 class ModelStateHandler(StateDictHandler):
     """Parameters and persistent buffers."""
 
+    _saved_model_state = property(lambda self: self._saved)  # Horovod's name for it, which its tests look at
+
     def restore(self) -> None:
         """Loads what was saved last; modules copy tensors themselves."""
         tensors = {id(value): value for value in self._saved.values() if isinstance(value, torch.Tensor)}
@@ -97,6 +99,8 @@ class ModelStateHandler(StateDictHandler):
 class OptimizerStateHandler(StateDictHandler):
     """State and options of an optimizer."""
 
+    _saved_optimizer_state = property(lambda self: self._saved)
+
     def sync(self) -> None:
         """Loads the root's state and options."""
         broadcast_optimizer_state(self.value, root_rank=0)
@@ -104,6 +108,8 @@ class OptimizerStateHandler(StateDictHandler):
 
 class SamplerStateHandler(StateDictHandler):
     """What is left of the epoch."""
+
+    _saved_sampler_state = property(lambda self: self._saved)
 
     def reset(self) -> None:
         """Deals it out among the new ranks, who are not synced if hosts were only removed."""
