@@ -11,7 +11,18 @@ import pytest
 from tests.pool import ROOT
 
 PACKAGE = ROOT / "dualtrain"
-ROOMS = ["version", "errors", "launchers", "backends", "buckets", "gradients", "optimizer", "state", "batchnorm"]
+ROOMS = [
+    "version",
+    "errors",
+    "launchers",
+    "backends",
+    "buckets",
+    "gradients",
+    "optimizer",
+    "state",
+    "functional",
+    "batchnorm",
+]
 ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "main", "compare"]
 BACKENDS = [
     {"base"},

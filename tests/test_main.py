@@ -24,6 +24,7 @@ def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.launch
 def test_a_run_ends_well_and_says_what_came_out(tmp_path):
     end = run("--max-steps", "3", cwd=tmp_path)
     assert (end.returncode, end.stderr) == (0, "")
@@ -31,6 +32,7 @@ def test_a_run_ends_well_and_says_what_came_out(tmp_path):
     assert "\r" not in end.stdout  # no bar where nobody looks
 
 
+@pytest.mark.launch
 def test_a_terminal_gets_a_bar(tmp_path):
     ours, theirs = pty.openpty()
     with subprocess.Popen([*MAIN, "--max-steps", "3"], cwd=tmp_path, stdout=theirs, stderr=theirs) as process:
@@ -81,6 +83,7 @@ def test_a_refusal_is_the_status_of_the_process(tmp_path):
     assert (end.returncode, end.stdout, len(end.stderr.splitlines())) == (2, "", 1)
 
 
+@pytest.mark.launch
 def test_horovod_missing_names_its_cure(tmp_path):
     (tmp_path / "horovod.py").write_text("raise ImportError('No module named horovod')")
     end = run("--backend", "horovod", cwd=tmp_path, PYTHONPATH=str(tmp_path))

@@ -42,7 +42,8 @@ class Backend(Primitives):
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank, naming what each wanted,
     and leaves the backend usable. Tensors may have any dtype, any layout and no dimension at all; results are new,
-    contiguous, on the tensor's device, and carry no autograd history. Calls without ``_async`` block until the result
+    contiguous, on the tensor's device, and carry no autograd history (:mod:`dualtrain.functional` has forms that do).
+    Calls without ``_async`` block until the result
     can be used on the current stream; the others return a :class:`~dualtrain.backends.base.Work` whose ``wait()``
     gives the same result, and their tensors must not be changed before that. A name shows in errors and reports.
     """

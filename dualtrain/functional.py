@@ -1,0 +1,134 @@
+"""Collectives that autograd goes through, with the mathematical gradients: those of one program over all ranks.
+
+What a rank's input changes in the sum of all ranks' losses. (``dualtrain.hvd`` keeps Horovod's factors, which average
+the gradients of ``allgather`` and ``broadcast`` and multiply those of a summing ``reducescatter`` by the size.) The
+backward pass is collective too: every rank runs it. New tensors; blocking; errors as the backend's own calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dualtrain.backends import Backend, ReduceOp
+
+
+def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
+    """The sum or average of every rank's ``tensor``. The gradient is the sum or average of all ranks' gradients.
+
+    Raises:
+        ValueError: ``op`` is another one, whose gradient is not defined by the result.
+        BackendError: as :meth:`dualtrain.Backend.allreduce`, as for all functions here.
+    """
+    result: torch.Tensor = _AllReduce.apply(tensor, backend, _linear(op))  # type: ignore[no-untyped-call]
+    return result
+
+
+def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
+    """Every rank's rows, in rank order. The gradient of this rank's rows is the sum of all ranks' gradients of them."""
+    result: torch.Tensor = _AllGather.apply(tensor, backend)  # type: ignore[no-untyped-call]
+    return result
+
+
+def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Tensor:
+    """The root's ``tensor``. The gradient is the sum of all ranks' gradients at the root, zero elsewhere."""
+    result: torch.Tensor = _Broadcast.apply(tensor, backend, root)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
+    """This rank's rows of the sum or average. The gradient is every rank's, gathered; with AVERAGE over the size.
+
+    Raises:
+        ValueError: ``op`` is another one, or ``tensor`` has no dimension.
+    """
+    result: torch.Tensor = _ReduceScatter.apply(tensor, backend, _linear(op))  # type: ignore[no-untyped-call]
+    return result
+
+
+def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
+    """The rows that every rank has for this one. The gradients go back the way they came.
+
+    Raises:
+        ValueError: rows that cannot be dealt equally, or splits that do not fit.
+    """
+    result: torch.Tensor = _AllToAll.apply(tensor, backend, splits)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _linear(op: ReduceOp | str) -> ReduceOp:
+    chosen = ReduceOp.of(op)
+    if chosen not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ValueError(f"{chosen.value} has no gradient over ranks: use sum or average")
+    return chosen
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, backend: Backend, op: ReduceOp) -> torch.Tensor:
+        ctx.backend, ctx.op = backend, op
+        return backend.allreduce(tensor, op, name="allreduce")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return allreduce(grad, ctx.backend, ctx.op), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
+        ctx.backend, ctx.shape = backend, tensor.shape
+        rows = tensor.shape[0] if tensor.dim() else 1
+        ctx.rows = backend.allgather(torch.tensor([rows]), name="allgather.rows").tolist()
+        return backend.allgather(tensor, name="allgather")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        summed = allreduce(grad, ctx.backend, ReduceOp.SUM)
+        here = ctx.backend.rank
+        return summed.narrow(0, sum(ctx.rows[:here]), ctx.rows[here]).reshape(ctx.shape), None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, backend: Backend, root: int) -> torch.Tensor:
+        ctx.backend, ctx.root = backend, root
+        return backend.broadcast(tensor, root, name="broadcast")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        summed = allreduce(grad, ctx.backend, ReduceOp.SUM)
+        return summed if ctx.backend.rank == ctx.root else torch.zeros_like(summed), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, backend: Backend, op: ReduceOp) -> torch.Tensor:
+        ctx.backend, ctx.op = backend, op
+        return backend.reducescatter(tensor, op, name="reducescatter")
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        share = ctx.backend.size if ctx.op is ReduceOp.AVERAGE else 1
+        return allgather(grad / share, ctx.backend), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None
+    ) -> torch.Tensor:
+        equal = [tensor.shape[0] // backend.size] * backend.size if splits is None and tensor.dim() else splits
+        if splits is None and tensor.dim() and tensor.shape[0] % backend.size:
+            equal = None  # the backend says what is wrong
+        rows, ctx.received = backend.alltoall(tensor, equal, name="alltoall")
+        ctx.backend, ctx.unsent = backend, tensor.shape[0]
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        back = alltoall(grad, ctx.backend, ctx.received)
+        rest = back.new_zeros(ctx.unsent - len(back), *back.shape[1:])  # rows that the splits left out
+        return torch.cat([back, rest]), None, None

@@ -1,0 +1,67 @@
+"""Collectives with gradients: against the same computation in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dualtrain import functional
+
+
+def inputs(size, rows):
+    return [torch.arange(1.0, 1 + 2 * rows(r)).reshape(rows(r), 2) * (r + 1) for r in range(size)]
+
+
+def loss_of(result, rank):
+    return (result * torch.linspace(1, 2, result.numel()).reshape(result.shape) * (rank + 1)).square().sum()
+
+
+def check(backend, call, alone, rows=lambda r: 4):
+    """``call`` on the ranks gives what ``alone`` gives in one process, and the gradients of the sum of all losses."""
+    size, me = backend.size, backend.rank
+    leaves = [x.requires_grad_() for x in inputs(size, rows)]
+    sum(loss_of(result, r) for r, result in enumerate(alone(leaves))).backward()
+    mine = inputs(size, rows)[me].requires_grad_()
+    result = call(mine)
+    torch.testing.assert_close(result.detach(), alone(leaves)[me].detach())
+    loss_of(result, me).backward()
+    torch.testing.assert_close(mine.grad, leaves[me].grad if leaves[me].grad is not None else torch.zeros_like(mine))
+
+
+def reductions(backend):
+    size = backend.size
+    check(backend, lambda x: functional.allreduce(x, backend, "sum"), lambda xs: [sum(xs)] * size)
+    check(backend, lambda x: functional.allreduce(x, backend), lambda xs: [sum(xs) / size] * size)
+    rows = lambda r: 2 * size + 1  # noqa: E731
+    deal = lambda total: total.split([3] + [2] * (size - 1))  # noqa: E731
+    check(backend, lambda x: functional.reducescatter(x, backend, "sum"), lambda xs: deal(sum(xs)), rows)
+    check(backend, lambda x: functional.reducescatter(x, backend), lambda xs: deal(sum(xs) / size), rows)
+    for call in (functional.allreduce, functional.reducescatter):
+        with pytest.raises(ValueError, match="max has no gradient over ranks: use sum or average"):
+            call(torch.ones(size), backend, "max")
+
+
+def movements(backend):
+    size = backend.size
+    check(backend, lambda x: functional.allgather(x, backend), lambda xs: [torch.cat(xs)] * size, lambda r: r + 1)
+    for root in {0, size - 1}:
+        check(backend, lambda x, root=root: functional.broadcast(x, backend, root), lambda xs, root=root: [xs[root]] * size)
+    equal = lambda xs: [torch.cat([x[2 * r : 2 * r + 2] for x in xs]) for r in range(size)]  # noqa: E731
+    check(backend, lambda x: functional.alltoall(x, backend), equal, lambda r: 2 * size)
+    first = lambda xs: [torch.cat([x[:1] for x in xs]) if r == 0 else xs[0][:0] for r in range(size)]  # noqa: E731
+    check(backend, lambda x: functional.alltoall(x, backend, [1] + [0] * (size - 1)), first)
+    with pytest.raises(ValueError, match="without a dimension"):
+        functional.alltoall(torch.ones(()), backend)
+
+
+def scalars(backend):
+    x = torch.tensor(float(backend.rank), requires_grad=True)
+    gathered = functional.allgather(x, backend)
+    gathered.sum().backward()
+    assert gathered.tolist() == list(range(backend.size))
+    assert x.grad.item() == backend.size
+
+
+@pytest.mark.parametrize("body", [reductions, movements, scalars])
+def test_gradients_are_those_of_one_program(typical, body):
+    typical(body)
