@@ -94,9 +94,8 @@ class GradientReducer:
             if not p.requires_grad:
                 self._frozen.append((name, p))
                 continue
-            slot = Slot(name, p)
-            self._slots.append(slot)
-            self._hooks.append(p.register_post_accumulate_grad_hook(self._hook(slot)))
+            self._slots.append(Slot(name, p))
+            self._hooks.append(p.register_post_accumulate_grad_hook(self._hook(len(self._slots) - 1)))
             self._laid_out = False
 
     def close(self) -> None:
@@ -154,26 +153,29 @@ class GradientReducer:
 
     # -- during backward ------------------------------------------------------------------------------------------
 
-    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def gradient_is_there(_: torch.Tensor) -> None:
-            self._reduced = False
-            if self._paused:
-                return
-            if self._ending is None or self._ending() is None:
-                self._begin_pass()
-            if self._seen < self.passes or not self._laid_out:
-                return  # summed locally, or the first reduction: nothing is sent before the layouts were compared
-            bucket = slot.bucket
-            if bucket is None:
-                return  # sparse: it travels at the end
-            if slot.fired:
-                self._arrived_twice(slot)
-            slot.fired = True
-            bucket.pending -= 1
-            while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-                self._send_next()
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        # Keeps the reducer alive as long as the parameter: nobody else needs to hold it.
+        return lambda _: self.gradient_is_there(number)
 
-        return gradient_is_there
+    def gradient_is_there(self, number: int) -> None:
+        """Autograd has finished the gradient of the parameter of this number."""
+        slot = self._slots[number]
+        self._reduced = False
+        if self._paused:
+            return
+        if self._ending is None or self._ending() is None:
+            self._begin_pass()
+        if self._seen < self.passes or not self._laid_out:
+            return  # summed locally, or the first reduction: nothing is sent before the layouts were compared
+        bucket = slot.bucket
+        if bucket is None:
+            return  # sparse: it travels at the end
+        if slot.fired:
+            self._arrived_twice(slot)
+        slot.fired = True
+        bucket.pending -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            self._send_next()
 
     def _begin_pass(self) -> None:
         if self._ending is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.hvd_worlds import EVERY, library, mean_of_ranks, sum_of_ranks
+from tests.hvd_worlds import EVERY, OURS_2, library, mean_of_ranks, sum_of_ranks
 
 
 def wrapped(hvd, lr=1.0, name="p"):
@@ -84,3 +84,18 @@ def one_more(backend):
 @EVERY
 def test_an_optimizer_of_one_rank_alone_is_in_nobodys_way(real):
     real(one_more)
+
+
+def many_optimizers(backend):
+    """Optimizers that are gone give their channels back: each has sockets and threads."""
+    with library(backend) as hvd:
+        for _ in range(40):
+            p, optimizer = wrapped(hvd, name="passing")
+            p.sum().backward()
+            optimizer.step()
+        return len(hvd.mpi_ops.engine().channels)
+
+
+@OURS_2
+def test_channels_of_optimizers_that_are_gone_are_closed(real):
+    assert max(real(many_optimizers)) <= 20

@@ -7,6 +7,7 @@ at it, synchronize() waits for it. Gradients never come this way: they have chan
 
 from __future__ import annotations
 
+import gc
 import itertools
 import queue
 import threading
@@ -31,6 +32,7 @@ from dualtrain.hvd.settings import Settings, log
 from dualtrain.hvd.timeline import Timeline
 
 _LEAVING_SECONDS = 10.0
+_MANY_CHANNELS = 16
 
 
 class Exchanger(Protocol):
@@ -87,6 +89,7 @@ class Engine:
         self.channels: dict[int | str, Backend] = {0: backend}
         self._opened: dict[str, list[list[int]]] = {}  # channels for gradients, and which of those are sparse
         self.absent: list[int] = []  # ranks that have joined
+        self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._claims: Counter[str] = Counter()
         self._exchangers: list[weakref.ref[Exchanger]] = []  # in the order of their making
         self._told: dict[str, float] = {}
@@ -200,6 +203,11 @@ class Engine:
             return pending
         return self.submit("channel", name, set_id, then=then, layout=layout, sparse=sparse)
 
+    def release_with(self, owner: object, name: str) -> None:
+        """Gives a channel up when ``owner`` is gone."""
+        # Only noted there: the collector may run in any thread, at any moment.
+        weakref.finalize(owner, self._released.put, name)
+
     def claim(self, base_name: str) -> int:
         """A number for one of several of the same name: how many of them have begun in this world."""
         self._claims[base_name] += 1
@@ -281,6 +289,7 @@ class Engine:
     def _run(self, message: Message, pending: Pending | None) -> Any:
         kind = message["kind"]
         if kind == "channel":
+            self._close_released()
             channel = self.backend.group(message["members"])
             if channel is None:
                 return None
@@ -299,6 +308,15 @@ class Engine:
                 group.close()
             return True
         return self._travel(message, pending)
+
+    def _close_released(self) -> None:
+        """Closes the channels of optimizers that are gone: each has sockets and threads."""
+        if len(self._opened) % _MANY_CHANNELS == _MANY_CHANNELS - 1:
+            gc.collect()  # an optimizer and its hooks are a cycle
+        while not self._released.empty():
+            name = self._released.get()
+            if self._opened.pop(name, None) is not None:
+                self.channels.pop(name).close()
 
     def _travel(self, message: Message, pending: Pending | None) -> list[torch.Tensor]:
         if pending is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -117,19 +118,29 @@ class ChannelReducer(GradientReducer):
 
     # -- during backward --------------------------------------------------------------------------------------------
 
-    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def gradient_is_there(_: torch.Tensor) -> None:
-            self._reduced, self.dirty = False, True
-            slot.passes += 1
-            if slot.passes > self.passes:
-                raise AssertionError(
-                    "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                    "Increase backward_passes_per_step to accumulate gradients locally."
-                )
-            if slot.passes == self.passes:
-                self._arrived(slot)
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        # Keeps neither the reducer nor the parameter alive, since torch 2.13's collector does not look into hooks: the
+        # optimizer holds the reducer, and its channel (sockets, threads) is given up with it.
+        ref = weakref.ref(self)
 
-        return gradient_is_there
+        def hook(_: torch.Tensor) -> None:
+            if (there := ref()) is not None:
+                there.gradient_is_there(number)
+
+        return hook
+
+    def gradient_is_there(self, number: int) -> None:
+        """Autograd has finished the gradient of the parameter of this number, in one of its passes."""
+        slot = self._slots[number]
+        self._reduced, self.dirty = False, True
+        slot.passes += 1
+        if slot.passes > self.passes:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                "Increase backward_passes_per_step to accumulate gradients locally."
+            )
+        if slot.passes == self.passes:
+            self._arrived(slot)
 
     def _arrived(self, slot: Slot) -> None:
         self._ready += 1
@@ -184,8 +195,10 @@ class ChannelReducer(GradientReducer):
         if self._opening is None:
             grads = [slot.param.grad for slot in self._slots]
             sparse = [[i, grad.sparse_dim()] for i, grad in enumerate(grads) if grad is not None and grad.is_sparse]
+            name = f"{self.channel_name}/{len(self._slots)}"
+            basics.engine().release_with(self, name)
             self._opening = basics.engine().open_channel(
-                f"{self.channel_name}/{len(self._slots)}",
+                name,
                 self.process_set.process_set_id or 0,
                 layout=[slot.describe() for slot in self._slots],
                 sparse=sparse,
