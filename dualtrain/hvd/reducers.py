@@ -58,6 +58,7 @@ class ChannelReducer(GradientReducer):
         self._generation = 0
         self._ready = 0  # parameters with all their passes
         self._opening: Pending | None = None
+        self._agreed = False  # whether that has ended: until then the engine's thread may be sending
         named = list(named)
         self._on_cpu = all(p.device.type == "cpu" for _, p in named)
         # One number travels along: how many ranks have joined and do not want to be counted in the average. Not on GPUs,
@@ -78,7 +79,7 @@ class ChannelReducer(GradientReducer):
         try:
             self._look_for_thawed()
             self._enter_world()
-            if not self._laid_out:
+            if not self._agreed:
                 self._lay_out()
             self._begin_exchange()
             super().reduce()
@@ -145,7 +146,7 @@ class ChannelReducer(GradientReducer):
     def _arrived(self, slot: Slot) -> None:
         self._ready += 1
         self._enter_world()
-        if not self._laid_out:
+        if not self._agreed:
             if self._ready == len(self._slots):
                 self._open(start=self._on_cpu)
             return
@@ -180,7 +181,7 @@ class ChannelReducer(GradientReducer):
         if self._generation != basics.generation():
             engine = basics.engine()
             self.forget(engine.backend)
-            self._generation, self._opening = basics.generation(), None
+            self._generation, self._opening, self._agreed = basics.generation(), None, False
             self.exchanges, self.exchanging = 0, False
             self.channel_name = f"{self.base_name}.{engine.claim(self.base_name)}"
             self.name = f"gradients.{self.channel_name}"
@@ -188,7 +189,7 @@ class ChannelReducer(GradientReducer):
     def add(self, named_parameters: Named) -> None:
         """As the base class's; the ranks agree on the layout anew."""
         super().add(named_parameters)
-        self._opening = None
+        self._opening, self._agreed = None, False
 
     def _open(self, *, start: bool) -> Pending:
         """Asks for the channel, once; does not block. With ``start`` all gradients are there, and are sent when it is."""
@@ -216,6 +217,7 @@ class ChannelReducer(GradientReducer):
         channel, sparse = self._open(start=False).wait()
         if not self._laid_out:  # not started by the engine's thread
             self._adopt(channel, sparse)
+        self._agreed = True
 
     def _adopt(self, channel: Backend, sparse: list[list[int]]) -> None:
         self.backend = channel
