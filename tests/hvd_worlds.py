@@ -42,7 +42,7 @@ def library(backend: Any, **env: str) -> Iterator[Any]:
         yield theirs
         return
     hvd = ours()
-    with mock.patch.dict(os.environ, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **env}):
+    with mock.patch.dict(os.environ, {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_FUSION_THRESHOLD": "", **env}):
         hvd.init(comm=backend)
     try:
         yield hvd

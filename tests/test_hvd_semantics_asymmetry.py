@@ -99,3 +99,18 @@ def many_optimizers(backend):
 @OURS_2
 def test_channels_of_optimizers_that_are_gone_are_closed(real):
     assert max(real(many_optimizers)) <= 20
+
+
+def other_threshold(backend):
+    """HOROVOD_FUSION_THRESHOLD of one rank alone: its buckets would be others."""
+    with library(backend, HOROVOD_FUSION_THRESHOLD="0" if backend.rank == 0 else "1000") as hvd:
+        p, optimizer = wrapped(hvd, name="threshold")
+        p.sum().backward()
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"parameters differ: at most .*\b0 bytes"):
+            optimizer.step()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@OURS_2
+def test_ranks_with_other_buckets_are_told(real):
+    real(other_threshold)

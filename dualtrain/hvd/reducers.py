@@ -201,11 +201,17 @@ class ChannelReducer(GradientReducer):
             self._opening = basics.engine().open_channel(
                 name,
                 self.process_set.process_set_id or 0,
-                layout=[slot.describe() for slot in self._slots],
+                layout=[*(slot.describe() for slot in self._slots), self._describe_transfer()],
                 sparse=sparse,
                 then=self._start if start else None,
             )
         return self._opening
+
+    def _describe_transfer(self) -> str:
+        """What the buckets depend on beside the parameters: HOROVOD_FUSION_THRESHOLD may differ between hosts."""
+        t = self.transfer
+        groups = [len(group) for group in t.groups]
+        return f"at most {t.bucket_bytes} bytes at once, groups {groups}, as {t.dtype}, times {t.before}"
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
         """In the engine's thread, while this rank may already wait for another optimizer: lays out, and sends."""
