@@ -120,10 +120,8 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None
     ) -> torch.Tensor:
-        equal = [tensor.shape[0] // backend.size] * backend.size if splits is None and tensor.dim() else splits
-        if splits is None and tensor.dim() and tensor.shape[0] % backend.size:
-            equal = None  # the backend says what is wrong
-        rows, ctx.received = backend.alltoall(tensor, equal, name="alltoall")
+        # The form that gives the numbers of rows without splits too.
+        rows, ctx.received = backend.alltoall_async(tensor, splits, name="alltoall").wait()
         ctx.backend, ctx.unsent = backend, tensor.shape[0]
         return rows
 

@@ -124,9 +124,7 @@ class GradientReducer:
         """
         if self._reduced:
             return
-        self._look_for_thawed()
-        if not self._laid_out:
-            self._lay_out()
+        self._prepare()
         while self._next < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:
@@ -138,6 +136,12 @@ class GradientReducer:
         self._hand_out()
         self._reduce_sparse()
         self._next, self._seen, self._ending, self._reduced = 0, 0, None, True
+
+    def _prepare(self) -> None:
+        """Before the rest is sent: buckets for all parameters that there are now."""
+        self._look_for_thawed()
+        if not self._laid_out:
+            self._lay_out()
 
     def renew(self) -> None:
         """The gradients were used: the next ``reduce`` starts from what ``param.grad`` holds then."""

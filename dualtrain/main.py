@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -37,13 +38,14 @@ def _run(config: Config, world: World) -> int:
     from dualtrain.training.loop import train
 
     try:
-        backend = connect(config.backend, world=world, device=config.device, timeout=config.timeout)
+        backend = connect(config.backend, world=world, device=config.device, timeout=config.timeout, groups=False)
     except (UserError, BackendError) as error:
         _say(error, world.rank, world.size)
         return 2 if isinstance(error, UserError) else 1
+    said = threading.Event()
     if backend.watch is not None:
-        backend.watch.on_loss = lambda loss: _mourn(loss, backend)
-    earlier = signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(backend))
+        backend.watch.on_loss = lambda loss: _mourn(loss, backend, said)
+    earlier = signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(said))
     try:
         train(config, backend)
     except BaseException as error:
@@ -92,21 +94,19 @@ def _wait_for_all(backend: Backend) -> None:
         pass  # a rank that is gone already need not be waited for
 
 
-def _mourn(loss: Loss, backend: Backend) -> None:
+def _mourn(loss: Loss, backend: Backend, said: threading.Event) -> None:
     """Says at once that a rank is gone: a launcher may end this process before the loop notices."""
     first, _, rest = loss.describe().partition("\n")
     _say(f"stopping, since {first}", backend.rank, backend.size)
     speaker = 0 if loss.rank else 1
     if rest and backend.rank == speaker:
         print(rest, file=sys.stderr, flush=True)
+    said.set()
 
 
-def _leave_on_sigterm(backend: Backend) -> None:
+def _leave_on_sigterm(said: threading.Event) -> None:
     """Launchers end all processes the moment that one dies: the news of which one must still be said."""
-    deadline = time.monotonic() + 0.5
-    while backend.watch is not None and backend.watch.loss is None and time.monotonic() < deadline:
-        time.sleep(0.02)  # not on the watch's own lock, which this thread may hold
-    time.sleep(0.05)
+    said.wait(0.9)  # mpirun sends SIGKILL after one second
     os._exit(128 + signal.SIGTERM)
 
 

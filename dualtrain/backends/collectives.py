@@ -23,7 +23,7 @@ from dualtrain.launchers import World
 
 T = TypeVar("T")
 
-FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
@@ -34,6 +34,21 @@ FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def shares(rows: int, size: int) -> list[int]:
     """How ``rows`` are dealt to ``size`` ranks: as evenly as can be, the first ranks one more."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def dealt_rows(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> list[int]:
+    """The rows of ``tensor`` for each of ``size`` ranks: as ``splits`` says, or equally. Raises ValueError."""
+    if tensor.dim() == 0:
+        raise ValueError("a tensor without a dimension has no rows to deal out: reshape it to (1,)")
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"{rows} rows cannot be dealt equally to {size} ranks: pass splits")
+        return [rows // size] * size
+    numbers = [int(n) for n in splits]
+    if len(numbers) != size or min(numbers) < 0 or sum(numbers) > rows:
+        raise ValueError(f"splits must be {size} numbers from 0 that add up to at most {rows} rows, not {numbers}")
+    return numbers
 
 
 class Backend(Primitives):
@@ -311,14 +326,16 @@ class Backend(Primitives):
             refuse(self, call, ValueError("a tensor without a dimension has no rows to scatter: reshape it to (1,)"))
         primitive = self._primitive(tensor, op, call)
         agree(self, call)
+        total, like = self.reduce_rows(tensor, primitive, name or "reducescatter")
+        return wire.unpack(wire.average_(total, self.size) if op is ReduceOp.AVERAGE else total, like)
+
+    def reduce_rows(self, tensor: torch.Tensor, primitive: ReduceOp, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's rows of the reduction, new and in the wire's dtype, and a tensor of the shape and dtype they have."""
         rows = shares(tensor.shape[0], self.size)
         mine = rows[self.rank]
-        dealt = self.deal(tensor, rows, [mine] * self.size, name or "reducescatter")
+        dealt = self.deal(tensor, rows, [mine] * self.size, name)
         parts = (wire.pack(part) for part in dealt.split(mine)) if mine else iter([wire.pack(dealt)])
-        total = reduce(FOLD[primitive], parts)
-        if op is ReduceOp.AVERAGE:
-            total = wire.average_(total.clone(), self.size)
-        return wire.unpack(total, dealt[:mine])
+        return reduce(_FOLD[primitive], parts).clone(), dealt[:mine]
 
     @torch.no_grad()
     def _broadcast_(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
@@ -335,8 +352,12 @@ class Backend(Primitives):
     def _allgather(self, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
         tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
         rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0])
+        return self.gather_rows(tensor, rows, name or "allgather")
+
+    def gather_rows(self, tensor: torch.Tensor, rows: list[int], name: str) -> torch.Tensor:
+        """Every rank's rows, in rank order; how many each has is known to all."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
-        parts = self.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name or "allgather")
+        parts = self.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name)
         return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
 
     def gather(self, data: torch.Tensor, lengths: list[int], name: str) -> list[torch.Tensor]:
@@ -353,7 +374,7 @@ class Backend(Primitives):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         call = Call.on("alltoall", tensor, name, free=True)
         try:
-            sent = self._splits(tensor, splits)
+            sent = dealt_rows(tensor, splits, self.size)
         except ValueError as problem:
             refuse(self, call, problem)
         agree(self, call)
@@ -369,20 +390,6 @@ class Backend(Primitives):
             counts = [n * row_bytes for n in received], [n * row_bytes for n in sent]
             self.start_alltoall(output, data, *counts, name).wait()
         return wire.from_bytes(output, tensor.dtype, (sum(received), *tensor.shape[1:]))
-
-    def _splits(self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None) -> list[int]:
-        """The rows for each rank, checked before anything is sent."""
-        if tensor.dim() == 0:
-            raise ValueError("a tensor without a dimension has no rows to deal out: reshape it to (1,)")
-        rows = tensor.shape[0]
-        if splits is None:
-            if rows % self.size:
-                raise ValueError(f"{rows} rows cannot be dealt equally to {self.size} ranks: pass splits")
-            return [rows // self.size] * self.size
-        numbers = [int(n) for n in splits]
-        if len(numbers) != self.size or min(numbers) < 0 or sum(numbers) > rows:
-            raise ValueError(f"splits must be {self.size} numbers from 0 that add up to at most {rows} rows, not {numbers}")
-        return numbers
 
     def _broadcast_object(self, obj: Any, root: int, name: str | None) -> Any:
         self._check_root("broadcast_object", root)

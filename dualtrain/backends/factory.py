@@ -49,7 +49,12 @@ def choose_for_horovod_api(env: Mapping[str, str]) -> str:
 
 
 def connect(
-    name: str = "auto", *, world: World | None = None, device: str | torch.device = "auto", timeout: float = 300.0
+    name: str = "auto",
+    *,
+    world: World | None = None,
+    device: str | torch.device = "auto",
+    timeout: float = 300.0,
+    groups: bool = True,
 ) -> Backend:
     """Joins the world that this process was launched in. Collective: every process calls it, and blocks for the others.
 
@@ -58,6 +63,8 @@ def connect(
         world: this process's place, where no launcher's variables say it.
         device: where this rank's tensors will live; ``"auto"`` is the GPU of this local rank if there is one.
         timeout: seconds that any wait on the backend lasts at most.
+        groups: whether ``group`` will be called. For that, Horovod compares notes in every cycle, under a lock that
+            calls need: without, it is faster, and over MPI a lost rank does not hold the others up in that lock.
 
     Returns:
         The backend; close it, or use it in a ``with`` statement.
@@ -80,7 +87,7 @@ def connect(
     else:
         from dualtrain.backends.horovod import HorovodBackend
 
-        backend = HorovodBackend(world, place, timeout)
+        backend = HorovodBackend(world, place, timeout, groups)
     _compare(backend, world)
     _locate(backend)
     backend.watch = Watch(backend, meeting_address(backend))

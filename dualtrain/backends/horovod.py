@@ -69,7 +69,7 @@ def _teach_to_start(library: Any, world: World) -> None:
 
     def init(*args: Any, **kwargs: Any) -> None:
         if not library.is_initialized():
-            kept.append(_initialise(partial(plain, *args, **kwargs), world, 300.0, launched=False))
+            kept.append(_initialise(partial(plain, *args, **kwargs), world, 300.0, launched=False, groups=True))
 
     for module in (library, library.mpi_ops, library.elastic):
         module.init = init
@@ -130,7 +130,7 @@ class HorovodBackend(Backend):
     narrow = frozenset({torch.float16})
     failed: Exception | None = None
 
-    def __init__(self, world: World, device: torch.device, timeout: float) -> None:
+    def __init__(self, world: World, device: torch.device, timeout: float, groups: bool) -> None:
         super().__init__(world, device, timeout)
         self.graves: list[_HorovodWork] = []
         self.library = _library()
@@ -138,7 +138,7 @@ class HorovodBackend(Backend):
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
         if self._owns_world:
             # Kept: the store ends with rank 0's reference to it, when others may still be asking it.
-            self._store = _initialise(self.library.init, world, timeout, self._launched)
+            self._store = _initialise(self.library.init, world, timeout, self._launched, groups)
         self._set = self.library.global_process_set
         self._scope = ""
         self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.library.size())): self._set}
@@ -231,7 +231,7 @@ class HorovodBackend(Backend):
             self._store = None
 
 
-def _initialise(start: Callable[[], None], world: World, timeout: float, launched: bool) -> object:
+def _initialise(start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool) -> object:
     """Starts Horovod in the world that its own launcher made, or in one that the others are told of here.
 
     Args:
@@ -239,29 +239,31 @@ def _initialise(start: Callable[[], None], world: World, timeout: float, launche
         world: the place of this process.
         timeout: seconds to wait for the others.
         launched: whether Horovod's own launcher or MPI has started this process.
+        groups: whether process sets can be made later.
 
     Returns:
         What must live as long as the world does.
     """
-    _set_defaults(world)
-    if launched:
-        start()
-        return None
-    if world.size == 1:
-        with variables(_description(world)):
+    with variables({name: os.environ.get(name, value) for name, value in _defaults(world, groups).items()}):
+        if launched:
             start()
-        return None
-    return _initialise_by_store(start, world, timeout)
+            return None
+        if world.size == 1:
+            with variables(_description(world)):
+                start()
+            return None
+        return _initialise_by_store(start, world, timeout)
 
 
-def _set_defaults(world: World) -> None:
-    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+def _defaults(world: World, groups: bool) -> dict[str, str]:
+    """Settings that differ from Horovod's own."""
     # Our buckets are the fusion, in a layout that every backend shares (and sums in the same order).
-    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    defaults = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_DYNAMIC_PROCESS_SETS": str(int(groups))}
     if 2 * world.local_size > (os.cpu_count() or 1):
         # Each rank has two busy threads, and Open MPI's spin while they wait: with fewer cores they must give way
         # (4 ranks on 2 cores: 3.6 times the steps a second).
-        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    return defaults
 
 
 def _initialise_by_store(start: Callable[[], None], world: World, timeout: float) -> object:

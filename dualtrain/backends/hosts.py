@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,15 +30,22 @@ def loopback() -> str:
 
 
 @contextmanager
-def variables(values: dict[str, str]) -> Iterator[None]:
-    """Has ``values`` in the environment for a while: a library that reads them once need not leave them to others."""
+def variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Has ``values`` in the environment for a while: a library that reads them once need not leave them to others.
+
+    ``None`` unsets a variable.
+    """
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    _set(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

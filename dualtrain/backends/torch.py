@@ -56,9 +56,9 @@ class _TorchWork(Work[None]):
             self._work.wait(timedelta(seconds=seconds))
         except RuntimeError:
             # A wait that merely ran out leaves the work as it is, and may be repeated.
-            if self._work.is_completed():
-                raise
-            return False
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # It may have ended just after the wait ran out: this says how it ended.
         return True
 
     def done(self) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from dualtrain.data.catalog import load_data
+from dualtrain.data.catalog import load_data, usable_folder
 from dualtrain.data.sources import Batch, Source, Task
 from dualtrain.errors import UserError
 
@@ -53,19 +52,7 @@ def load(name: str, folder: str | None) -> Data:
     """
     if name not in _LOADERS:
         raise UserError(f"--dataset {name!r} is not known: choose one of {', '.join(sorted(_LOADERS))}")
-    if folder is not None:
-        _check_folder(folder)
-    return _LOADERS[name](folder)
-
-
-def _check_folder(folder: str) -> None:
-    try:
-        next(Path(folder).iterdir(), None)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise UserError(
-            f"--data-dir {folder!r} cannot be read ({reason}): give a folder that exists on every host"
-        ) from error
+    return _LOADERS[name](usable_folder(folder, create=False))
 
 
 def _digits(folder: str | None) -> Data:

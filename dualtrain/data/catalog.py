@@ -41,7 +41,7 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
     if chosen.augment == "weights" and chosen.model is None:
         raise UserError("--augment weights takes the transforms of a model of torchvision: name it with --model")
     if name in STATISTICS:
-        return _in_memory(name, _folder(folder, chosen.download), chosen)
+        return _in_memory(name, usable_folder(folder, create=chosen.download), chosen)
     if ":" in name:
         from dualtrain.data.wrapped import load_own
 
@@ -49,10 +49,11 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
     if name not in _OTHERS:
         known = ", ".join(sorted([*STATISTICS, *_OTHERS]))
         raise UserError(f"--dataset {name!r} is not known: choose one of {known}, or pkg.mod:build")
-    return _OTHERS[name](_folder(folder, False), chosen)
+    return _OTHERS[name](usable_folder(folder, create=False), chosen)
 
 
-def _folder(folder: str | None, create: bool) -> str | None:
+def usable_folder(folder: str | None, *, create: bool) -> str | None:
+    """``folder``, made if ``create`` says so. Raises UserError where it cannot be read."""
     try:
         if folder is not None:
             if create:

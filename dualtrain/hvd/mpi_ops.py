@@ -9,11 +9,11 @@ where they would sum, ``reducescatter`` with Sum multiplies by the size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from dualtrain.backends import wire
+from dualtrain.backends.collectives import dealt_rows
 from dualtrain.hvd import basics as _basics  # noqa: F401 (Horovod's tests look at it)
 from dualtrain.hvd.basics import (
     ccl_built,
@@ -169,21 +169,11 @@ def _alltoall(kind: str, tensors: Tensors, outputs: Tensors | None, options: Opt
     process_set, [tensor] = options["process_set"], tensors
     set_id = _set_id(process_set)
     _check_rows("alltoall", tensors)
-    splits = _splits(options["splits"], tensor.shape[0], len(process_set.ranks))
-    return engine().submit(kind, options["name"], set_id, tensors, splits=splits)
-
-
-def _splits(splits: Any, rows: int, ranks: int) -> list[int]:
-    if splits is None:
-        if rows % ranks:
-            raise ValueError(f"{rows} rows cannot be dealt equally to {ranks} ranks: pass splits")
-        return [rows // ranks] * ranks
+    splits = options["splits"]
     if isinstance(splits, torch.Tensor) and splits.dtype != torch.int32:
         raise ValueError(f"splits have dtype {splits.dtype}: pass a list, or an int32 tensor")
-    numbers = [int(n) for n in splits]
-    if len(numbers) != ranks or min(numbers) < 0 or sum(numbers) > rows:
-        raise ValueError(f"splits must be {ranks} numbers from 0 that add up to at most {rows} rows, not {numbers}")
-    return numbers
+    rows = dealt_rows(tensor, splits, len(process_set.ranks))
+    return engine().submit(kind, options["name"], set_id, tensors, splits=rows)
 
 
 def _alltoall_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:

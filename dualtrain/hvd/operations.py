@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 
 from dualtrain.backends import Backend, ReduceOp, wire
-from dualtrain.backends.collectives import FOLD, shares
 from dualtrain.hvd.reductions import PLAIN, Adasum, adasum, finished, scaled
 
 
@@ -84,14 +82,9 @@ def reducescatter(task: Task) -> list[torch.Tensor]:
 
 
 def _reducescatter(task: Task, tensor: torch.Tensor) -> torch.Tensor:
-    facts, channel = task.facts, task.channel
-    rows = shares(tensor.shape[0], channel.size)
-    mine = rows[channel.rank]
-    dealt = channel.deal(scaled(tensor, facts["pre"]), rows, [mine] * channel.size, task.name)
-    parts = (wire.pack(part) for part in dealt.split(mine)) if mine else iter([wire.pack(dealt)])
-    total = reduce(FOLD[wire.wire_op(tensor.dtype, PLAIN[facts["op"]])], parts)
-    done = finished(total.clone(), facts["op"], facts["divisor"], facts["post"])
-    return wire.unpack(done, dealt[:mine])
+    facts, op = task.facts, wire.wire_op(tensor.dtype, PLAIN[task.facts["op"]])
+    total, like = task.channel.reduce_rows(scaled(tensor, facts["pre"]), op, task.name)
+    return wire.unpack(finished(total, facts["op"], facts["divisor"], facts["post"]), like)
 
 
 def allgather(task: Task) -> list[torch.Tensor]:
@@ -100,9 +93,7 @@ def allgather(task: Task) -> list[torch.Tensor]:
     for i, tensor in enumerate(task.tensors):
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
         rows = [of_rank[i] for of_rank in task.facts["rows"]]
-        row_bytes = tensor.shape[1:].numel() * tensor.element_size()
-        parts = task.channel.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], task.name)
-        results.append(wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:])))
+        results.append(task.channel.gather_rows(tensor, rows, task.name))
     return results
 
 

@@ -44,9 +44,9 @@ def DistributedOptimizer(  # noqa: N802
 ) -> torch.optim.Optimizer:
     """``optimizer`` with gradients combined over the ranks: an instance of its class, with its groups and state.
 
-    Backward sends gradients while it runs and ends with ``param.grad`` combined on every rank, so that clipping and
-    unscaling need no ``synchronize()``; they may call it. (Horovod combines in ``step``, drops the optimizer's state,
-    and divides by the size after the sum, as here.)
+    Backward sends gradients while it runs, and never waits for another rank; ``synchronize()`` or ``step()`` waits, and
+    ``param.grad`` is combined from then on. As with Horovod, what looks at gradients before the step (clipping,
+    unscaling) comes after ``synchronize()``, with the step inside ``skip_synchronize()``.
 
     Args:
         optimizer: any torch optimizer; its state is kept.
@@ -189,7 +189,7 @@ class _Optimizer(NativeOptimizer):
             self.reducer.rest()
 
     def synchronize(self) -> None:
-        """Makes every gradient the combination over ranks, if backward has not done so. Collective; blocks.
+        """Makes every gradient the combination over ranks, unless it is already. Collective; blocks.
 
         Raises:
             HorovodInternalError: a rank was lost or has other parameters, or Horovod was shut down.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from dualtrain.hvd.process_sets import ProcessSet
 
 _NEWS_SECONDS = 0.5  # for rank 0's word that the world has ended, behind a connection that has
 Named = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+@contextmanager
+def _horovods_errors() -> Iterator[None]:
+    """HorovodInternalError in place of BackendError."""
+    try:
+        yield
+    except HorovodInternalError:
+        raise
+    except BackendError as error:
+        raise _failure(error) from error
 
 
 def _failure(error: BackendError) -> HorovodInternalError:
@@ -68,6 +80,8 @@ class ChannelReducer(GradientReducer):
 
     def rest(self) -> None:
         """The gradients are synchronized: as many passes as before may follow."""
+        if not self.dirty:
+            return  # no backward since the last time
         self.dirty, self._ready = False, 0
         for slot in self._slots:
             slot.passes = 0
@@ -77,16 +91,8 @@ class ChannelReducer(GradientReducer):
         if self._reduced:
             return
         try:
-            self._look_for_thawed()
-            self._enter_world()
-            if not self._agreed:
-                self._lay_out()
-            self._begin_exchange()
-            super().reduce()
-        except HorovodInternalError:
-            raise
-        except BackendError as error:
-            raise _failure(error) from error
+            with _horovods_errors():
+                super().reduce()
         finally:
             self.exchanging = False
             timeline = basics.engine().timeline if basics.is_initialized() else None
@@ -157,16 +163,19 @@ class ChannelReducer(GradientReducer):
             self._send_next()
 
     def _send_next(self) -> None:
-        try:
+        with _horovods_errors():
             self._begin_exchange()
             super()._send_next()
-        except HorovodInternalError:
-            raise
-        except BackendError as error:
-            raise _failure(error) from error
         timeline = basics.engine().timeline
         if timeline.active:
             timeline.begin(self._buckets[self._next - 1].name, "ALLREDUCE")
+
+    def _prepare(self) -> None:
+        self._look_for_thawed()
+        self._enter_world()
+        if not self._agreed:
+            self._lay_out()
+        self._begin_exchange()
 
     def _begin_exchange(self) -> None:
         if not self.exchanging:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
+
+from dualtrain.backends import hosts
+from dualtrain.backends.collectives import shares
 
 T = TypeVar("T")
 
@@ -14,26 +16,13 @@ T = TypeVar("T")
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
     """Sets environment variables for a while; ``None`` unsets one."""
-    before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
-    try:
+    with hosts.variables(variables):
         yield
-    finally:
-        _set(before)
-
-
-def _set(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     """``items`` in ``parts`` runs of nearly equal length, the first ones longer."""
-    short, longer = divmod(len(items), parts)
-    ends = [i * short + min(i, longer) for i in range(parts + 1)]
+    ends = list(accumulate(shares(len(items), parts), initial=0))
     return [items[start:end] for start, end in pairwise(ends)]
 
 
