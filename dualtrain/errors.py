@@ -1,4 +1,4 @@
-"""The two kinds of failure that dualtrain raises itself, below everything else so that all rooms can use them."""
+"""The kinds of failure that dualtrain raises itself, below everything else so that all rooms can use them."""
 
 
 class UserError(ValueError):
@@ -21,3 +21,11 @@ class BackendError(RuntimeError):
 
 class DivergedError(RuntimeError):
     """The loss became infinite or not a number; raised on every rank in the same step, before the weights take it."""
+
+
+class StoppedError(RuntimeError):
+    """A signal, ``number``, ended the run after everything was saved; raised on every rank after the same step."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number

@@ -170,13 +170,25 @@ def _environment(v: _Variables) -> World:
     return v.world(rank, size, v.number("LOCAL_RANK", 0), v.number("LOCAL_WORLD_SIZE", size), v.rendezvous())
 
 
+SPAWNED = "DUALTRAIN_SPAWNED"
+
+
+def spawned(rank: int, size: int, rendezvous: tuple[str, int]) -> dict[str, str]:
+    """The variables that tell a process its place among ``size`` ranks that one command line starts on this host."""
+    host, port = rendezvous
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {SPAWNED: "1", "MASTER_ADDR": host} | {name: str(value) for name, value in place.items()}
+
+
 # The innermost launcher wins: torchrun inside an srun step is torchrun, a batch script inside Slurm is nobody.
-# horovodrun over MPI shows as mpirun, which is what it calls.
+# horovodrun over MPI shows as mpirun, which is what it calls. Ranks are spawned where nothing above has launched:
+# with the variables of those, they have started one themselves.
 _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
     ("torchrun", lambda env: "TORCHELASTIC_RUN_ID" in env, _torchrun),
     ("horovodrun --gloo", lambda env: "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env and "HOROVOD_RANK" in env, _horovodrun),
     ("mpirun", lambda env: "OMPI_COMM_WORLD_RANK" in env, _open_mpi),
     ("mpiexec", lambda env: "PMI_RANK" in env, _pmi),
+    ("spawn", lambda env: SPAWNED in env, _torchrun),
     ("srun", lambda env: "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "batch").isdigit(), _srun),
     ("environment", lambda env: "RANK" in env and "WORLD_SIZE" in env, _environment),
 )

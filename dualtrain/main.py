@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
-from dualtrain.errors import BackendError, DivergedError, UserError
+from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def _refuse_alike(error: UserError, world: World) -> int:
 def _give_up(error: BaseException, backend: Backend) -> int:
     """Says what ended the run, tells the other ranks, and leaves without waiting for them."""
     status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-    if isinstance(error, DivergedError) or (isinstance(error, UserError) and error.shared):
+    if isinstance(error, StoppedError):
+        status = 128 + error.number
+    if isinstance(error, DivergedError | StoppedError) or (isinstance(error, UserError) and error.shared):
         if backend.rank == 0:
             _say(error, backend.rank, backend.size)
         _wait_for_all(backend)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend
+from dualtrain.buckets import AVERAGE, Transfer
 from dualtrain.gradients import GradientReducer, Unused
 
 
@@ -34,6 +35,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
             does the same by hand.
         carry: see :class:`~dualtrain.gradients.GradientReducer`; the numbers are ``cargo``.
+        transfer: see :class:`~dualtrain.gradients.GradientReducer`.
 
     Raises:
         ValueError: names that are missing or appear twice, or an option out of its bounds.
@@ -48,13 +50,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         unused: Unused = "zero",
         backward_passes_per_step: int = 1,
         carry: int = 0,
+        transfer: Transfer = AVERAGE,
     ) -> None:
         # Not Optimizer.__init__, which would make groups of its own: what an unpickled optimizer gets instead.
         self.optimizer = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self.backend = backend
         named = _name_all(optimizer, named_parameters)
-        self.reducer = GradientReducer(named, backend, unused=unused, passes=backward_passes_per_step, carry=carry)
+        passes = backward_passes_per_step
+        self.reducer = GradientReducer(named, backend, unused=unused, passes=passes, carry=carry, transfer=transfer)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

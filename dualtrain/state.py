@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,20 +65,38 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
     Each rank's BatchNorm has seen its own samples: this is what makes one model of them, before an evaluation or a
     checkpoint.
     """
-    buffers = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
+    buffers = local_buffers(model)
     for chunk in _chunks([b for _, b in buffers]):
         packed = backend.allreduce_(torch.cat([b.reshape(-1).to(torch.float64) for b in chunk]), name="buffers")
         for buffer, part in zip(chunk, packed.split([b.numel() for b in chunk]), strict=True):
             buffer.copy_(part.view(buffer.shape))
 
 
-def weights_sha256(model: torch.nn.Module) -> str:
-    """A hash of the ``state_dict()``'s tensors (parameters, persistent buffers), in name order.
+def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The floating-point buffers (running statistics): each rank's follow its own samples."""
+    return [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
+
+
+@contextmanager
+def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]:
+    """:func:`average_buffers` for a while: each rank's own are put back, so that looking changes nothing. Collective."""
+    own = [(buffer, buffer.clone()) for _, buffer in local_buffers(model)]
+    average_buffers(model, backend)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in own:
+                buffer.copy_(before)
+
+
+def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
+    """A hash of a model's, or a ``state_dict()``'s, tensors (parameters, persistent buffers), in name order.
 
     Equal exactly where they are equal bit for bit.
     """
     digest = hashlib.sha256()
-    for name, tensor in _named_tensors(model.state_dict()):
+    for name, tensor in _named_tensors(model.state_dict() if isinstance(model, torch.nn.Module) else model):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(as_bytes(tensor).cpu().numpy().tobytes())
     return digest.hexdigest()

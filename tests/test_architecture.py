@@ -23,7 +23,7 @@ ROOMS = [
     "functional",
     "batchnorm",
 ]
-ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "main", "compare"]
+ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
 BACKENDS = [
     {"base"},
     {"lines"},

@@ -20,6 +20,13 @@ TREE = {
 }
 
 
+def save(folder, step, tree):
+    path = checkpoint.path_of(folder, step)
+    checkpoint.write(path, tree)
+    checkpoint.drop_old(folder, 3)
+    return path
+
+
 def same(a, b) -> bool:
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
@@ -31,22 +38,22 @@ def same(a, b) -> bool:
 
 
 def test_what_is_saved_is_loaded(tmp_path):
-    path = checkpoint.save(tmp_path, 7, TREE)
+    path = save(tmp_path, 7, TREE)
     assert same(checkpoint.load(path), TREE)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no temporary file is left
 
 
 def test_the_last_few_are_kept(tmp_path):
     for step in range(1, 8):
-        checkpoint.save(tmp_path, step, {"step": step})
+        save(tmp_path, step, {"step": step})
     steps = [checkpoint.load(path)["step"] for path in checkpoint.found(tmp_path)]
     assert steps == [7, 6, 5]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
 def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, damage):
-    checkpoint.save(tmp_path, 1, {"x": torch.ones(5)})
-    newest = checkpoint.save(tmp_path, 2, {"x": torch.zeros(5)})
+    save(tmp_path, 1, {"x": torch.ones(5)})
+    newest = save(tmp_path, 2, {"x": torch.zeros(5)})
     data = newest.read_bytes()
     changed = {"cut": data[:-3], "flip": data[:-1] + b"\x01", "empty": b"", "text": b"not a checkpoint at all"}
     newest.write_bytes(changed[damage])
@@ -66,18 +73,18 @@ def test_nothing_to_go_on_from(tmp_path):
 
 
 def test_a_full_disk_leaves_the_old_ones_whole(tmp_path, monkeypatch):
-    old = checkpoint.save(tmp_path, 1, TREE)
+    old = save(tmp_path, 1, TREE)
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path, 2, TREE)
+        save(tmp_path, 2, TREE)
     assert [file.name for file in tmp_path.iterdir()] == [old.name]
     assert same(checkpoint.load(old), TREE)
 
 
 def test_code_is_refused(tmp_path):
     with pytest.raises(TypeError, match="plain values and tensors"):
-        checkpoint.save(tmp_path, 1, {"function": print})
+        save(tmp_path, 1, {"function": print})

@@ -30,6 +30,25 @@ def test_every_recipe_is_made_of_known_fields(name):
     assert parse(["--recipe", name]).recipe == name
 
 
+def test_a_switch_can_be_turned_off_again():
+    assert parse(["--recipe", "mnist-resnet18"]).deterministic
+    assert not parse(["--recipe", "mnist-resnet18", "--no-deterministic"]).deterministic
+
+
+def test_another_optimizer_leaves_the_recipes_momentum_behind():
+    assert parse([]).momentum == 0.9
+    assert parse(["--optimizer", "adam"]).momentum == 0
+    assert parse(["--optimizer", "rmsprop", "--momentum", "0.5"]).momentum == 0.5
+
+
+def test_the_recipes_are_listed(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(["--recipe", "list"])
+    assert not end.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+
+
 def test_batch_size_is_per_rank_and_replaces_the_recipes_global_one():
     config = parse(["--batch-size", "8"])
     assert [config.global_batch(size) for size in (1, 3)] == [8, 24]
@@ -50,7 +69,18 @@ def test_batch_size_is_per_rank_and_replaces_the_recipes_global_one():
         (["--batch-size", "0"], ["--batch-size", "1 or more"]),
         (["--global-batch-size", "x"], ["--global-batch-size", "whole number"]),
         (["--batch-size", "4", "--global-batch-size", "8"], ["--batch-size", "--global-batch-size", "one"]),
-        (["--optimizer", "lion"], ["--optimizer", "sgd, adam, adamw"]),
+        (["--amp", "fp8"], ["--amp", "off, bf16, fp16"]),
+        (["--schedule", "step"], ["--schedule step", "--lr-step"]),
+        (["--schedule", "multistep"], ["--lr-milestones"]),
+        (["--lr-scale", "linear"], ["--lr-scale linear", "--lr-batch"]),
+        (["--parallel-loss"], ["--parallel-loss", "--data-parallel"]),
+        (["--data-parallel", "--backend", "torch"], ["--data-parallel", "--backend local"]),
+        (["--data-parallel", "--nproc", "2"], ["--data-parallel", "--nproc"]),
+        (["--nproc", "0"], ["--nproc", "1 or more"]),
+        (["--ema", "1"], ["--ema", "below 1"]),
+        (["--clip-norm", "0"], ["--clip-norm", "above 0"]),
+        (["--warmup-steps", "-1"], ["--warmup-steps", "0 or more"]),
+        (["--best", "loss"], ["--best", "val_loss, val_accuracy"]),
         (["--momentum", "1"], ["--momentum", "below 1"]),
         (["--weight-decay", "-0.1"], ["--weight-decay", "0 or more"]),
         (["--seed", "-1"], ["--seed", "from 0 to"]),

@@ -16,9 +16,8 @@ from dualtrain.backends import connect
 from dualtrain.compare import main as compare
 from dualtrain.compare import table
 from dualtrain.config import parse
-from dualtrain.data import load
 from dualtrain.errors import DivergedError, UserError
-from dualtrain.training.evaluate import evaluate
+from dualtrain.training.assemble import load_task
 from dualtrain.training.together import on_root, together
 from tests.conftest import require_horovod
 from tests.pool import Pool
@@ -32,7 +31,7 @@ SUMMARY_KEYS = {
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that other tests are busy on, two threads for a tiny batch mostly wait for each other."""
-    monkeypatch.setattr(loop, "_threads", lambda backend: 1)
+    monkeypatch.setattr(loop, "threads", lambda backend: 1)
 
 
 def train(backend, *arguments: str) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def test_a_run_leaves_the_files_that_are_promised(tmp_path):
     assert [line["kind"] for line in lines].count("epoch") == 1
     assert all(math.isfinite(line["loss"]) for line in lines if line["kind"] == "step")
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert steps == [f"step-{step:08d}.safetensors" for step in (10, 20, summary["steps"])]
+    assert steps == ["best.safetensors", *(f"step-{step:08d}.safetensors" for step in (10, 20, summary["steps"]))]
     assert weights(tmp_path)
 
 
@@ -83,10 +82,13 @@ def test_the_world_size_does_not_change_the_training(processes, tmp_path, batch)
 
 
 def evaluation(backend) -> tuple[float, float]:
-    data = load("digits", None)
+    config = parse(["--global-batch-size", "7"])
+    task = load_task(config, backend)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    return evaluate(model, data.val, backend)
+    found = loop.Run(config, backend, task, model)
+    values = found.trainer.evaluate(found._evaluation())
+    return values["val_loss"], values["val_accuracy"]
 
 
 def test_evaluation_counts_every_sample_once(processes):
@@ -198,21 +200,21 @@ def test_runs_without_a_folder_do_not_meet(tmp_path, monkeypatch):
 
 def diverge(backend, folder: str) -> str:
     # One rank alone meets the bad sample: all of them must stop in that step.
-    original = loop.load
+    original = loop.load_task
 
-    def spoiled(name: str, where: str | None):
-        data = original(name, where)
+    def spoiled(config, backend):
+        task = original(config, backend)
         if backend.rank == backend.size - 1:
-            data.train.inputs.fill_(float("inf"))
-        return data
+            task.train._inputs.fill_(float("inf"))
+        return task
 
-    loop.load = spoiled
+    loop.load_task = spoiled
     try:
         train(backend, "--run-dir", folder)
     except DivergedError as error:
         return str(error)
     finally:
-        loop.load = original
+        loop.load_task = original
     return "trained"
 
 

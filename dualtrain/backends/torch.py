@@ -187,7 +187,7 @@ def meet(world: World, timeout: float) -> tuple[dist.Store, World]:
 
 
 def open_store(world: World, timeout: float) -> dist.Store:
-    """The key-value store in which the job's processes find each other: torchrun's own, or one that rank 0 serves.
+    """The key-value store in which the job's processes find each other: their parent's, or one that rank 0 serves.
 
     Raises:
         UserError: the launcher names no address, it cannot be reached, or its port is taken.
@@ -206,7 +206,7 @@ def open_store(world: World, timeout: float) -> dist.Store:
         if world.launcher == "torchrun":
             store: dist.Store = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))[0]
         else:
-            store = _store_at(host, port, world.rank == 0, wait)
+            store = _store_at(host, port, world.rank == 0 and world.launcher != "spawn", wait)
         # A store outlives a world: the next one must not find the keys of the last.
         _WORLDS[host, port, world.name] += 1
         return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[host, port, world.name]}", store)
@@ -227,6 +227,19 @@ def _store_at(host: str, port: int, serves: bool, wait: timedelta) -> dist.TCPSt
     # Our own listening socket: on this one address, where TCPStore would listen on all.
     listening = RESERVED.pop((host, port), None) or socket.create_server((host, port), backlog=128)
     return dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def serve_store() -> tuple[object, tuple[str, int]]:
+    """A store for ranks that this process starts on this host, and the free port that it has taken for it.
+
+    Returns:
+        What must live as long as the ranks do, and the (host, port) of their rendezvous.
+    """
+    # The port is ours from here on: between a free one's number and its use, another program could take it.
+    listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+    host, port = listening.getsockname()
+    store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return store, (host, port)
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,16 +15,25 @@ import torch
 
 @dataclass(frozen=True)
 class Sampler:
-    """The order of ``samples`` samples, in global batches of ``global_batch``; the last of an epoch may be shorter."""
+    """The order of ``samples`` samples, in global batches of ``global_batch``.
+
+    The last of an epoch may be shorter, or is left out with ``drop_last``.
+    """
 
     samples: int
     global_batch: int
     seed: int
+    drop_last: bool = False
 
     @property
     def batches(self) -> int:
         """Global batches in an epoch."""
-        return -(-self.samples // self.global_batch)
+        return self.samples // self.global_batch if self.drop_last else -(-self.samples // self.global_batch)
+
+    @property
+    def smallest(self) -> int:
+        """Samples in the last batch of an epoch."""
+        return self.global_batch if self.drop_last else (self.samples - 1) % self.global_batch + 1
 
     def batch(self, epoch: int, number: int) -> torch.Tensor:
         """The sample numbers of a global batch. int64, (global_batch,) or fewer in the last batch."""

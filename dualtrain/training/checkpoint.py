@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,52 @@ import safetensors.torch
 import torch
 
 from dualtrain.backends.wire import as_bytes
-from dualtrain.config import Config, flag
+from dualtrain.config import FIELDS, Config, flag
 from dualtrain.errors import UserError
 from dualtrain.training.run_dir import write_whole
 
-KEPT = 3
-
-# What a run cannot change when it goes on: another value would make it neither this run nor a new one.
-_FIXED = ("dataset", "model", "optimizer", "lr", "momentum", "weight_decay", "seed")
+FORMAT = 2
+BEST = "best.safetensors"
 
 
-def save(folder: Path, step: int, tree: dict[str, Any]) -> Path:
-    """Writes ``tree`` (dicts, lists, tuples, plain values and tensors) as the checkpoint of ``step``; drops old ones."""
-    tensors: dict[str, torch.Tensor] = {}
-    structure = json.dumps(_take_apart(tree, tensors))
-    header = {"structure": structure, "sha256": _digest(structure, tensors)}
-    path = folder / f"step-{step:08d}.safetensors"
-    write_whole(path, safetensors.torch.save(tensors, metadata=header))
-    for old in found(folder)[KEPT:]:
+def write(path: Path, tree: dict[str, Any]) -> None:
+    """Writes ``tree`` (dicts, lists, tuples, plain values and tensors) as one file, whole or not at all."""
+    Packed(tree).write(path)
+
+
+class Packed:
+    """A tree with copies of its tensors on the CPU: what it was made from may change while it is being written."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._structure = json.dumps(_take_apart(tree, self._tensors))
+
+    def write(self, path: Path) -> None:
+        """Writes it as one file, whole or not at all. Raises OSError."""
+        header = {"structure": self._structure, "sha256": _digest(self._structure, self._tensors)}
+        write_whole(path, safetensors.torch.save(self._tensors, metadata=header))
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is."""
+    return folder / f"step-{step:08d}.safetensors"
+
+
+def drop_old(folder: Path, kept: int) -> None:
+    """Removes all but the ``kept`` newest checkpoints; the best has a name of its own."""
+    for old in found(folder)[kept:]:
         old.unlink(missing_ok=True)
-    return path
+
+
+def keep_as_best(path: Path) -> None:
+    """Gives a checkpoint the best one's name too: as a second link where the disk has them, else as a copy."""
+    best, temporary = path.with_name(BEST), path.with_name(f".{BEST}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        temporary.hardlink_to(path)
+    except OSError:
+        shutil.copyfile(path, temporary)
+    temporary.replace(best)
 
 
 def found(folder: Path) -> list[Path]:
@@ -87,12 +114,25 @@ def to_resume(config: Config) -> dict[str, Any]:
 
 
 def _compare(tree: dict[str, Any], config: Config) -> None:
-    made_with, now = tree.get("config", {}), dataclasses.asdict(config)
-    differences = [name for name in _FIXED if made_with.get(name) != now[name]]
+    """Refuses what a run cannot change when it goes on: another value would make it neither this run nor a new one."""
+    if tree.get("format") != FORMAT:
+        raise UserError(
+            "the checkpoint is not of a run of this version of dualtrain: start anew, or use the version it is of"
+        )
+    made_with, now = tree["config"], dataclasses.asdict(config)
+    fixed = [name for name, field in FIELDS.items() if field.metadata["fixed"]]
+    differences = [name for name in fixed if made_with.get(name, FIELDS[name].default) != now[name]]
     if differences:
-        had = " ".join(f"{flag(name)} {made_with.get(name)}" for name in differences)
-        has = " ".join(f"{flag(name)} {now[name]}" for name in differences)
+        had = " ".join(_as_flag(name, made_with.get(name, FIELDS[name].default)) for name in differences)
+        has = " ".join(_as_flag(name, now[name]) for name in differences)
         raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or start anew")
+
+
+def _as_flag(name: str, value: Any) -> str:
+    """A setting as it is typed."""
+    if isinstance(value, bool):
+        return flag(name) if value else f"--no-{flag(name)[2:]}"
+    return f"no {flag(name)}" if value is None else f"{flag(name)} {value}"
 
 
 def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:

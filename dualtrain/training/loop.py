@@ -1,48 +1,38 @@
-"""The training loop. It knows a ``Backend`` and a ``DistributedOptimizer``, and never which backend it is on."""
+"""The training loop of the command line: which batches, when to look, when to save, when to stop."""
 
 from __future__ import annotations
 
 import math
-import os
+import signal
 import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import safetensors.torch
 import torch
 from torch import nn
-from torch.nn import functional
 
 from dualtrain.backends import Backend
 from dualtrain.config import Config
-from dualtrain.data import Data, load
+from dualtrain.data import Batch, Task
 from dualtrain.data.sampler import Sampler, share
-from dualtrain.errors import DivergedError, UserError
-from dualtrain.models import build
-from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.state import average_buffers, broadcast_parameters, weights_sha256
+from dualtrain.data.text import CHOSEN
+from dualtrain.errors import DivergedError, StoppedError, UserError
 from dualtrain.training import checkpoint
-from dualtrain.training.evaluate import evaluate
-from dualtrain.training.report import Progress
-from dualtrain.training.run_dir import MetricsFile, claim, write_json, write_whole
+from dualtrain.training.assemble import compiled, determinism, load_task, make_model, threads
+from dualtrain.training.cursor import Cursor
+from dualtrain.training.objective import CrossEntropy, metrics
+from dualtrain.training.optimizers import make_optimizer, make_schedule, scaled_lr
+from dualtrain.training.randomness import derived
+from dualtrain.training.records import Records, check_tensorboard, opening
+from dualtrain.training.results import conclude, weights_of, write_task
+from dualtrain.training.run_dir import claim, write_weights
+from dualtrain.training.signals import SIGNALS, Signals
 from dualtrain.training.together import on_root, together
+from dualtrain.training.trainer import Tensors, Trainer
+from dualtrain.training.writer import Writer
 
-
-@dataclass
-class Cursor:
-    """How far a run has come: plain numbers, kept in checkpoints."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0  # global batches of this epoch that are done
-    seconds: float = 0.0
-    samples: int = 0
-    loss_sum: float = 0.0  # over the samples of this epoch so far
-    correct: float = 0.0
-    seen: float = 0.0
-    last: dict[str, float] = field(default_factory=dict)  # what the last full epoch came to
+EVALUATION_BATCH = 512
 
 
 def train(config: Config, backend: Backend) -> dict[str, Any]:
@@ -52,215 +42,241 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
         UserError: something in the configuration cannot be done here.
         DivergedError: the loss became infinite or not a number.
         BackendError: the ranks lost each other.
+        StoppedError: a signal asked for it; a checkpoint was saved.
     """
-    torch.set_num_threads(_threads(backend))
-    data = together(backend, "data", lambda: load(config.dataset, config.data_dir))
-    torch.manual_seed(config.seed)
-    model = together(backend, "model", lambda: build(config.model, data.shape, data.classes)).to(backend.device)
-    saved = on_root(backend, "checkpoint", lambda: checkpoint.to_resume(config)) if config.resume is not None else None
-    folder = Path(on_root(backend, "run folder", lambda: claim(config)))
-    run = Run(config, backend, data, model, folder)
-    if saved is not None:
-        run.resume(saved)
-    return run.train()
+    torch.set_num_threads(threads(backend))
+    task = load_task(config, backend)
+    try:
+        with determinism(config.deterministic):
+            model = make_model(config, task, backend)
+            wanted = config.resume is not None
+            saved = on_root(backend, "checkpoint", lambda: checkpoint.to_resume(config)) if wanted else None
+            run = Run(config, backend, task, model)
+            run.open(saved)
+            with Signals() as signals:
+                return run.train(signals)
+    finally:
+        task.close()
 
 
 class Run:
-    """One run, from its start or its last checkpoint to its summary."""
+    """One run, from its start or its last checkpoint to its summary. Making one is collective, and writes nothing."""
 
-    def __init__(self, config: Config, backend: Backend, data: Data, model: nn.Module, folder: Path) -> None:
+    def __init__(self, config: Config, backend: Backend, task: Task, model: nn.Module) -> None:
         self.config = config
         self.backend = backend
-        self.train_split, self.val_split = data.train.to(backend.device), data.val.to(backend.device)
-        self.model = model
-        self.folder = folder
-        self.is_root = backend.rank == 0
-        self.sampler = Sampler(len(data.train), config.global_batch(backend.size), config.seed)
+        self.task = task
+        self.sampler = Sampler(len(task.train), config.global_batch(backend.size), config.seed, config.drop_last)
         self.cursor = Cursor()
-        broadcast_parameters(model, backend)
-        # Four numbers travel with the gradients: loss, correct answers, samples, ranks whose loss is not finite.
-        self.optimizer = DistributedOptimizer(
-            _make_optimizer(config, model), model.named_parameters(), backend=backend, carry=4
-        )
         steps = config.epochs * self.sampler.batches
         self.total_steps = min(steps, config.max_steps) if config.max_steps else steps
+        self.lr, self.arithmetic = scaled_lr(config, backend.size)
+        self.trainer = together(backend, "trainer", lambda: self._trainer(model))
+        self._stream: Iterator[Tensors] | None = None
 
-    def train(self) -> dict[str, Any]:
-        """The steps that are left, then the model and the summary."""
-        cursor = self.cursor
-        metrics = MetricsFile(self.folder, cursor.step) if self.is_root else nullcontext()
-        with metrics as self.metrics, self._progress() as self.progress:
-            self.progress.say(self._opening_line())
-            while cursor.step < self.total_steps:
-                started = time.perf_counter()
-                loss = self._step()
-                cursor.seconds += time.perf_counter() - started
-                self.progress.step(loss)
-                if cursor.step % self.config.log_every == 0:
-                    self._write(kind="step", loss=loss, lr=self.optimizer.param_groups[0]["lr"])
-                if cursor.batch == self.sampler.batches or cursor.step == self.total_steps:
-                    self._end_epoch()
-                    self._save()
-                elif self.config.checkpoint_every and cursor.step % self.config.checkpoint_every == 0:
-                    average_buffers(self.model, self.backend)
-                    self._save()
-        return self._finish()
-
-    def _step(self) -> float:
-        """One optimizer step on one global batch; gives its mean loss."""
-        cursor, optimizer = self.cursor, self.optimizer
-        batch = self.sampler.batch(cursor.epoch, cursor.batch)
-        mine = share(batch, self.backend.rank, self.backend.size)
-        optimizer.zero_grad()
-        optimizer.cargo.zero_()
-        if len(mine):
-            logits = self.model(self.train_split.inputs[mine])
-            targets = self.train_split.targets[mine]
-            loss = functional.cross_entropy(logits, targets)
-            value, correct = loss.item(), float((logits.detach().argmax(1) == targets).sum())
-            optimizer.cargo.copy_(torch.tensor([value * len(mine), correct, len(mine), not math.isfinite(value)]))
-            # The ranks' gradients are averaged; the mean over the batch weighs each rank by its samples.
-            (loss * (len(mine) * self.backend.size / len(batch))).backward()
-        optimizer.synchronize()
-        loss_sum, correct, seen, broken = optimizer.cargo.tolist()
-        if broken:
-            self._diverge("the loss became", here=bool(len(mine)) and not math.isfinite(value))
-        optimizer.step()
-        cursor.step, cursor.batch, cursor.samples = cursor.step + 1, cursor.batch + 1, cursor.samples + len(batch)
-        cursor.loss_sum, cursor.correct = cursor.loss_sum + loss_sum, cursor.correct + correct
-        cursor.seen += seen
-        return float(loss_sum / seen)
-
-    def _diverge(self, what: str, *, here: bool = False, everywhere: bool = False) -> NoReturn:
-        """Ends the run on all ranks, naming those at fault."""
-        step = self.cursor.step + (not everywhere)
-        bad = self.backend.allgather_object(here or everywhere, name="divergence")
-        ranks = [str(rank) for rank, at_fault in enumerate(bad) if at_fault]
-        where = (
-            "on all ranks" if len(ranks) == self.backend.size > 1 else f"on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-        )
-        saved = checkpoint.found(self.folder / "checkpoints") if self.is_root else []
-        last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
-        raise DivergedError(
-            f"{what} infinite or not a number in step {step} {where}; {last}; try a lower --lr (now {self.config.lr:g})"
+    def _trainer(self, model: nn.Module) -> Trainer:
+        config = self.config
+        check_tensorboard(config)
+        self._check_batches()
+        optimizer = make_optimizer(config, model, self.lr)
+        narrow = self.backend.narrow | {torch.float16}
+        if config.compress == "bf16" and torch.bfloat16 not in narrow:
+            raise UserError(f"--compress bf16: the {self.backend.name} backend does not carry it; use fp16")
+        return Trainer(
+            model,
+            optimizer,
+            CrossEntropy(config.label_smoothing),
+            backend=self.backend,
+            schedule=make_schedule(config, optimizer, self.lr, self.total_steps),
+            clip_norm=config.clip_norm,
+            amp=config.amp,
+            ema=config.ema,
+            compress=config.compress,
+            forward=compiled(model) if config.compile else None,
         )
 
-    def _end_epoch(self) -> None:
-        cursor = self.cursor
-        average_buffers(self.model, self.backend)
-        val_loss, val_accuracy = evaluate(self.model, self.val_split, self.backend)
-        if not math.isfinite(val_loss):
-            self._diverge("the validation loss became", everywhere=True)
-        cursor.last = {
-            "train_loss": cursor.loss_sum / cursor.seen,
-            "train_accuracy": cursor.correct / cursor.seen,
-            "val_loss": val_loss,
-            "val_accuracy": val_accuracy,
-        }
-        cursor.epoch, cursor.batch = (
-            cursor.epoch + (cursor.batch == self.sampler.batches),
-            cursor.batch % self.sampler.batches,
+    def _check_batches(self) -> None:
+        config, size = self.config, self.backend.size
+        if not self.sampler.batches:
+            raise UserError(
+                f"--drop-last leaves nothing of {self.sampler.samples} samples in batches of {self.sampler.global_batch}: "
+                "lower --batch-size"
+            )
+        if config.sync_batchnorm and self.sampler.smallest // size < config.accumulate:
+            raise UserError(
+                f"--sync-batchnorm needs samples on every rank in every backward pass, and the smallest batch has "
+                f"{self.sampler.smallest} for {size} ranks × {config.accumulate}: give --drop-last, or another batch size"
+            )
+
+    def open(self, saved: dict[str, Any] | None) -> None:
+        """Goes on from a checkpoint, if there is one, and takes the run's folder. Collective."""
+        if saved is not None:
+            self._resume(saved)
+        self.folder = Path(on_root(self.backend, "run folder", lambda: claim(self.config)))
+        checkpoints = self.folder / "checkpoints"
+
+        def prepare() -> None:
+            # Later checkpoints of this folder belong to a course that is not taken: kept, but not gone on from.
+            checkpoint.set_aside(checkpoints, self.cursor.step)
+            write_task(self.folder, self.task)
+
+        on_root(self.backend, "run folder", prepare)
+        self.records = Records(
+            self.folder,
+            self.config,
+            shown=self.backend.rank == 0,
+            launcher=self.backend.world.launcher,
+            total=self.total_steps,
+            done=self.cursor.step,
         )
-        cursor.loss_sum = cursor.correct = cursor.seen = 0.0
-        self._write(kind="epoch", **cursor.last, samples_per_second=self._speed())
-        self.progress.say(
-            f"epoch {cursor.epoch}/{self.config.epochs}  step {cursor.step}  "
-            f"train loss {cursor.last['train_loss']:.4f}  val loss {val_loss:.4f}  "
-            f"val accuracy {val_accuracy:.4f}  {self._speed():.0f} samples/s"
-        )
+        self.writer = Writer(checkpoints, self.config.keep, self.records.say, self.config.timeout)
 
-    def _progress(self) -> Progress:
-        launcher = self.backend.world.launcher
-        return Progress(self.total_steps, self.cursor.step, shown=self.is_root, launcher=launcher)
-
-    def _write(self, **values: Any) -> None:
-        if self.metrics is not None:
-            self.metrics.write(step=self.cursor.step, epoch=self.cursor.epoch, **values)
-
-    def _speed(self) -> float:
-        return self.cursor.samples / max(self.cursor.seconds, 1e-9)
-
-    def _save(self) -> None:
-        """Writes a checkpoint; the buffers have been averaged."""
-        if not all(tensor.isfinite().all() for tensor in self.model.state_dict().values()):
-            self._diverge("the weights became", everywhere=True)
-
-        def write() -> None:
-            tree = {
-                "model": dict(self.model.state_dict()),
-                "optimizer": self.optimizer.state_dict(),
-                "cursor": asdict(self.cursor),
-                "config": asdict(self.config),
-                "global_batch": self.sampler.global_batch,
-            }
-            checkpoint.save(self.folder / "checkpoints", self.cursor.step, tree)
-
-        on_root(self.backend, f"the checkpoint of step {self.cursor.step}", write)
-
-    def resume(self, saved: dict[str, Any]) -> None:
-        """Goes on from a checkpoint. Collective."""
+    def _resume(self, saved: dict[str, Any]) -> None:
         if saved["global_batch"] != self.sampler.global_batch:
             raise UserError(
                 f"the checkpoint was trained with {saved['global_batch']} samples a step and this run has "
                 f"{self.sampler.global_batch}: give --global-batch-size {saved['global_batch']}",
                 shared=True,
             )
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        self.trainer.load_state_dict(saved["trainer"])
         self.cursor = Cursor(**saved["cursor"])
-        # Later checkpoints of this folder belong to a course that is not taken: kept, but not gone on from.
-        on_root(self.backend, "checkpoints", lambda: checkpoint.set_aside(self.folder / "checkpoints", self.cursor.step))
 
-    def _finish(self) -> dict[str, Any]:
-        cursor, backend = self.cursor, self.backend
-        summary: dict[str, Any] = {
-            "backend": backend.name,
-            "transport": backend.transport,
-            "launcher": backend.world.launcher,
-            "world_size": backend.size,
-            "device": str(backend.device),
-            "threads": torch.get_num_threads(),
-            "epochs": cursor.epoch,
-            "steps": cursor.step,
-            **cursor.last,
-            "samples_per_second": self._speed(),
-            "seconds": cursor.seconds,
-            "weights_sha256": weights_sha256(self.model),
-        }
+    # -- the loop ---------------------------------------------------------------------------------------------------
 
-        def write() -> None:
-            # Copies, since safetensors refuses tensors that share memory (tied weights).
-            weights = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in self.model.state_dict().items()}
-            write_whole(self.folder / "model.safetensors", safetensors.torch.save(weights))
-            write_json(self.folder / "summary.json", summary)
+    def train(self, signals: Signals) -> dict[str, Any]:
+        """The steps that are left, then the model and the summary."""
+        cursor, self.signals = self.cursor, signals
+        with self.records:
+            self.records.say(self._opening_line())
+            if self.backend.rank == 0:
+                self.records.say(opening(self.config, self.trainer.model))
+            while cursor.step < self.total_steps and not self._early:
+                self._stream = self.task.train.stream(self._asked(), self.backend.device)
+                while cursor.batch < self.sampler.batches and cursor.step < self.total_steps:
+                    self._act_on(self._step())
+                self._end_epoch()
+            self.writer.wait()
+            return conclude(self)
 
-        on_root(backend, "summary", write)
-        if self.is_root:
-            print(
-                f"done: val accuracy {summary['val_accuracy']:.4f}, {summary['samples_per_second']:.0f} samples/s, "
-                f"weights {summary['weights_sha256'][:16]}, in {self.folder}",
-                flush=True,
+    def _asked(self) -> Iterator[Batch]:
+        """This rank's backward passes of the rest of the epoch, in order. Read ahead of the steps."""
+        epoch, seed = self.cursor.epoch, derived(self.config.seed, "augmentation", self.cursor.epoch)
+        for number in range(self.cursor.batch, self.sampler.batches):
+            for part in self._parts(epoch, number):
+                yield Batch(part, seed)
+
+    def _parts(self, epoch: int, number: int) -> list[torch.Tensor]:
+        """This rank's samples of a global batch, one tensor for each backward pass; none if it has no samples."""
+        mine = share(self.sampler.batch(epoch, number), self.backend.rank, self.backend.size)
+        return list(mine.tensor_split(min(self.config.accumulate, len(mine)))) if len(mine) else []
+
+    def _step(self) -> list[float]:
+        """One optimizer step on one global batch; gives how many ranks have noted each of ``SIGNALS``."""
+        cursor, started = self.cursor, time.perf_counter()
+        passes = len(self._parts(cursor.epoch, cursor.batch))
+        samples = len(self.sampler.batch(cursor.epoch, cursor.batch))
+        lr = self.trainer.optimizer.param_groups[0]["lr"]
+        try:
+            done = self.trainer.step(self._batches(passes), samples * self._counts(), self.signals.take())
+        except DivergedError as error:
+            self._diverge(str(error), step=cursor.step + 1)
+        cursor.count(done.sums, samples, time.perf_counter() - started)
+        values = metrics(done.sums, "")
+        self.records.step(cursor.step, cursor.epoch, samples, {**values, "lr": lr})
+        return done.news
+
+    def _batches(self, passes: int) -> Iterator[Tensors]:
+        assert self._stream is not None
+        for _ in range(passes):
+            inputs, targets = next(self._stream)
+            if self.config.channels_last and inputs.dim() == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            yield inputs, targets
+
+    def _counts(self) -> float:
+        """How much counts in a sample, about: the trainer makes up for the difference."""
+        return 1.0 if self.task.kind == "classes" else max(1.0, round(self.task.shape[0] * CHOSEN))
+
+    def _act_on(self, news: list[float]) -> None:
+        """Saves, and stops, as signals on any rank or the settings ask for."""
+        cursor = self.cursor
+        asked = [number for number, ranks in zip(SIGNALS, news, strict=True) if ranks]
+        every = self.config.checkpoint_every
+        ends = cursor.batch == self.sampler.batches or cursor.step == self.total_steps
+        if asked or (every and cursor.step % every == 0 and not ends):
+            self._save(best=False)
+        stops = [number for number in asked if number != signal.SIGUSR1]
+        if stops:
+            self.writer.wait()
+            failed = on_root(self.backend, "checkpoint", lambda: str(self.writer.failed or ""))
+            path = checkpoint.path_of(self.folder / "checkpoints", cursor.step)
+            saved = f"its checkpoint could not be written ({failed})" if failed else f"saved in {path}"
+            raise StoppedError(
+                f"{signal.Signals(stops[0]).name} ended the run after step {cursor.step} of {self.total_steps}, {saved}; "
+                f"go on with the same command and --run-dir {self.folder} --resume",
+                stops[0],
             )
-        return summary
+
+    def _end_epoch(self) -> None:
+        cursor = self.cursor
+        evaluation = self.trainer.evaluate(self._evaluation(), CrossEntropy())
+        if not math.isfinite(evaluation["val_loss"]):
+            self._diverge("the validation loss became infinite or not a number on all ranks", step=cursor.step)
+        whole = cursor.batch == self.sampler.batches
+        best = cursor.judge(evaluation, self.config.best)
+        if whole:
+            cursor.next_epoch()
+        values = {**cursor.last, "samples_per_second": cursor.speed}
+        self.records.epoch(cursor.step, cursor.epoch, self.config.epochs, values)
+        ends = cursor.step == self.total_steps or self._early
+        if best or ends or cursor.epoch % self.config.checkpoint_epochs == 0:
+            self._save(best=best)
+
+    def _evaluation(self) -> Iterator[Tensors]:
+        """This rank's samples of the evaluation, none of them twice: every ``size``-th."""
+        mine = torch.arange(self.backend.rank, len(self.task.val), self.backend.size)
+        size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.backend.size, 64))
+        batches = [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
+        yield from self.task.val.stream(batches, self.backend.device)
+
+    @property
+    def _early(self) -> bool:
+        return self.config.early_stop is not None and self.cursor.stale >= self.config.early_stop
+
+    def _diverge(self, what: str, step: int) -> NoReturn:
+        """Ends the run on all ranks."""
+        self.writer.wait()
+        saved = checkpoint.found(self.folder / "checkpoints") if self.backend.rank == 0 else []
+        last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
+        what, _, where = what.rpartition(" on ")
+        raise DivergedError(f"{what} in step {step} on {where}; {last}; try a lower --lr (now {self.config.lr:g})")
+
+    # -- what is kept -----------------------------------------------------------------------------------------------
+
+    def _save(self, *, best: bool) -> None:
+        """Has a checkpoint written while the loop goes on. Collective."""
+        state = self.trainer.state_dict()
+        if not all(tensor.isfinite().all() for tensor in state["model"].values() if tensor.is_floating_point()):
+            self._diverge("the weights became infinite or not a number on all ranks", step=self.cursor.step)
+        weights = weights_of(self.trainer) if best else None
+        if self.backend.rank != 0:
+            return
+        tree = {
+            "format": checkpoint.FORMAT,
+            "trainer": state,
+            "cursor": self.cursor.plain(),
+            "config": vars(self.config),
+            "global_batch": self.sampler.global_batch,
+        }
+        path = self.folder / "model-best.safetensors"
+        then = (lambda: write_weights(path, weights)) if weights is not None else None
+        self.writer.write(self.cursor.step, checkpoint.Packed(tree), best=best, then=then)
 
     def _opening_line(self) -> str:
-        backend, parameters = self.backend, sum(p.numel() for p in self.model.parameters())
+        backend, parameters = self.backend, sum(p.numel() for p in self.trainer.model.parameters())
         return (
             f"{self.config.recipe} on {backend.size} × {backend.device.type}, {backend.name} backend over "
             f"{backend.transport}, started by {backend.world.launcher}: {parameters} parameters, "
-            f"{len(self.train_split)} samples in batches of {self.sampler.global_batch}, {self.total_steps} steps, "
-            f"into {self.folder}"
+            f"{self.sampler.samples} samples in batches of {self.sampler.global_batch}, {self.total_steps} steps, "
+            f"{self.arithmetic}, into {self.folder}"
         )
-
-
-def _make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    parameters = model.parameters()
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=config.lr, weight_decay=config.weight_decay)
-
-
-def _threads(backend: Backend) -> int:
-    """This host's cores, shared by its ranks. Not OMP_NUM_THREADS, which torchrun sets and horovodrun does not."""
-    return max(1, len(os.sched_getaffinity(0)) // backend.local_size)

@@ -35,11 +35,12 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.close()
 
-    def step(self, loss: float) -> None:
-        """One optimizer step is done."""
+    def step(self, values: dict[str, float]) -> None:
+        """One optimizer step is done: its ``loss``, ``accuracy`` and ``lr``."""
         self._bar.update()
         if not self._bar.disable:
-            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            words = f"loss {values['loss']:.4f}, accuracy {values['accuracy']:.3f}, lr {values['lr']:.3g}"
+            self._bar.set_postfix_str(words, refresh=False)
 
     def say(self, line: str) -> None:
         """A line of its own, above the bar."""

@@ -1,4 +1,5 @@
-"""The folder of a run: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``model.safetensors``, ``summary.json``."""
+"""The folder of a run: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``task.json``,
+``model.safetensors``, ``model-best.safetensors``, ``summary.json``."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ import os
 import time
 from pathlib import Path
 from typing import IO, Any, Self
+
+import safetensors.torch
+import torch
 
 from dualtrain.config import Config
 from dualtrain.errors import UserError
@@ -79,6 +83,11 @@ def write_whole(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Writes a model's weights for any tool that reads safetensors."""
+    write_whole(path, safetensors.torch.save(weights))
 
 
 class MetricsFile:

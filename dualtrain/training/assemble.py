@@ -1,0 +1,121 @@
+"""From settings to things: the data, the model and what computes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualtrain.backends import Backend
+from dualtrain.batchnorm import SyncBatchNorm
+from dualtrain.config import Config
+from dualtrain.data import Task, load_data
+from dualtrain.data.options import NAMES
+from dualtrain.errors import UserError
+from dualtrain.models import build, fetch
+from dualtrain.training.randomness import derived, seed_all
+from dualtrain.training.together import together
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def load_task(config: Config, backend: Backend) -> Task:
+    """The data. Where they must be downloaded, one rank of each host does, and the others wait for it. Collective."""
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name in NAMES}
+
+    def load(download: bool) -> Task:
+        return load_data(config.dataset, config.data_dir, **{**options, "download": download})
+
+    if config.download:
+        first = backend.local_rank == 0
+        together(backend, "download of the data", lambda: load(True).close() if first else None)
+    return together(backend, "data", lambda: load(False))
+
+
+def make_model(config: Config, task: Task, backend: Backend) -> nn.Module:
+    """The model, on this rank's device, the same on every rank if it draws its weights from torch. Collective."""
+    if config.pretrained:
+        first = backend.local_rank == 0
+        together(backend, "download of the weights", lambda: str(fetch(config.model)) if first else None)
+    seed_all(config.seed)
+    model = together(
+        backend,
+        "model",
+        lambda: build(
+            config.model,
+            task.shape,
+            task.classes,
+            pretrained=config.pretrained,
+            freeze_backbone=config.freeze_backbone,
+            weights=config.weights,
+        ),
+    )
+    # From here on each rank draws numbers of its own, for dropout and the like.
+    seed_all(derived(config.seed, "rank", backend.rank))
+    if config.sync_batchnorm:
+        _synchronize_norms(model, backend)
+    layout = torch.channels_last if config.channels_last else torch.preserve_format
+    return model.to(device=backend.device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
+
+
+class _RankNorm(SyncBatchNorm):
+    """BatchNorm over the samples of all ranks of ``backend``."""
+
+    backend: Backend
+    title: str
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        return self.backend.allgather(row[None], name=f"{self.title}.statistics")
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        return self.backend.allreduce(values, "sum", name=f"{self.title}.gradient")
+
+
+def _synchronize_norms(model: nn.Module, backend: Backend) -> None:
+    """Replaces the BatchNorm layers of ``model`` that train; frozen ones (of another class) stay."""
+    for title, layer in list(model.named_modules()):
+        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            made: Any = _RankNorm.convert_sync_batchnorm(layer)
+            made.backend, made.title = backend, title
+            parent, _, name = title.rpartition(".")
+            setattr(model.get_submodule(parent), name, made)
+
+
+def compiled(model: nn.Module) -> Forward:
+    """``model`` through torch.compile, which works at the first call. Raises UserError there if it cannot."""
+    fast = torch.compile(model)
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        try:
+            outputs: torch.Tensor = fast(inputs)
+        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"--compile does not work with this model here ({reason}): leave it out") from error
+        return outputs
+
+    return forward
+
+
+@contextmanager
+def determinism(wanted: bool) -> Iterator[None]:
+    """Only operations whose results repeat bit for bit, for a while; torch raises where it has none."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def threads(backend: Backend) -> int:
+    """This host's cores, shared by its ranks. Not OMP_NUM_THREADS, which torchrun sets and horovodrun does not."""
+    return max(1, len(os.sched_getaffinity(0)) // backend.local_size)

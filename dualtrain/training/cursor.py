@@ -1,0 +1,54 @@
+"""How far a run has come: plain numbers, kept in checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dualtrain.training.objective import NAMES, metrics
+
+
+@dataclass
+class Cursor:
+    """The place of a run between two steps."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0  # global batches of this epoch that are done
+    seconds: float = 0.0
+    samples: int = 0
+    sums: list[float] = field(default_factory=lambda: [0.0] * len(NAMES))  # over this epoch so far
+    last: dict[str, float] = field(default_factory=dict)  # what the last evaluation came to
+    best: dict[str, float] = field(default_factory=dict)  # the best evaluation so far, and its step and epoch
+    stale: int = 0  # evaluations since then
+
+    def count(self, sums: torch.Tensor, samples: int, seconds: float) -> None:
+        """One more step is done."""
+        self.step, self.batch, self.samples = self.step + 1, self.batch + 1, self.samples + samples
+        self.seconds += seconds
+        self.sums = [old + new for old, new in zip(self.sums, sums.tolist(), strict=True)]
+
+    def judge(self, evaluation: dict[str, float], measure: str) -> bool:
+        """Notes an evaluation; gives whether it is the best so far: the lowest loss, or the highest accuracy."""
+        self.last = {**metrics(torch.tensor(self.sums, dtype=torch.float64), "train_"), **evaluation}
+        sign = -1 if measure.endswith("loss") else 1
+        better = not self.best or sign * evaluation[measure] > sign * self.best[measure]
+        self.stale = 0 if better else self.stale + 1
+        if better:
+            self.best = {"step": self.step, "epoch": self.epoch, **evaluation}
+        return better
+
+    def next_epoch(self) -> None:
+        """The epoch is over."""
+        self.epoch, self.batch, self.sums = self.epoch + 1, 0, [0.0] * len(NAMES)
+
+    @property
+    def speed(self) -> float:
+        """Samples a second, over all ranks and steps."""
+        return self.samples / max(self.seconds, 1e-9)
+
+    def plain(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {**vars(self)}

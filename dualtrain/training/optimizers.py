@@ -1,0 +1,151 @@
+"""Optimizers by name, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from dualtrain.config import Config
+from dualtrain.errors import UserError
+
+_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base; one that calls the model back; one for sparse gradients
+
+
+def optimizer_names() -> dict[str, Any]:
+    """torch's optimizers, by lower-case name."""
+    kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
+    return {
+        name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer) and name not in _UNSUITABLE
+    }
+
+
+def make_optimizer(config: Config, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer that ``config`` names, over the parameters that train.
+
+    Raises:
+        UserError: an unknown name, or options that it does not have.
+    """
+    kinds = optimizer_names()
+    kind = kinds.get(config.optimizer.lower())
+    if kind is None:
+        raise UserError(f"--optimizer {config.optimizer!r} is not known: choose one of {', '.join(sorted(kinds))}")
+    known = list(inspect.signature(kind).parameters)[1:]
+    options = _options(config, known)
+    for name, value in (("momentum", config.momentum), ("weight_decay", config.weight_decay)):
+        if name in known:
+            options.setdefault(name, value)
+        elif value:
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: {config.optimizer} has none; leave it out")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UserError("the model has no parameters to train: choose another --model, or leave --freeze-backbone out")
+    try:
+        optimizer: torch.optim.Optimizer = kind(parameters, lr=lr, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"--optimizer {config.optimizer} refuses its options ({error}): change them") from error
+    return optimizer
+
+
+def _options(config: Config, known: list[str]) -> dict[str, Any]:
+    import yaml
+
+    options: dict[str, Any] = {}
+    for part in (config.optimizer_options or "").split(",") if config.optimizer_options else []:
+        name, sign, text = part.strip().partition("=")
+        if not sign:
+            raise UserError(f"--optimizer-options must be name=value pairs as in nesterov=true, not {part!r}")
+        if name not in known or name in ("lr", "params"):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known[1:])}"
+            raise UserError(f"--optimizer-options {part!r}: {config.optimizer} has no option {name!r}{hint}")
+        options[name] = _value(yaml.safe_load(text), text)
+    return options
+
+
+def _value(value: Any, text: str) -> Any:
+    """A number, truth or list of numbers; YAML takes 1e-8 for a text."""
+    if isinstance(value, str):
+        try:
+            return tuple(float(part) for part in text.split(":")) if ":" in text else float(text)
+        except ValueError:
+            return value
+    return value
+
+
+def scaled_lr(config: Config, size: int) -> tuple[float, str]:
+    """The learning rate for ``size`` ranks, and the arithmetic in words.
+
+    The linear rule: P. Goyal et al.: Accurate, Large Minibatch SGD, 2017; the square root: A. Krizhevsky: One weird
+    trick for parallelizing convolutional neural networks, 2014.
+    """
+    if config.lr_scale == "none":
+        return config.lr, f"learning rate {config.lr:g}, not scaled"
+    batch, reference = config.global_batch(size), config.lr_batch or config.batch_size
+    assert reference is not None
+    factor = batch / reference
+    words = f"{batch}/{reference}"
+    if config.lr_scale == "sqrt":
+        factor, words = math.sqrt(factor), f"√({words})"
+    return config.lr * factor, f"learning rate {config.lr:g} × {words} = {config.lr * factor:g} ({config.lr_scale})"
+
+
+def make_schedule(config: Config, optimizer: torch.optim.Optimizer, lr: float, total_steps: int) -> LambdaLR:
+    """The learning rate of every step, as a function of the step alone: a run that goes on needs nothing else."""
+    shape = _shape(config, max(total_steps - config.warmup_steps, 1), lr)
+    warmup = config.warmup_steps
+
+    def factor(step: int) -> float:
+        return (step + 1) / (warmup + 1) if step < warmup else shape(step - warmup)
+
+    return LambdaLR(optimizer, factor)
+
+
+def _shape(config: Config, steps: int, lr: float) -> Callable[[int], float]:
+    """The factor on the learning rate at each of ``steps`` steps after the warm-up."""
+    floor = config.lr_min / lr
+    if floor > 1:
+        raise UserError(f"--lr-min {config.lr_min:g} is above the learning rate {lr:g}: lower it")
+    drops = _milestones(config)
+    shapes: dict[str, Callable[[float], float]] = {
+        "constant": lambda step: 1.0,
+        # I. Loshchilov, F. Hutter: SGDR: Stochastic Gradient Descent with Warm Restarts, 2017.
+        "cosine": lambda step: floor + (1 - floor) * _half_cosine(step / steps),
+        "polynomial": lambda step: floor + (1 - floor) * max(1 - step / steps, 0.0) ** config.lr_power,
+        "step": lambda step: config.lr_gamma ** (step // (config.lr_step or steps)),
+        "multistep": lambda step: config.lr_gamma ** sum(step >= drop for drop in drops),
+        "one-cycle": lambda step: _one_cycle(step / steps),
+    }
+    return shapes[config.schedule]
+
+
+def _milestones(config: Config) -> list[int]:
+    try:
+        drops = [int(text) for text in (config.lr_milestones or "").split(",") if text.strip()]
+    except ValueError:
+        drops = [0]
+    if config.schedule == "multistep" and (not drops or min(drops) < 1):
+        raise UserError(f"--lr-milestones must be steps above 0 as in 1000,2000, not {config.lr_milestones!r}")
+    return drops
+
+
+def _half_cosine(part: float) -> float:
+    """From 1 at 0 to 0 at 1."""
+    return 0.5 * (1 + math.cos(math.pi * min(part, 1.0)))
+
+
+def _one_cycle(part: float) -> float:
+    """From 1/25 to 1 in the first 30 %, then down to 1/250,000: torch's OneCycleLR with its defaults, momentum apart.
+
+    L. Smith, N. Topin: Super-Convergence, 2018.
+    """
+    rise, start, end = 0.3, 1 / 25, 1 / 25e4
+    if part < rise:
+        return start + (1 - start) * (1 - _half_cosine(part / rise))
+    return end + (1 - end) * _half_cosine((part - rise) / (1 - rise))
