@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from dualtrain.backends import Backend, ReduceOp, Work, connect
     from dualtrain.optimizer import DistributedOptimizer
     from dualtrain.state import average_buffers, broadcast_optimizer_state, broadcast_parameters, weights_sha256
+    from dualtrain.training.trainer import Trainer
 
 __all__ = [
     "Backend",
     "BackendError",
     "DistributedOptimizer",
     "ReduceOp",
+    "Trainer",
     "UserError",
     "Work",
     "__version__",
@@ -34,6 +36,7 @@ _HOMES = {
     "dualtrain.backends": ("Backend", "ReduceOp", "Work", "connect"),
     "dualtrain.optimizer": ("DistributedOptimizer",),
     "dualtrain.state": ("average_buffers", "broadcast_optimizer_state", "broadcast_parameters", "weights_sha256"),
+    "dualtrain.training.trainer": ("Trainer",),
 }
 
 

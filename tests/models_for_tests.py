@@ -122,3 +122,11 @@ def small_buckets(sizes: tuple[int, int] = SMALL_BUCKETS) -> Iterator[None]:
 def living_tensors() -> int:
     gc.collect()
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A classifier with BatchNorm and dropout, as ``--model tests.models_for_tests:dropping``."""
+    inputs = torch.Size(shape).numel()
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(inputs, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, classes)
+    )

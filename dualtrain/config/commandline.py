@@ -60,7 +60,7 @@ def _left_of(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     if "batch_size" in flags or "global_batch_size" in flags:
         gone |= {"batch_size", "global_batch_size"}
     if flags.get("optimizer", recipe.get("optimizer")) != recipe.get("optimizer"):
-        gone |= {"momentum", "optimizer_options"}  # of the recipe's own optimizer
+        gone |= {"momentum", "weight_decay", "optimizer_options"}  # of the recipe's own optimizer
     return {name: value for name, value in recipe.items() if name not in gone}
 
 

@@ -120,7 +120,7 @@ def _shape(config: Config, steps: int, lr: float) -> Callable[[int], float]:
         "polynomial": lambda step: floor + (1 - floor) * max(1 - step / steps, 0.0) ** config.lr_power,
         "step": lambda step: config.lr_gamma ** (step // (config.lr_step or steps)),
         "multistep": lambda step: config.lr_gamma ** sum(step >= drop for drop in drops),
-        "one-cycle": lambda step: _one_cycle(step / steps),
+        "one-cycle": lambda step: _one_cycle(step, steps),
     }
     return shapes[config.schedule]
 
@@ -140,12 +140,12 @@ def _half_cosine(part: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(part, 1.0)))
 
 
-def _one_cycle(part: float) -> float:
+def _one_cycle(step: float, steps: int) -> float:
     """From 1/25 to 1 in the first 30 %, then down to 1/250,000: torch's OneCycleLR with its defaults, momentum apart.
 
     L. Smith, N. Topin: Super-Convergence, 2018.
     """
-    rise, start, end = 0.3, 1 / 25, 1 / 25e4
-    if part < rise:
-        return start + (1 - start) * (1 - _half_cosine(part / rise))
-    return end + (1 - end) * _half_cosine((part - rise) / (1 - rise))
+    top, start, end = 0.3 * steps - 1, 1 / 25, 1 / 25e4
+    if step < top:
+        return start + (1 - start) * (1 - _half_cosine(step / top))
+    return end + (1 - end) * _half_cosine((step - top) / max(steps - 1 - top, 1))

@@ -1,0 +1,353 @@
+"""The trainer against what one process, or torch itself, does; as a library, with a user's own model and loader."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from dualtrain import Trainer, UserError, connect
+from dualtrain.config import parse
+from dualtrain.errors import DivergedError
+from dualtrain.models.freezing import freeze_backbone
+from dualtrain.training.assemble import _RankNorm, _synchronize_norms, determinism
+from dualtrain.training.objective import CrossEntropy, metrics
+from dualtrain.training.optimizers import make_optimizer, make_schedule, optimizer_names, scaled_lr
+from tests.models_for_tests import seeded
+
+
+def data(samples: int = 23) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 6, generator=draw), torch.randint(0, 4, (samples,), generator=draw)
+
+
+def net(seed: int = 0) -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)), seed)
+
+
+def part_of(backend, tensors, uneven: bool = True):
+    """This rank's samples: the first rank has more than the others."""
+    if not uneven:
+        return [tensor[backend.rank :: backend.size] for tensor in tensors]
+    cut = [0, *(len(tensors[0]) - (backend.size - 1 - rank) * 3 for rank in range(backend.size))]
+    return [tensor[cut[backend.rank] : cut[backend.rank + 1]] for tensor in tensors]
+
+
+def steps_of(
+    model: nn.Module, optimizer, steps: int, change=lambda model: None, loss=functional.cross_entropy
+) -> nn.Module:
+    """What one process does with all samples at once."""
+    inputs, targets = data()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        change(model)
+        optimizer.step()
+    return model
+
+
+def close(one: nn.Module, other: nn.Module, tolerance: float = 1e-5) -> None:
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], tensor, atol=tolerance, rtol=tolerance, msg=name)
+
+
+def unequal_shares(backend) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    trainer = Trainer(model, optimizer, backend=backend, clip_norm=0.1)
+    inputs, targets = part_of(backend, data())
+    for _ in range(4):
+        passes = list(zip(inputs.tensor_split(2), targets.tensor_split(2), strict=True))
+        # Told another number than there is, it makes up for it.
+        done = trainer.step(passes, expected=40.0, news=(1.0, float(backend.rank == 0), 0.0))
+        assert done.news == [float(backend.size), 1.0, 0.0]
+        assert done.sums[1].item() == 23
+    alone = net()
+    steps_of(
+        alone,
+        torch.optim.SGD(alone.parameters(), 0.5, momentum=0.9),
+        4,
+        change=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    )
+    close(alone, model)
+
+
+def test_unequal_shares_and_several_passes_give_one_process_clipped_step(spmd):
+    spmd(unequal_shares)
+
+
+def idle_rank(backend) -> float:
+    model = net()
+    trainer = Trainer(model, torch.optim.Adam(model.parameters(), 0.1), backend=backend, amp="fp16")
+    mine = [data(8)] if backend.rank == backend.size - 1 else []
+    return trainer.step(mine, 8.0).loss
+
+
+def test_a_rank_without_samples_takes_part(spmd):
+    losses = spmd(idle_rank)
+    assert losses == [pytest.approx(losses[0])] * spmd.size
+
+
+def overflow(backend) -> tuple[float, list[float], list[float]]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 1.0), lambda y, _: y.mean(), backend=backend, amp="fp16")
+    before = trainer.precision.scaler.get_scale()
+    # One rank's gradient is too large for the scale; its loss is not.
+    last = backend.rank == backend.size - 1
+    trainer.step([(torch.full((1, 1), 6e4 if last else 1.0), torch.zeros(1))], backend.size)
+    trainer.step([(torch.full((1, 1), 6e4 if last else 1.0), torch.zeros(1))], backend.size)
+    weight = model.weight.flatten().tolist()
+    return trainer.precision.scaler.get_scale() / before, weight, [trainer.precision.scaler.get_scale()]
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(spmd):
+    results = spmd(overflow)
+    assert results == results[:1] * spmd.size
+    ratio, weight, _ = results[0]
+    assert ratio < 1
+    assert weight == [1.0]
+
+
+def averages(backend) -> None:
+    model, decay = net(), 0.75
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, ema=decay)
+    kept = copy.deepcopy(model)
+    for number in range(3):
+        trainer.step([tuple(part_of(backend, data()))], 23.0)
+        for mean, now in zip(kept.parameters(), model.parameters(), strict=True):
+            mean.data = now.data.clone() if number == 0 else decay * mean.data + (1 - decay) * now.data
+    close(kept, trainer.evaluated)
+    sums = functional.cross_entropy(kept(data()[0]), data()[1]).item()
+    assert trainer.evaluate([part_of(backend, data())])["val_loss"] == pytest.approx(sums, abs=1e-6)
+
+
+def test_averaged_weights_are_what_is_evaluated(typical):
+    typical(averages)
+
+
+def compressed(backend) -> list[float]:
+    model = net()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, compress="fp16")
+    done = trainer.step([tuple(part_of(backend, data()))], 23.0)
+    alone = net()
+    steps_of(alone, torch.optim.SGD(alone.parameters(), 0.1), 1)
+    close(alone, model, 1e-3)
+    return [done.loss, functional.cross_entropy(net()(data()[0]), data()[1]).item()]
+
+
+def test_compressed_gradients_leave_the_metrics_exact(typical):
+    for loss, exact in typical(compressed):
+        assert loss == pytest.approx(exact, abs=1e-6)
+
+
+def whole_norm(backend) -> None:
+    def build() -> nn.Module:
+        model = net()
+        return nn.Sequential(model[0], nn.BatchNorm1d(16), *model[1:])
+
+    model, alone = build(), build()
+    _synchronize_norms(model, backend)
+    assert isinstance(model[1], _RankNorm)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+    for _ in range(3):
+        trainer.step([tuple(part_of(backend, data()))], 23.0)
+    close(steps_of(alone, torch.optim.SGD(alone.parameters(), 0.5), 3), model)
+
+
+def test_batch_norm_over_all_ranks_is_that_of_one_process(spmd):
+    spmd(whole_norm)
+
+
+def test_frozen_norms_are_not_synchronized():
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4))
+    freeze_backbone(model, "1")
+    with connect("local") as backend:
+        _synchronize_norms(model, backend)
+    assert not isinstance(model[0], _RankNorm)
+
+
+def own_loader(backend, folder: str) -> list[float]:
+    inputs, targets = part_of(backend, data())
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = lr_scheduler.StepLR(optimizer, 2)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, schedule=schedule)
+    # The ranks have 17 and 3 samples, or so: some run out of batches before the others.
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
+    history = trainer.fit(loader, epochs=2)
+    trainer.save(f"{folder}/state.safetensors")
+    kept = trainer.evaluate(loader)
+    after = trainer.fit(loader)
+    trainer.resume(f"{folder}/state.safetensors")
+    assert trainer.evaluate(loader) == kept
+    assert trainer.fit(loader) == after
+    return [values["loss"] for values in history] + [kept["val_loss"], kept["val_accuracy"]]
+
+
+def test_any_loader_trains_and_goes_on(spmd, tmp_path):
+    results = spmd(own_loader, str(tmp_path))
+    assert results == results[:1] * spmd.size
+    first, second, val_loss, accuracy = results[0]
+    assert second < first
+    assert 0 <= accuracy <= 1
+    assert val_loss < first
+
+
+def no_samples(backend) -> list[dict[str, float]]:
+    model = net()
+    return Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend).fit([], epochs=1)
+
+
+def test_a_loader_without_batches_ends(typical):
+    assert all(math.isfinite(history[0]["loss"]) for history in typical(no_samples))
+
+
+def bad_loss(backend) -> str:
+    model = net()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+    inputs, targets = data(4)
+    before = [p.detach().clone() for p in model.parameters()]
+    if backend.rank == 0:
+        inputs = inputs * float("inf")
+    with pytest.raises(DivergedError) as stop:
+        trainer.step([(inputs, targets)] * 2, 8.0 * backend.size)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    return str(stop.value)
+
+
+def test_a_loss_that_is_not_finite_is_laid_at_its_ranks_door(typical):
+    messages = typical(bad_loss)
+    assert set(messages) == {"the loss became infinite or not a number on rank 0"}
+
+
+def test_tokens_that_do_not_count_are_left_out():
+    logits, targets = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    targets[0, :] = -100
+    mean, sums = CrossEntropy()(logits, targets)
+    assert mean.item() == pytest.approx(functional.cross_entropy(logits[1:].flatten(0, 1), targets[1:].flatten()).item())
+    assert sums[1].item() == 10
+    top5 = logits[1:].topk(5, -1).indices
+    assert sums[3].item() == (top5 == targets[1:, :, None]).sum().item()
+    nothing, none = CrossEntropy()(logits.requires_grad_(), torch.full((3, 5), -100))
+    nothing.backward()
+    assert none.tolist() == [0, 0, 0, 0]
+    assert logits.grad.abs().sum() == 0
+    assert metrics(none, "val_") == {"val_loss": 0, "val_accuracy": 0, "val_top5": 0}
+
+
+def rates(arguments: list[str], steps: int) -> list[float]:
+    config = parse(["--lr", "0.5", "--global-batch-size", "8", *arguments])
+    optimizer = make_optimizer(config, net(), config.lr)
+    schedule = make_schedule(config, optimizer, config.lr, steps)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def torchs(build, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(net().parameters(), 0.5)
+    schedule = build(optimizer)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedule.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "build"),
+    [
+        (["--schedule", "constant"], lambda o: lr_scheduler.ConstantLR(o, 1.0)),
+        (["--schedule", "cosine", "--lr-min", "0.1"], lambda o: lr_scheduler.CosineAnnealingLR(o, 20, 0.1)),
+        (["--schedule", "polynomial", "--lr-power", "2"], lambda o: lr_scheduler.PolynomialLR(o, 20, 2.0)),
+        (["--schedule", "step", "--lr-step", "7", "--lr-gamma", "0.5"], lambda o: lr_scheduler.StepLR(o, 7, 0.5)),
+        (["--schedule", "multistep", "--lr-milestones", "4,9"], lambda o: lr_scheduler.MultiStepLR(o, [4, 9])),
+        (["--schedule", "one-cycle"], lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=20, cycle_momentum=False)),
+    ],
+)
+def test_schedules_are_those_of_torch(arguments, build):
+    assert rates(arguments, 20) == pytest.approx(torchs(build, 20), abs=1e-9)
+
+
+def test_the_warm_up_rises_to_the_schedule():
+    assert rates(["--warmup-steps", "4"], 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+
+
+def test_the_arithmetic_of_a_scaled_learning_rate_is_said():
+    linear = parse(["--lr", "0.1", "--batch-size", "32", "--lr-scale", "linear"])
+    assert scaled_lr(linear, 4) == (pytest.approx(0.4), "learning rate 0.1 × 128/32 = 0.4 (linear)")
+    root = parse(["--lr", "0.1", "--global-batch-size", "64", "--lr-batch", "16", "--lr-scale", "sqrt"])
+    assert scaled_lr(root, 2) == (pytest.approx(0.2), "learning rate 0.1 × √(64/16) = 0.2 (sqrt)")
+    assert scaled_lr(parse([]), 4)[0] == 0.05
+
+
+@pytest.mark.parametrize("name", sorted(optimizer_names()))
+def test_every_optimizer_of_torch_steps(name):
+    model = nn.Sequential(nn.Linear(6, 4, bias=False))  # Muon takes matrices alone
+    optimizer = make_optimizer(parse(["--optimizer", name, "--global-batch-size", "8"]), model, 0.01)
+    before = model[0].weight.detach().clone()
+    model(data()[0]).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--optimizer", "lion"], ["'lion'", "adamw"]),
+        (["--optimizer", "adam", "--momentum", "0.9"], ["--momentum 0.9", "adam has none"]),
+        (["--optimizer-options", "nestorov=true"], ["'nestorov'", "did you mean nesterov"]),
+        (["--optimizer-options", "nesterov"], ["name=value"]),
+        (["--optimizer-options", "nesterov=true", "--momentum", "0"], ["refuses its options"]),
+        (["--schedule", "multistep", "--lr-milestones", "4,x"], ["--lr-milestones", "'4,x'"]),
+        (["--schedule", "cosine", "--lr-min", "1"], ["--lr-min 1", "above"]),
+    ],
+)
+def test_what_an_optimizer_does_not_have_is_refused_in_one_line(arguments, parts):
+    config = parse(["--global-batch-size", "8", *arguments])
+    with pytest.raises(UserError) as refusal:
+        make_schedule(config, make_optimizer(config, net(), config.lr), config.lr, 10)
+    assert "\n" not in str(refusal.value)
+    for part in parts:
+        assert part in str(refusal.value)
+
+
+def test_options_of_an_optimizer_are_read():
+    options = "nesterov=true,dampening=0"
+    group = make_optimizer(parse(["--optimizer-options", options]), net(), 0.1).param_groups[0]
+    assert (group["nesterov"], group["dampening"], group["momentum"]) == (True, 0, 0.9)
+    adam = make_optimizer(parse(["--optimizer", "adam", "--optimizer-options", "betas=0.8:0.9,eps=1e-5"]), net(), 0.1)
+    assert adam.param_groups[0]["betas"] == (0.8, 0.9)
+    assert adam.param_groups[0]["eps"] == 1e-5
+
+
+def test_determinism_is_for_a_while():
+    with determinism(True):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.launch
+def test_a_compiled_model_trains_the_same(tmp_path):
+    import dualtrain.training.loop as loop
+
+    summaries = []
+    for name, extra in (("plain", []), ("compiled", ["--compile"])):
+        arguments = ["--max-steps", "12", "--run-dir", str(tmp_path / name), *extra]
+        with connect("local") as backend:
+            summaries.append(loop.train(parse(arguments), backend))
+    assert summaries[1]["train_loss"] == pytest.approx(summaries[0]["train_loss"], abs=1e-4)
