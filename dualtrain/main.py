@@ -26,9 +26,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         world = detect_world()
         config = parse(arguments)
+        if config.nproc is not None and world.launcher != "spawn":
+            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.nproc, world)
     except UserError as error:
         return _refuse_alike(error, world)
     return _run(config, world)
+
+
+def _spawn(arguments: list[str], nproc: int, world: World) -> int:
+    if world.launcher != "none":
+        raise UserError(
+            f"--nproc starts ranks itself, and {world.launcher} has started this process already: leave --nproc out, or "
+            "start without a launcher"
+        )
+    from dualtrain.spawn import spawn
+
+    return spawn(arguments, nproc)
 
 
 def _run(config: Config, world: World) -> int:

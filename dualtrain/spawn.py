@@ -167,11 +167,7 @@ def _signals() -> Iterator[int]:
     def note(number: int, frame: FrameType | None) -> None:
         os.write(outbox, bytes([number]))
 
-    earlier = {number: signal.getsignal(number) for number in (*PASSED_ON, signal.SIGCHLD)}
-    for number, handler in earlier.items():
-        # A job in a shell's background ignores Ctrl-C, and goes on doing so.
-        if handler is not signal.SIG_IGN or number == signal.SIGCHLD:
-            signal.signal(number, note)
+    earlier = {number: signal.signal(number, note) for number in (*PASSED_ON, signal.SIGCHLD)}
     try:
         yield inbox
     finally:

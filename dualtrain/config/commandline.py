@@ -79,6 +79,14 @@ def _check(config: Config, flags: dict[str, Any]) -> None:
         raise UserError(f"--data-parallel is one process without ranks: use --backend local, not {config.backend}")
     if config.data_parallel and config.nproc is not None:
         raise UserError("--data-parallel is one process on all GPUs and --nproc starts several: give one of them")
+    if config.data_parallel and config.compile:
+        raise UserError(
+            "--data-parallel copies the model to each GPU at every step, which --compile cannot follow: give one"
+        )
+    if config.nproc is not None and config.backend == "local":
+        raise UserError(
+            "--nproc starts ranks that must meet, and --backend local is one process alone: use torch or horovod"
+        )
     if config.lr_scale != "none" and config.lr_batch is None and config.batch_size is None:
         raise UserError(
             f"--lr-scale {config.lr_scale} must know which batch --lr was chosen for: give --lr-batch, or --batch-size"

@@ -23,6 +23,7 @@ from dualtrain.training.assemble import compiled, determinism, load_task, make_m
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, scaled_lr
+from dualtrain.training.parallel import measured, replicate
 from dualtrain.training.randomness import derived
 from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import conclude, weights_of, write_task
@@ -92,8 +93,19 @@ class Run:
             amp=config.amp,
             ema=config.ema,
             compress=config.compress,
-            forward=compiled(model) if config.compile else None,
+            **self._computation(model),
         )
+
+    def _computation(self, model: nn.Module) -> dict[str, Any]:
+        """What computes the model, where the settings ask for more than the model itself."""
+        config, device = self.config, self.backend.device
+        if config.data_parallel and self.backend.size > 1:
+            raise UserError(f"--data-parallel is one process on all GPUs, and this job has {self.backend.size}: start one")
+        if config.parallel_loss:
+            return {"measure": measured(model, device, config.output_device, config.label_smoothing)}
+        if config.data_parallel:
+            return {"forward": replicate(model, device, config.output_device)}
+        return {"forward": compiled(model)} if config.compile else {}
 
     def _check_batches(self) -> None:
         config, size = self.config, self.backend.size

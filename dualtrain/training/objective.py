@@ -23,6 +23,35 @@ class Objective(Protocol):
         """The mean loss, (), with its gradient; and the sums of ``NAMES``, float64, (4,), on the CPU."""
 
 
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cross entropy of each target, and the sums over all of them.
+
+    Args:
+        logits: (…, classes), of any floating dtype; computed in float32 at least.
+        targets: class numbers, (…), int64; those of -100 do not count.
+        label_smoothing: the probability that is taken from the true class for all.
+
+    Returns:
+        The losses, (n,), with their gradient, 0 where a target does not count; and the sums of ``NAMES``, float64, (4,), on
+        the logits' device. Does not wait for the device.
+    """
+    logits = logits.flatten(0, -2)
+    targets = targets.flatten().to(logits.device)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = functional.cross_entropy(
+        logits, targets, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing
+    )
+    with torch.no_grad():
+        counted = targets != IGNORED
+        best = logits.topk(min(5, logits.shape[1]), 1).indices
+        right = (best == targets[:, None]) & counted[:, None]
+        # Of each sample in double precision, so that the sum hardly depends on how ranks and batches split them.
+        sums = [losses.double().sum(), counted.sum(), right[:, 0].sum(), right.sum()]
+        return losses, torch.stack([one.double() for one in sums])
+
+
 class CrossEntropy:
     """Cross entropy of logits (…, classes) and class numbers (…), those of -100 left out."""
 
@@ -31,20 +60,10 @@ class CrossEntropy:
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Objective`."""
-        logits, targets = outputs.flatten(0, -2).float(), targets.flatten()
-        counted = targets != IGNORED
-        weight = int(counted.sum())
-        losses = functional.cross_entropy(logits, targets, reduction="none", label_smoothing=self.label_smoothing)
+        losses, found = cross_entropy(outputs, targets, self.label_smoothing)
+        sums = found.cpu()
         # Nothing counts where a rank's few tokens all go unmasked: a mean of 0, not 0/0.
-        mean = losses.sum() / max(weight, 1)
-        with torch.no_grad():
-            best = logits.topk(min(5, logits.shape[1]), 1).indices
-            right = (best == targets[:, None]) & counted[:, None]
-            # Of each sample in double precision, so that the sum hardly depends on how ranks and batches split them.
-            sums = torch.stack(
-                [losses.double().sum(), counted.sum().double(), right[:, 0].sum().double(), right.sum().double()]
-            )
-        return mean, sums.cpu()
+        return losses.sum() / max(sums[1].item(), 1.0), sums
 
 
 class MeanLoss:

@@ -7,40 +7,23 @@ leaves four sums of each GPU to gather.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from dualtrain.errors import UserError
-from dualtrain.training.objective import IGNORED
+from dualtrain.training.objective import cross_entropy
 
+Measure = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def sums(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Cross entropy and right answers of one batch, as sums that those of other batches can be added to.
-
-    Args:
-        logits: (…, classes), of any floating dtype; computed in float32 at least.
-        targets: class numbers, (…), int64; those of -100 do not count.
-        label_smoothing: the probability that is taken from the true class for all.
-
-    Returns:
-        The loss, how many targets count, how many are right, and right among the first five: ``objective.NAMES``,
-        float64, (4,), on the logits' device. The first has its gradient. The mean loss is the first by the second, where
-        that is not 0. Does not wait for the device.
-    """
-    logits, targets = logits.flatten(0, -2), targets.flatten()
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
-    with torch.no_grad():
-        counted = targets != IGNORED
-        best = logits.topk(min(5, logits.shape[1]), 1).indices
-        right = (best == targets[:, None]) & counted[:, None]
-        counts = [counted.sum(), right[:, 0].sum(), right.sum()]
-    return torch.stack([loss.double(), *(count.double() for count in counts)])
+    """``objective.cross_entropy`` as four sums, (4,), float64, the first (the loss) with its gradient."""
+    losses, found = cross_entropy(logits, targets, label_smoothing)
+    return torch.cat([losses.double().sum()[None], found[1:]])
 
 
 class WithLoss(nn.Module):
@@ -85,3 +68,15 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
     # The parameters' GPU comes first: nn.DataParallel copies from there.
     others = [number for number in range(count) if number != first]
     return nn.DataParallel(module, device_ids=[first, *others], output_device=output_device)
+
+
+def measured(model: nn.Module, device: torch.device, output_device: int | None, label_smoothing: float) -> Measure:
+    """Mean loss and sums of a batch, the loss computed on every GPU inside the replicas. Raises as :func:`replicate`."""
+    replicas = replicate(WithLoss(model, label_smoothing), device, output_device)
+
+    def measure(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = replicas(inputs, targets).sum(0)
+        found = total.detach().cpu()
+        return total[0] / max(found[1].item(), 1.0), found
+
+    return measure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +16,8 @@ class Progress:
 
     def __init__(self, total: int, done: int, *, shown: bool, launcher: str) -> None:
         self._shown = shown
+        # Its own lock is shared by processes, and a semaphore that a rank which stops at once would leave behind.
+        tqdm.set_lock(threading.RLock())
         screen = shutil.get_terminal_size()
         self._bar = tqdm(
             total=total,

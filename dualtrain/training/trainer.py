@@ -60,7 +60,8 @@ class Trainer:
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an average of the weights, which is evaluated in their place.
         compress: what gradients travel as: ``"none"``, ``"fp16"`` or ``"bf16"``.
-        forward: what computes the outputs, if not ``model`` itself (a compiled form of it).
+        forward: what computes the outputs, if not ``model`` itself: a compiled form of it, or replicas.
+        measure: what computes the loss and its sums of (inputs, targets) in training, if not ``loss`` of the outputs.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Trainer:
         ema: float | None = None,
         compress: str = "none",
         forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        measure: Objective | None = None,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -84,6 +86,7 @@ class Trainer:
         self.precision = Precision(amp, backend.device)
         self.objective = _objective(loss)
         self._forward = forward or model
+        self._measure = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
         self._compressed = compress != "none"
         broadcast_parameters(model, backend)
         # The sums, the ranks whose loss is not finite, and the caller's news travel with the gradients; not where those
@@ -133,7 +136,7 @@ class Trainer:
     def _pass(self, inputs: torch.Tensor, targets: torch.Tensor, expected: float, *, last: bool) -> None:
         with nullcontext() if last else self.optimizer.no_sync():
             with self.precision.autocast():
-                loss, sums = self.objective(self._forward(inputs), targets)
+                loss, sums = self._measure(inputs, targets)
             self._numbers[: len(NAMES)] += sums
             self._numbers[len(NAMES)] = float(self._numbers[len(NAMES)] > 0 or not sums.isfinite().all())
             if last:
