@@ -11,10 +11,12 @@ from typing import Any
 from dualtrain.errors import UserError
 
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "run": lambda s: s["run"],
     "backend": lambda s: f"{s['backend']} ({s['transport']})",
     "launcher": lambda s: s["launcher"],
     "ranks": lambda s: str(s["world_size"]),
     "accuracy": lambda s: f"{s['val_accuracy']:.4f}",
+    "precision": lambda s: {"off": "fp32"}.get(s.get("amp", "off"), s.get("amp", "")),
     "samples/s": lambda s: f"{s['samples_per_second']:.0f}",
     "seconds": lambda s: f"{s['seconds']:.1f}",
     "weights": lambda s: s["weights_sha256"][:16],
@@ -32,7 +34,7 @@ def read(folder: str) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{folder!r} holds no finished run (no readable summary.json): name a run's folder") from error
-    return summary
+    return {**summary, "run": Path(folder).resolve().name}
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:

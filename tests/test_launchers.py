@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualtrain import UserError
-from dualtrain.launchers import World, detect_world
+from dualtrain.launchers import World, detect_world, spawned
 
 # Two hosts of four processes each; this one is the second on the second host.
 TORCHRUN = {
@@ -39,12 +39,14 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }
 ENVIRONMENT = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+SPAWN = {**ENVIRONMENT, "DUALTRAIN_SPAWNED": "1"}
 
 LAUNCHERS = {
     "torchrun": TORCHRUN,
     "horovodrun --gloo": HOROVODRUN,
     "mpirun": MPIRUN,
     "mpiexec": MPIEXEC,
+    "spawn": SPAWN,
     "srun": SRUN,
     "environment": ENVIRONMENT,
 }
@@ -84,6 +86,22 @@ def test_mpirun_inside_a_slurm_allocation_is_mpirun():
     assert detect_world({**SRUN, **MPIRUN}).launcher == "mpirun"
 
 
+@pytest.mark.parametrize("inner", ["torchrun", "horovodrun --gloo", "mpirun", "mpiexec"])
+def test_what_a_spawned_rank_starts_is_inside_it(inner):
+    assert detect_world({**SPAWN, **LAUNCHERS[inner]}).launcher == inner
+
+
+@pytest.mark.parametrize("step", ["0", "batch"])
+def test_ranks_are_spawned_inside_a_slurm_step_and_a_batch_script(step):
+    assert detect_world({**SRUN, "SLURM_STEP_ID": step, **SPAWN}).launcher == "spawn"
+
+
+def test_a_spawned_rank_reads_what_its_parent_wrote():
+    world = detect_world(spawned(1, 3, ("127.0.0.1", 4000)))
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (1, 3, 1, 3)
+    assert (world.launcher, world.rendezvous, world.single_host) == ("spawn", ("127.0.0.1", 4000), True)
+
+
 def test_a_slurm_batch_script_is_not_launched():
     assert detect_world({**SRUN, "SLURM_STEP_ID": "batch"}) == World()
     assert detect_world({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}) == World()
@@ -100,6 +118,7 @@ NEEDED = {
     "horovodrun --gloo": ["HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"],
     "mpirun": ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
     "mpiexec": ["PMI_SIZE"],
+    "spawn": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"],
     "srun": ["SLURM_NTASKS"],
     "environment": ["MASTER_PORT"],
 }
@@ -116,7 +135,7 @@ NUMBERS = [
     (launcher, name)
     for launcher, env in LAUNCHERS.items()
     for name, value in env.items()
-    if value.isdigit() and name != "SLURM_STEP_ID"
+    if value.isdigit() and name not in ("SLURM_STEP_ID", "DUALTRAIN_SPAWNED")
 ]
 
 

@@ -70,7 +70,7 @@ def usable_folder(folder: str | None, *, create: bool) -> str | None:
 def _in_memory(name: str, folder: str | None, options: Options) -> Task:
     train, val = _read(name, folder, options.download)
     channels, side = train[0].shape[1:3]
-    for_train, for_val, shape = _transforms(name, channels, side, options)
+    for_train, for_val, shape = transforms_of(name, channels, side, options)
     return Task(TensorSource(*train, for_train), TensorSource(*val, for_val), shape, classes=10)
 
 
@@ -89,7 +89,9 @@ def _read(name: str, folder: str | None, download: bool) -> tuple[Part, Part]:
     return read_mnist(name, folder, download)
 
 
-def _transforms(name: str, channels: int, side: int, options: Options) -> tuple[Transform, Transform, tuple[int, int, int]]:
+def transforms_of(
+    name: str, channels: int, side: int, options: Options
+) -> tuple[Transform, Transform, tuple[int, int, int]]:
     """For training, for evaluation, and the shape of an input that has gone through either."""
     if options.augment == "imagenet":
         raise UserError(f"--augment imagenet is for image files, and {name} lives in memory: use crop-flip")

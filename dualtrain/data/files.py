@@ -30,12 +30,13 @@ def load_files(folder: str | None, options: Options) -> Task:
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))[0]
         raise UserError(f"--data-dir {folder!r}: the class {odd!r} is in one of train/ and val/ only: give both the same")
-    geometry, evaluation, transform = _geometries(options)
+    geometry, evaluation, transform = geometries(options)
     return Task(
         LoaderSource(ImageFiles(train.samples, geometry), options.workers, transform),
         LoaderSource(ImageFiles(val.samples, evaluation), options.workers, transform),
         shape=(3, geometry.size, geometry.size),
         classes=len(train.classes),
+        names=tuple(train.classes),
     )
 
 
@@ -50,7 +51,7 @@ def _tree(folder: str, part: str) -> Any:
         ) from error
 
 
-def _geometries(options: Options) -> tuple[Geometry, Geometry, Transform]:
+def geometries(options: Options) -> tuple[Geometry, Geometry, Transform]:
     """For training, for evaluation, and what happens to whole batches."""
     augment = options.augment or "imagenet"
     if augment == "weights":

@@ -62,6 +62,7 @@ class Task:
     shape: tuple[int, ...]  # of one input
     classes: int
     kind: Kind = "classes"
+    names: tuple[str, ...] | None = None  # of the classes, where they have any
 
     def close(self) -> None:
         """Ends the worker processes of both splits."""

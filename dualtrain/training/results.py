@@ -27,7 +27,9 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def write_task(folder: Path, task: Task) -> None:
     """``task.json``: what the model's inputs and outputs are."""
-    write_json(folder / "task.json", {"shape": list(task.shape), "classes": task.classes, "kind": task.kind})
+    names = list(task.names) if task.names is not None else None
+    values = {"shape": list(task.shape), "classes": task.classes, "kind": task.kind, "class_names": names}
+    write_json(folder / "task.json", values)
 
 
 def conclude(run: Run) -> dict[str, Any]:

@@ -1,0 +1,186 @@
+"""``python -m dualtrain.predict RUN IMAGE [IMAGE …]``: the classes that a trained model sees in image files.
+
+An image goes through what the run's evaluation images went through, after it has been brought to their size and channels
+(digits and mnist are light on dark; nothing is inverted). All images are read before the first answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dualtrain.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SHOWN = 5  # classes
+TOGETHER = 64  # images
+# How PIL calls the channels of the datasets that live in memory, and the side of their images.
+IMAGES = {"digits": ("L", 8), "mnist": ("L", 28), "fashion-mnist": ("L", 28), "cifar10": ("RGB", 32)}
+DIGITS_MOST = 16  # the digits' pixels are whole numbers up to this
+
+
+def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[tuple[str, float]]]:
+    """For each image file its likeliest classes, at most five, with their probabilities, the likeliest first.
+
+    Args:
+        run: the run's folder.
+        files: images, in any format that PIL reads.
+        best: take the weights of the best evaluation, not those of the end.
+
+    Raises:
+        UserError: the run has no weights or does not classify images, or an image cannot be read.
+    """
+    folder = Path(run)
+    config, task, weights = _describe(folder, best)
+    import torch
+
+    read = _reader(config)
+    model = _load(weights, str(config.get("model")), task)
+    inputs = [read(file) for file in files]
+    names = dict(enumerate(task.get("class_names") or ()))
+    answers = []
+    for start in range(0, len(inputs), TOGETHER):
+        with torch.inference_mode():
+            chances = model(torch.cat(inputs[start : start + TOGETHER])).softmax(1)
+        values, numbers = chances.topk(min(SHOWN, chances.shape[1]), 1)
+        for row in zip(numbers.tolist(), values.tolist(), strict=True):
+            answers.append([(str(names.get(number, number)), value) for number, value in zip(*row, strict=True)])
+    return answers
+
+
+def _describe(folder: Path, best: bool) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """The run's settings, its task, and the file of its weights."""
+    config = _read_json(folder / "config.json", f"{str(folder)!r} is no run's folder")
+    task = _read_json(folder / "task.json", f"{str(folder)!r} does not say what its model takes")
+    if task.get("kind") != "classes" or len(task.get("shape", ())) != 3:
+        raise UserError(f"{str(folder)!r} is no run on images and their classes: choose one that is")
+    weights, other = folder / "model.safetensors", folder / "model-best.safetensors"
+    if best:
+        weights, other = other, weights
+    if not weights.exists():
+        cure = f"{'leave out' if best else 'give'} --best to use {other.name}" if other.exists() else "train it to its end"
+        raise UserError(f"{str(folder)!r} has no {weights.name}: {cure}")
+    return config, task, weights
+
+
+def _read_json(path: Path, fact: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{fact} (no readable {path.name}): name a run's folder") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _load(weights: Path, name: str, task: dict[str, Any]) -> nn.Module:
+    import safetensors
+    import safetensors.torch
+
+    from dualtrain.models import build
+    from dualtrain.models.weights import differences
+
+    try:
+        state = safetensors.torch.load_file(weights)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{str(weights)!r} cannot be read ({error}): copy it anew") from error
+    model = build(name, tuple(task["shape"]), task["classes"])
+    wrong = differences(model.state_dict(), state)
+    if wrong:
+        raise UserError(
+            f"{str(weights)!r} does not fit the model {name}: {'; '.join(wrong)}: use the code that it was trained with"
+        )
+    model.load_state_dict(state, strict=False)
+    return model.eval()
+
+
+def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
+    """From an image file to the model's input, float32 (1, c, h, w), as in the run's evaluation."""
+    import torch
+
+    from dualtrain.data.catalog import transforms_of
+    from dualtrain.data.files import geometries
+    from dualtrain.data.images import ImageFiles
+    from dualtrain.data.options import NAMES, Options
+
+    options = Options(**{name: config[name] for name in NAMES if config.get(name) is not None})
+    dataset, number = str(config.get("dataset")), torch.zeros(1, dtype=torch.int64)
+    if dataset == "imagefolder":
+        _, geometry, normalized = geometries(options)
+
+        def read_file(file: str) -> torch.Tensor:
+            read = ImageFiles([(file, 0)], geometry).__getitems__(([0], 0))
+            if isinstance(read, UserError):
+                raise read
+            return normalized(read[0], number, 0)
+
+        return read_file
+    if dataset not in IMAGES:
+        raise UserError(
+            f"--dataset {dataset} makes inputs of its own: predict reads images for imagefolder, {', '.join(IMAGES)}"
+        )
+    mode, side = IMAGES[dataset]
+    _, evaluation, _ = transforms_of(dataset, len(mode), side, options)
+    return lambda file: evaluation(_pixels(file, mode, side, dataset), number, 0)
+
+
+def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
+    """The image as the dataset would hold it, (1, c, side, side): uint8, but digits float32 from 0 to 1."""
+    import numpy
+    import torch
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError(f"its pixels have more than 8 bits, mode {image.mode}")
+            small = image.convert(mode)
+            small = small if small.size == (side, side) else small.resize((side, side), Image.Resampling.BILINEAR)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).partition("\n")[0]
+        raise UserError(f"the image {file!r} cannot be read ({reason}): give another, or convert it to PNG") from error
+    pixels = torch.from_numpy(numpy.array(small)).reshape(side, side, len(mode)).permute(2, 0, 1)[None]
+    if dataset != "digits":
+        return pixels
+    return (pixels.float() * (DIGITS_MOST / 255)).round() / DIGITS_MOST
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors raised as ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m dualtrain.predict --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints one line for each image; gives the exit status: 0, or 2 where the user can mend it."""
+    about, _, more = str(__doc__).partition("\n\n")
+    about = about.partition(": ")[2].capitalize()
+    parser = _Parser(prog="python -m dualtrain.predict", description=about, epilog=more, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="an image file")
+    parser.add_argument("--best", action="store_true", help="use model-best.safetensors, of the best evaluation")
+    parser.add_argument("--json", action="store_true", help="print each image's answer as a line of JSON")
+    try:
+        given = parser.parse_args(arguments)
+        answers = predict(given.run, given.images, best=given.best)
+    except UserError as error:
+        print(f"dualtrain: error: {error}", file=sys.stderr)
+        return 2
+    for file, classes in zip(given.images, answers, strict=True):
+        if given.json:
+            print(
+                json.dumps({"image": file, "classes": [{"class": name, "probability": value} for name, value in classes]})
+            )
+        else:
+            print(f"{file}: {', '.join(f'{name} {value:.1%}' for name, value in classes)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

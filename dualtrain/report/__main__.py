@@ -1,0 +1,68 @@
+"""``python -m dualtrain.report RUN [RUN …] [--out PAGE.html]``: what runs came to, as one page and one picture.
+
+Runs may be finished, going on or interrupted; several are laid over each other. Without --out, the page is report.html, in
+the run's folder if there is one run, else in the current folder. The picture beside it, with .png, shows the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dualtrain.errors import UserError
+from dualtrain.report.page import page
+from dualtrain.report.picture import picture
+from dualtrain.report.runs import read_runs
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors raised as ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m dualtrain.report --help")
+
+
+def _write(folders: Sequence[str], out: str | None) -> list[Path]:
+    runs = read_runs(folders)
+    target = Path(out) if out is not None else Path(folders[0] if len(runs) == 1 else "", "report.html")
+    if target.suffix != ".html":
+        raise UserError(f"--out {str(target)!r} must end in .html: the picture gets the same name with .png")
+    contents = {target: page(runs).encode(errors="replace"), target.with_suffix(".png"): picture(runs, tables=True)}
+    from dualtrain.training.run_dir import write_whole  # brings torch, which a mistyped name need not wait for
+
+    for path, content in contents.items():
+        try:
+            write_whole(path, content)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise UserError(f"{str(path)!r} cannot be written ({reason}): name another file with --out") from error
+    return list(contents)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the report and prints where it is; gives the exit status: 0, or 2 where the user can mend it."""
+    about, _, more = str(__doc__).partition("\n\n")
+    about = about.partition(": ")[2].capitalize()
+    parser = _Parser(
+        prog="python -m dualtrain.report",
+        description=about.partition(": ")[2].capitalize(),
+        epilog=more,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument("--out", metavar="PAGE.html", help="where the page goes; the picture goes beside it")
+    try:
+        given = parser.parse_args(arguments)
+        for path in _write(given.runs, given.out):
+            print(path)
+    except UserError as error:
+        print(f"dualtrain: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The comparison that tutorials make, on this machine in one go: one process, nn.DataParallel, ranks by torchrun, by
+# --nproc and by horovodrun, and mixed precision; the same job each time, and a table of what came out.
+#
+#   bash launch/ways.sh [flags of dualtrain.main, for all runs]
+#
+# NPROC  ranks of the ways that have several (default: 2)
+# RUNS   where the run folders go (default: a new folder below runs/)
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
+bash "$root/launch/setup.sh"
+source "${DUALTRAIN_VENV:-$root/.venv}/bin/activate"
+
+nproc=${NPROC:-2}
+runs=${RUNS:-$root/runs/ways-$(date +%Y%m%d-%H%M%S)-$$}
+mkdir -p "$runs"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it, and say so in five lines
+# The ways have the same global batch, so that they take the same steps.
+done_runs=()
+
+# way NAME COMMAND…: runs one way, and remembers it if it came to its end.
+way() {
+  local name=$1
+  shift
+  printf '\n== %s ==\n' "$name"
+  if "$@" --run-dir "$runs/$name"; then done_runs+=("$runs/$name"); else echo "($name: not here, see above)"; fi
+}
+
+main=(python -m dualtrain.main)
+way one-process "${main[@]}" --backend local "$@"
+way data-parallel "${main[@]}" --backend local --data-parallel "$@"
+way data-parallel-loss "${main[@]}" --backend local --data-parallel --parallel-loss "$@"
+way torchrun torchrun --standalone --nproc_per_node="$nproc" -m dualtrain.main --backend torch "$@"
+way spawn "${main[@]}" --nproc "$nproc" --backend torch "$@"
+way horovodrun horovodrun --gloo -np "$nproc" python -m dualtrain.main --backend horovod "$@"
+way torchrun-bf16 torchrun --standalone --nproc_per_node="$nproc" -m dualtrain.main --backend torch --amp bf16 "$@"
+
+echo
+python -m dualtrain.compare "${done_runs[@]}"
+python -m dualtrain.report "${done_runs[@]}" --out "$runs/report.html"
