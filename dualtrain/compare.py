@@ -11,7 +11,7 @@ from typing import Any
 from dualtrain.errors import UserError
 
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "run": lambda s: s["run"],
+    "run": lambda s: s.get("run", "-"),
     "backend": lambda s: f"{s['backend']} ({s['transport']})",
     "launcher": lambda s: s["launcher"],
     "ranks": lambda s: str(s["world_size"]),

@@ -15,9 +15,12 @@ ALONE = [sys.executable]
 TOGETHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
+PROGRAMS = [text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "connect" in text]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["steps", "trainer"])
 @pytest.mark.parametrize("launcher", [ALONE, pytest.param(TOGETHER, marks=pytest.mark.launch)], ids=["alone", "together"])
-def test_the_library_example_learns(tmp_path, launcher):
-    (program,) = [text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "connect" in text]
+def test_the_library_examples_learn(tmp_path, launcher, program):
     script = tmp_path / "example.py"
     script.write_text(program)
     end = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=120)
