@@ -7,6 +7,7 @@ ends those that are left when one has failed. That a rank is gone they notice, a
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import select
 import signal
@@ -46,9 +47,9 @@ def spawn(arguments: Sequence[str], nproc: int) -> int:
     Raises:
         UserError: the system refuses to start so many processes.
     """
-    from dualtrain.backends.torch import serve_store
-
     with _signals() as inbox:
+        from dualtrain.backends.torch import serve_store
+
         store, rendezvous = serve_store()
         job = _Job(inbox)
         try:
@@ -182,6 +183,7 @@ def _rank(arguments: list[str], parent: int) -> None:
     _die_with(parent)
     # A session of its own: a terminal's Ctrl-C comes once, from the parent, and not from the terminal too.
     os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # that of its data workers is any process's, not its own
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         # By name: main stands above this file, and calls it.

@@ -13,7 +13,8 @@ ruff format --check .
 ruff check .
 mypy
 coverage erase
-coverage run -m pytest "$@"
+# Two processes: one for the tests of worlds of processes and of whole jobs, one for all others beside it.
+coverage run -m pytest -n 2 --dist loadgroup "$@"
 coverage combine --quiet
 # The bound holds for the whole suite: a selection covers less.
 if [ $# = 0 ]; then coverage report --fail-under=90; else coverage report | tail -n 1; fi

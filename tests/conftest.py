@@ -65,6 +65,15 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def early(request: pytest.FixtureRequest) -> None:
+    """Starts the processes at once if a test will need them: they get ready while the tests of this process run."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and any(
+        _place(item) >= WORLDS.index(REAL[0]) for item in request.session.items
+    ):
+        request.getfixturevalue("pool").start("torch._dynamo", "tests.models_for_tests")  # optimizers load the former
+
+
 def _spmd(request: pytest.FixtureRequest) -> Spmd:
     name, size = request.param
     if name == "horovod":
@@ -110,16 +119,27 @@ def real(request: pytest.FixtureRequest) -> Spmd:
     return _spmd(request)
 
 
+def _place(item: pytest.Item) -> int:
+    """The number of the world that a test runs in; tests that use several count as of the first with processes."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    used = [params[name] for name in ("spmd", "typical", "many", "processes", "real") if name in params]
+    if used:
+        return WORLDS.index(used[0])
+    return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of one world together: opening another takes a moment."""
+    """Puts the tests of one world together: opening another takes a moment.
 
-    def world(item: pytest.Item) -> int:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        used = [params[name] for name in ("spmd", "typical", "many", "processes", "real") if name in params]
-        return WORLDS.index(used[0]) if used else -1
-
-    items.sort(key=world)
+    With pytest-xdist's ``--dist loadgroup`` those of all worlds, and whole jobs, are one process's, and the others run
+    beside them: both cores are busy, and no two worlds fight for them.
+    """
+    spread = "PYTEST_XDIST_WORKER" in os.environ
+    items.sort(key=lambda item: (spread and _place(item) < 0, _place(item)))
+    for item in items:
+        if _place(item) >= WORLDS.index(REAL[0]) or item.get_closest_marker("launch"):
+            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def _launcher_variables() -> dict[str, str]:

@@ -105,13 +105,19 @@ class Pool:
         """The processes that run now."""
         return [worker.process.pid for worker in self._workers]
 
+    def start(self, *modules: str) -> None:
+        """Starts the processes, unless they run, and has them import ``modules`` meanwhile. Does not wait for them."""
+        if not self._workers:
+            self._workers = [_Worker() for _ in range(self.processes)]
+            for worker in self._workers:
+                worker.send("import", *modules)
+
     def connect(self, name: str, size: int) -> None:
         """Opens the world of ``size`` ranks on the backend ``name``, unless it is open."""
         if self.open == (name, size):
             return
         self.disconnect()
-        if not self._workers:
-            self._workers = [_Worker() for _ in range(self.processes)]
+        self.start()
         message = "open", name, size, free_port()
         self._demand(self._call(size, *message, what=f"opening the {name} world of {size}", seconds=OPEN_SECONDS))
         self.open = name, size
@@ -212,6 +218,10 @@ def _serve(connection: Connection) -> None:
     backend = None
     while (message := inbox.get()) is not None:
         kind, *rest = message
+        if kind == "import":
+            for module in rest:
+                importlib.import_module(module)
+            continue
         value, error = None, None
         try:
             if kind == "open":

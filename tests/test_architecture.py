@@ -113,7 +113,7 @@ def uses_of(path, library):
     """Lines of the file that name ``library``: imports of it or its parts, and ``torch.distributed.…`` as attributes."""
     found = [name for name in imports(path) if name == library or name.startswith(f"{library}.")]
     for node in without_type_checking(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == library:
+        if isinstance(node, ast.Attribute) and library.endswith(f".{node.attr}") and ast.unparse(node) == library:
             found.append(f"line {node.lineno}")
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             found += [ast.unparse(node) for value in node.args if library in ast.unparse(value)]

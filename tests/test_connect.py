@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -18,13 +19,7 @@ from tests.pool import ROOT, free_port
 
 PAIR = World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", 1))
 ALONE = World(launcher="environment")
-
-
-def python(program):
-    """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+ELSEWHERE = World(1, 2, 1, 2, launcher="srun", rendezvous=("127.0.0.1", 1))
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
@@ -84,21 +79,61 @@ def test_mpi_that_is_not_the_launchers_is_refused(monkeypatch):
         connect("torch", world=World(0, 2, 0, 2, launcher="mpirun"))
 
 
+def refusal(name, world):
+    """What ``connect`` says of this world."""
+    with pytest.raises(UserError) as caught:
+        connect(name, world=world)
+    return str(caught.value)
+
+
+# Horovod takes part of its process with it, so these three, one after another, have a process of their own.
+HOROVODS = """
+import json, os, sys
+from importlib.util import find_spec
+os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
+from dualtrain.launchers import World
+from tests.test_connect import ALONE, ELSEWHERE, refusal
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "horovod":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Missing())
+said = {"missing": refusal("horovod", ALONE)}
+del sys.meta_path[0]
+if find_spec("horovod"):
+    place = "127.0.0.1", int(sys.argv[1])
+    said["port"] = refusal("horovod", World(0, 2, 0, 2, launcher="environment", rendezvous=place))
+    import horovod.torch as hvd
+    hvd.init()
+    said["found"] = refusal("horovod", ELSEWHERE)
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def taken():
+    """A port that a server has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def horovods(taken):
+    """What a fresh process hears of Horovod: missing, with its port in use, and found as a world of another size."""
+    command = [sys.executable, "-c", HOROVODS, str(taken)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize("name", ["torch", "horovod"])
-def test_a_port_in_use_is_named(name):
+def test_a_port_in_use_is_named(name, taken, request):
     if name == "horovod":
         require_horovod()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        program = f"""
-from dualtrain import UserError, connect
-from dualtrain.launchers import World
-try:
-    connect({name!r}, world=World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", {port})))
-except UserError as error:
-    print(error)
-"""
-        assert f"port {port} on 127.0.0.1 is in use by another program: set MASTER_PORT" in python(program)
+        said = request.getfixturevalue("horovods")["port"]
+    else:
+        said = refusal("torch", World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", taken)))
+    assert f"port {taken} on 127.0.0.1 is in use by another program: set MASTER_PORT" in said
 
 
 def test_a_rendezvous_that_nobody_serves_is_named():
@@ -108,31 +143,11 @@ def test_a_rendezvous_that_nobody_serves_is_named():
         connect("torch", world=world, timeout=1.0)
 
 
-def test_a_missing_horovod_is_said_with_the_cure():
-    program = """
-import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "horovod":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-sys.meta_path.insert(0, Missing())
-from dualtrain import UserError, connect
-from dualtrain.launchers import World
-try:
-    connect("horovod", world=World(launcher="environment"))
-except UserError as error:
-    print(error)
-"""
-    said = python(program)
+def test_a_missing_horovod_is_said_with_the_cure(horovods):
+    said = horovods["missing"]
     assert "No module named 'horovod" in said
     assert "bash launch/setup.sh" in said
     assert "--backend torch" in said
-
-
-FOUND = {
-    "torch": "from torch.distributed import *; init_process_group('gloo', store=HashStore(), rank=0, world_size=1)",
-    "horovod": "import horovod.torch as hvd; hvd.init()",
-}
 
 
 def test_without_mpi4py_the_message_names_it(monkeypatch):
@@ -141,22 +156,18 @@ def test_without_mpi4py_the_message_names_it(monkeypatch):
         connect("torch", world=World(0, 3, 0, 3, launcher="mpirun"))
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_a_world_of_another_size_than_the_launchers_is_refused(name):
+@pytest.mark.parametrize("name", ["torch", "horovod"])
+def test_a_world_of_another_size_than_the_launchers_is_refused(name, request):
     if name == "horovod":
         require_horovod()
-    program = f"""
-import os
-os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
-{FOUND[name]}
-from dualtrain import BackendError, UserError, connect
-from dualtrain.launchers import World
-try:
-    connect({name!r}, world=World(1, 2, 1, 2, launcher="srun", rendezvous=("127.0.0.1", 1)))
-except UserError as error:
-    print(error)
-"""
-    assert f"the {name} backend is rank 0 of 1, but srun started this process as rank 1 of 2" in python(program)
+        said = request.getfixturevalue("horovods")["found"]
+    else:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            said = refusal("torch", ELSEWHERE)
+        finally:
+            torch.distributed.destroy_process_group()
+    assert f"the {name} backend is rank 0 of 1, but srun started this process as rank 1 of 2" in said
 
 
 def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():

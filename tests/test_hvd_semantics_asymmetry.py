@@ -89,7 +89,7 @@ def test_an_optimizer_of_one_rank_alone_is_in_nobodys_way(real):
 def many_optimizers(backend):
     """Optimizers that are gone give their channels back: each has sockets and threads."""
     with library(backend) as hvd:
-        for _ in range(40):
+        for _ in range(24):
             p, optimizer = wrapped(hvd, name="passing")
             p.sum().backward()
             optimizer.step()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.hvd_worlds import OURS, OURS_2, OURS_3, library, ours
+from tests.patience import impatient
 
 
 class Lines(logging.Handler):
@@ -68,7 +69,7 @@ def test_long_waits_are_reported_on_every_rank(real):
 def too_slow(backend, gradients):
     env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.4", "HOROVOD_STALL_CHECK_DISABLE": "1"}
     started = time.monotonic()
-    with library(backend, **env) as hvd:
+    with impatient(backend, 0.2), library(backend, **env) as hvd:
         p, optimizer = optimizer_of(hvd)
         if gradients:
             p.sum().backward()
@@ -130,7 +131,7 @@ def elastic(backend):
     hvd = ours()
     hvd.init(comm=backend)
     failures, resets = [], []
-    with mock.patch.object(hvd.elastic, "init", partial(hvd.init, comm=backend)):
+    with impatient(backend, 0.2), mock.patch.object(hvd.elastic, "init", partial(hvd.init, comm=backend)):
         torch.manual_seed(hvd.rank())
         model = nn.Linear(2, 1)
         optimizer = hvd.DistributedOptimizer(

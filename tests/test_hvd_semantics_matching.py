@@ -93,7 +93,7 @@ def test_a_pending_call_is_completed_when_the_others_make_it(real):
 def asynchronous(backend):
     with library(backend) as hvd:
         seen = []
-        for attempt in range(5):
+        for attempt in range(3):
             tensors = [torch.full((64, 64), float(i)) for i in range(30)]
             handles = [hvd.allreduce_async(x, name=f"{attempt} {i}", op=hvd.Sum) for i, x in enumerate(tensors)]
             seen += [hvd.poll(handle) for handle in handles]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -208,6 +209,13 @@ def test_a_terminals_ctrl_c_comes_once(start):
     assert job.output.count("came 1;") == 2
 
 
+@pytest.mark.launch
+def test_the_workers_of_a_rank_start_as_those_of_any_process(start):
+    job = start("import multiprocessing\nprint(multiprocessing.get_start_method())\nreturn 0", nproc=1)
+    assert job.end() == 0, job.errors
+    assert job.output.strip() == multiprocessing.get_start_method()
+
+
 def test_a_killed_parent_leaves_no_ranks_behind(start):
     job = start(DEAF + WAIT)
     job.await_ranks(2)
@@ -262,6 +270,7 @@ def test_a_killed_rank_is_named_by_the_others_and_is_the_status(start, tmp_path,
     assert job.end() == 137
     assert f"stopping, since rank {victim} died" in job.errors
     assert "Traceback" not in job.errors
+    assert "resource_tracker" not in job.errors
 
 
 @pytest.mark.launch

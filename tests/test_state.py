@@ -211,7 +211,7 @@ KINDS = {
     "momentum": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.1),
     "adam": lambda params, lr: torch.optim.Adam(params, lr=lr),
     "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr, weight_decay=0.1),
-    "lbfgs": lambda params, lr: torch.optim.LBFGS(params, lr=lr),
+    "lbfgs": lambda params, lr: torch.optim.LBFGS(params, lr=lr, max_iter=4),
 }
 
 

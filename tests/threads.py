@@ -9,9 +9,11 @@ Threads share what belongs to the process: bodies use generators of their own in
 from __future__ import annotations
 
 import copy
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -188,6 +190,17 @@ class ThreadsBackend(Backend):
         return _ThreadsWork(self, meeting, f"{kind} {form}")
 
 
+@contextmanager
+def _turns_of(seconds: float) -> Iterator[None]:
+    """A thread that was waited for hands the interpreter over soon: the others wait for it all the time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """``fn(backend, *args)`` in ``size`` threads, each with a copy of ``args``: the results in rank order.
 
@@ -209,7 +222,7 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         finally:
             backend.close()
 
-    with ThreadPoolExecutor(size, thread_name_prefix="rank") as threads:
+    with _turns_of(1e-4), ThreadPoolExecutor(size, thread_name_prefix="rank") as threads:
         futures = [threads.submit(member, rank) for rank in range(size)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
