@@ -16,9 +16,11 @@ import dualtrain.training.loop as loop
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import StoppedError
+from dualtrain.models.vision import torchvision
+from dualtrain.models.weights import published
 from tests.conftest import require_horovod
 from tests.pool import Pool
-from tests.test_data_sources import write_mnist
+from tests.test_data_sources import write_cifar, write_mnist
 
 TEXT = "the quick brown fox jumps over the lazy dog . " * 60
 SMALL = ("--run-dir", "{run}", "--checkpoint-every", "1000", "--log-every", "1", "--workers", "0", "--epochs", "2")
@@ -114,15 +116,29 @@ def test_an_interrupted_run_ends_with_the_same_bits(case, places, tmp_path):
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, whole["steps"] + 1))
 
 
+@pytest.mark.launch
+def test_the_frozen_resnet_trains_its_head_alone(tmp_path, monkeypatch):
+    write_cifar(tmp_path, 4)
+    name = published("resnet50").url.rpartition("/")[2]
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    before = torchvision().models.resnet50().state_dict()
+    torch.save(before, tmp_path / "hub" / "checkpoints" / name)
+    run = tmp_path / "run"
+    arguments = ("--recipe", "cifar10-resnet50-frozen", "--data-dir", str(tmp_path), "--global-batch-size", "8")
+    train_alone([*arguments, "--epochs", "1", "--run-dir", str(run)])
+    for name, tensor in safetensors.torch.load_file(run / "model-best.safetensors").items():
+        assert name.startswith("fc.") or torch.equal(tensor, before[name]), name
+
+
 def test_ranks_are_interrupted_together_and_go_on_to_the_same_bits(processes, places, tmp_path):
     # BatchNorm and dropout: what each rank has of its own must come back to it.
-    for case in ("mnist-convnet", "dropout"):
-        whole = processes(train, flags(case, places, tmp_path / case / "whole"))[0]
-        part = flags(case, places, tmp_path / case / "part")
-        said = processes(train, part, 3)
-        assert len(set(said)) == 1
-        assert "after step 3" in said[0]
-        assert processes(train, [*part, "--resume"])[0]["weights_sha256"] == whole["weights_sha256"]
+    whole = processes(train, flags("dropout", places, tmp_path / "whole"))[0]
+    part = flags("dropout", places, tmp_path / "part")
+    said = processes(train, part, 3)
+    assert len(set(said)) == 1
+    assert "after step 3" in said[0]
+    assert processes(train, [*part, "--resume"])[0]["weights_sha256"] == whole["weights_sha256"]
 
 
 def test_a_run_goes_on_under_the_other_backend_with_the_same_bits(pool: Pool, places, tmp_path):

@@ -17,7 +17,7 @@ from dualtrain import Trainer, UserError, connect
 from dualtrain.config import parse
 from dualtrain.errors import DivergedError
 from dualtrain.models.freezing import freeze_backbone
-from dualtrain.training.assemble import _RankNorm, _synchronize_norms, determinism
+from dualtrain.training.assemble import RankNorm, determinism, synchronize_norms
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, optimizer_names, scaled_lr
 from tests.models_for_tests import seeded
@@ -154,12 +154,13 @@ def whole_norm(backend) -> None:
         return nn.Sequential(model[0], nn.BatchNorm1d(16), *model[1:])
 
     model, alone = build(), build()
-    _synchronize_norms(model, backend)
-    assert isinstance(model[1], _RankNorm)
-    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+    synchronize_norms(model, backend)
+    assert isinstance(model[1], RankNorm)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, ema=0.5)
     for _ in range(3):
         trainer.step([tuple(part_of(backend, data()))], 23.0)
     close(steps_of(alone, torch.optim.SGD(alone.parameters(), 0.5), 3), model)
+    assert trainer.evaluate([part_of(backend, data())])["val_loss"] > 0
 
 
 def test_batch_norm_over_all_ranks_is_that_of_one_process(spmd):
@@ -170,8 +171,8 @@ def test_frozen_norms_are_not_synchronized():
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4))
     freeze_backbone(model, "1")
     with connect("local") as backend:
-        _synchronize_norms(model, backend)
-    assert not isinstance(model[0], _RankNorm)
+        synchronize_norms(model, backend)
+    assert not isinstance(model[0], RankNorm)
 
 
 def own_loader(backend, folder: str) -> list[float]:

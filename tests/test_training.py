@@ -19,8 +19,6 @@ from dualtrain.config import parse
 from dualtrain.errors import DivergedError, UserError
 from dualtrain.training.assemble import load_task
 from dualtrain.training.together import on_root, together
-from tests.conftest import require_horovod
-from tests.pool import Pool
 
 SUMMARY_KEYS = {
     *("backend", "transport", "launcher", "world_size", "device", "epochs", "steps", "train_loss", "val_loss"),
@@ -91,10 +89,10 @@ def evaluation(backend) -> tuple[float, float]:
     return values["val_loss"], values["val_accuracy"]
 
 
-def test_evaluation_counts_every_sample_once(processes):
+def test_evaluation_counts_every_sample_once(real):
     with connect("local") as backend:
         loss, accuracy = evaluation(backend)
-    for their_loss, their_accuracy in processes(evaluation):
+    for their_loss, their_accuracy in real(evaluation):
         assert their_accuracy == accuracy
         assert their_loss == pytest.approx(loss, abs=1e-9)
 
@@ -117,17 +115,6 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path, optimizer):
     assert resumed["train_loss"] == whole["train_loss"]
     steps = [json.loads(line)["step"] for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
-
-
-def test_a_run_resumes_under_the_other_backend(pool: Pool, tmp_path):
-    require_horovod()
-    flags, folder = ("--epochs", "1"), str(tmp_path / "part")
-    pool.connect("torch", 2)
-    whole = pool.run(train, *flags, "--run-dir", str(tmp_path / "whole"))[0]
-    pool.run(train, *flags, "--max-steps", "10", "--run-dir", folder)
-    pool.connect("horovod", 2)
-    resumed = pool.run(train, *flags, "--resume", "--run-dir", folder)[0]
-    assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
 def test_another_batch_size_is_not_resumed(tmp_path):

@@ -58,30 +58,33 @@ def make_model(config: Config, task: Task, backend: Backend) -> nn.Module:
     # From here on each rank draws numbers of its own, for dropout and the like.
     seed_all(derived(config.seed, "rank", backend.rank))
     if config.sync_batchnorm:
-        _synchronize_norms(model, backend)
+        synchronize_norms(model, backend)
     layout = torch.channels_last if config.channels_last else torch.preserve_format
     return model.to(device=backend.device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
 
 
-class _RankNorm(SyncBatchNorm):
-    """BatchNorm over the samples of all ranks of ``backend``."""
+class RankNorm(SyncBatchNorm):
+    """BatchNorm over the samples of all ranks of ``backend``, which a subclass names: copies of a layer share it."""
 
     backend: Backend
     title: str
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
         return self.backend.allgather(row[None], name=f"{self.title}.statistics")
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
         return self.backend.allreduce(values, "sum", name=f"{self.title}.gradient")
 
 
-def _synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replaces the BatchNorm layers of ``model`` that train; frozen ones (of another class) stay."""
+def synchronize_norms(model: nn.Module, backend: Backend) -> None:
+    """Replaces the BatchNorm layers of ``model`` that train, in place; frozen ones (of another class) stay."""
+    kind: Any = type("RankNorm", (RankNorm,), {"backend": backend})
     for title, layer in list(model.named_modules()):
         if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            made: Any = _RankNorm.convert_sync_batchnorm(layer)
-            made.backend, made.title = backend, title
+            made = kind.convert_sync_batchnorm(layer)
+            made.title = title
             parent, _, name = title.rpartition(".")
             setattr(model.get_submodule(parent), name, made)
 
