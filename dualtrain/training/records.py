@@ -13,7 +13,7 @@ from torch import nn
 
 from dualtrain.config import Config
 from dualtrain.errors import UserError
-from dualtrain.training.report import Progress
+from dualtrain.training.progress import Progress
 from dualtrain.training.run_dir import MetricsFile
 
 
