@@ -30,6 +30,7 @@ PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # the other ranks notice a failed one, say why they stop, and end
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from that to giving up
 IMPATIENT_SECONDS = 2.0  # a signal may come twice at once, to a process and to its group; a person repeats it later
+RANKS_PER_CORE = 16
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,8 +46,14 @@ def spawn(arguments: Sequence[str], nproc: int) -> int:
         143 or 130 if they end after a SIGTERM or SIGINT that this process was sent.
 
     Raises:
-        UserError: the system refuses to start so many processes.
+        UserError: so many ranks are too many for this host's cores, or the system refuses to start them.
     """
+    cores = len(os.sched_getaffinity(0))
+    if nproc > RANKS_PER_CORE * cores:
+        raise UserError(
+            f"--nproc {nproc} is too many for this host: more than {RANKS_PER_CORE} ranks for each of its {cores} cores "
+            f"do not get through their start; give {RANKS_PER_CORE * cores} at most"
+        )
     with _signals() as inbox:
         from dualtrain.backends.torch import serve_store
 
@@ -84,6 +91,11 @@ class _Job:
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
             for rank in range(nproc):
+                self._listen(0.0)
+                if self._told is not None:
+                    self._status = 128 + self._told[0]
+                if self._status is not None:
+                    break  # those that have started are told, or end since one has failed
                 process = context.Process(target=_rank, args=(list(arguments), os.getpid()), name=f"rank {rank}")
                 with variables(spawned(rank, nproc, rendezvous)):
                     process.start()
@@ -100,10 +112,7 @@ class _Job:
         """Until all ranks have ended, or cannot be ended: the job's status."""
         while self._alive():
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            if select.select([self._inbox], [], [], left)[0]:
-                for number in os.read(self._inbox, 1024):
-                    self._hear(number)
-            self._note_failure()
+            self._listen(left)
             if self._deadline is not None and time.monotonic() >= self._deadline and not self._press():
                 break
         return self._status or 0
@@ -122,6 +131,13 @@ class _Job:
         for process in self._alive():
             assert process.pid is not None
             os.kill(process.pid, number)  # exists until exitcode has collected it
+
+    def _listen(self, seconds: float | None) -> None:
+        """Takes in what has happened, or does within ``seconds``."""
+        if select.select([self._inbox], [], [], seconds)[0]:
+            for number in os.read(self._inbox, 1024):
+                self._hear(number)
+        self._note_failure()
 
     def _hear(self, number: int) -> None:
         if number == signal.SIGCHLD:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 import dualtrain.training.loop as loop
 from dualtrain.backends import connect
 from dualtrain.config import parse
-from dualtrain.errors import StoppedError
+from dualtrain.errors import StoppedError, UserError
 from dualtrain.models.vision import torchvision
 from dualtrain.models.weights import published
 from tests.conftest import require_horovod
@@ -168,6 +169,60 @@ def test_a_signal_saves_and_ends_the_run(places, tmp_path, by, name):
     said = train_alone(flags("digits", places, tmp_path), 2, by)
     assert said.startswith(f"{name} ended the run after step 2 of 16, saved in {tmp_path}")
     assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
+
+
+def test_a_run_that_is_stopped_behind_its_last_step_is_still_evaluated(places, tmp_path):
+    whole = train_alone(flags("digits", places, tmp_path / "whole"))
+    part = flags("digits", places, tmp_path / "part")
+    assert "after step 16 of 16" in train_alone(part, stop_after=16)
+    resumed = train_alone([*part, "--resume"])
+    kept = ("weights_sha256", "val_loss", "train_loss", "best", "epochs")
+    assert {name: resumed[name] for name in kept} == {name: whole[name] for name in kept}
+    again = train_alone([*part, "--resume"])
+    assert {name: again[name] for name in kept} == {name: whole[name] for name in kept}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--model", "tests.test_recipes:pair"], ["tuple", "one row of logits"]),
+        (["--model", "tests.test_recipes:narrow"], ["class numbers", "model's 3"]),
+        (["--model", "tests.test_recipes:misfit"], ["(1, 8, 8)", "RuntimeError"]),
+        (["--model", ":build"], ["':build'", "pkg.mod:function"]),
+        (["--dataset", "tests.test_recipes:nothing", "--classes", "10"], ["no samples to evaluate on"]),
+        (["--optimizer-options", "nesterov=["], ["'['", "true or false"]),
+        (["--model", "vgg11"], ["vgg11", "do not fit"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_run_begins(tmp_path, arguments, parts):
+    with pytest.raises(UserError) as refusal:
+        train_alone(["--max-steps", "1", "--run-dir", str(tmp_path / "run"), "--global-batch-size", "8", *arguments])
+    assert "\n" not in str(refusal.value)
+    for part in parts:
+        assert part in str(refusal.value)
+    assert not (tmp_path / "run").exists()
+
+
+class Pair(nn.Flatten):
+    def forward(self, inputs):
+        return super().forward(inputs), inputs
+
+
+def pair():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Pair())
+
+
+def narrow():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+
+def misfit():
+    return nn.Sequential(nn.Flatten(), nn.Linear(63, 10))
+
+
+def nothing():
+    samples = [(torch.zeros(1, 8, 8), 0)] * 20
+    return samples, []
 
 
 def test_sigusr1_saves_and_the_run_goes_on(places, tmp_path):

@@ -23,7 +23,7 @@ from tests.conftest import require_horovod
 from tests.pool import ROOT
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SECONDS = 60.0
+SECONDS = 120.0  # a job on a crowded machine
 
 # A program that gives `dualtrain.main.main` another body, on every rank.
 PROGRAM = """
@@ -234,6 +234,24 @@ def test_a_system_that_starts_no_more_processes_is_named_and_the_signals_are_giv
         spawn([], 2)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == earlier
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_more_ranks_than_the_cores_can_start_are_refused_before_the_first_one_is_started():
+    with pytest.raises(UserError, match=r"--nproc 99999999 is too many for this host: .* give \d+ at most"):
+        spawn([], 99999999)
+
+
+def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monkeypatch):
+    started = []
+
+    def start() -> None:
+        started.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start, exitcode=143))
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
+    assert spawn([], 8) == 143
+    assert len(started) == 1
 
 
 # -- whole jobs ---------------------------------------------------------------------------------------------------

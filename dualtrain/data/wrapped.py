@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from dualtrain.data.loader import LoaderSource, Wanted
 from dualtrain.data.options import Options
@@ -58,12 +58,16 @@ def load_own(name: str, folder: str | None, options: Options) -> Task:
     built = call(name, "--dataset", folder)
     if isinstance(built, Task):
         return built
-    if not isinstance(built, tuple | list) or len(built) != 2 or not all(hasattr(part, "__getitem__") for part in built):
+    if not isinstance(built, tuple | list) or len(built) != 2 or not all(map(_map_style, built)):
         raise UserError(
             f"--dataset {name!r} gave a {type(built).__name__}: it must return a dualtrain.data.Task, or two map-style "
             "datasets, for training and evaluation"
         )
     return wrap(built[0], built[1], classes=options.classes, workers=options.workers, name=name)
+
+
+def _map_style(part: Any) -> bool:
+    return hasattr(part, "__getitem__") and hasattr(part, "__len__") and not isinstance(part, IterableDataset)
 
 
 def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, name: str = "dataset") -> Task:

@@ -17,6 +17,8 @@ def call(path: str, flag: str, *arguments: Any) -> Any:
         UserError: the module or the callable is not there; names ``flag``. Its own errors pass through.
     """
     module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise UserError(f"{flag} {path!r} does not name a callable: give pkg.mod:function")
     try:
         module = mended(lambda: importlib.import_module(module_name))
     except ModuleNotFoundError as error:

@@ -92,7 +92,8 @@ def published(name: str) -> Any:
         return torchvision().models.get_model_weights(name).DEFAULT
     except (ValueError, AttributeError) as error:
         raise UserError(
-            f"--pretrained: torchvision publishes no weights of {name!r}: leave it out, or give --weights FILE"
+            f"torchvision publishes no weights of {name!r}, which --pretrained and --augment weights need: leave "
+            "them out, or choose one of its models"
         ) from error
 
 

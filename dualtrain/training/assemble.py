@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.config import Config
-from dualtrain.data import Task, load_data
+from dualtrain.data import Batch, Task, load_data
 from dualtrain.data.options import NAMES
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
@@ -34,7 +36,48 @@ def load_task(config: Config, backend: Backend) -> Task:
     if config.download:
         first = backend.local_rank == 0
         together(backend, "download of the data", lambda: load(True).close() if first else None)
-    return together(backend, "data", lambda: load(False))
+    return together(backend, "data", lambda: _filled(load(False), config.dataset))
+
+
+def _filled(task: Task, name: str) -> Task:
+    for title, source in (("train on", task.train), ("evaluate on", task.val)):
+        if not len(source):
+            raise UserError(f"--dataset {name!r} has no samples to {title}: give some")
+    return task
+
+
+@torch.no_grad()
+def try_out(config: Config, task: Task, model: nn.Module) -> None:
+    """Computes one sample, so that a model and data that do not fit are told before the run begins.
+
+    Raises:
+        UserError: they do not.
+    """
+    device = next(model.parameters()).device
+    inputs, targets = next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device))
+    what = f"--model {config.model} and --dataset {config.dataset} do not fit"
+    model.eval()
+    try:
+        outputs = model(inputs)
+    except UserError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}, in {Path(frame.filename).name}:{frame.lineno}"
+        raise UserError(f"{what}: a sample of shape {tuple(inputs.shape[1:])} raises {reason}; choose others") from error
+    finally:
+        model.train()
+    if not isinstance(outputs, torch.Tensor) or outputs.shape[:-1] != targets.shape:
+        shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+        raise UserError(
+            f"{what}: the model gives {shape} for targets of shape {tuple(targets.shape)}; it must give "
+            "one row of logits each"
+        )
+    if targets.dtype != torch.int64 or bool(((targets != -100) & ((targets < 0) | (targets >= outputs.shape[-1]))).any()):
+        raise UserError(
+            f"{what}: targets must be class numbers, int64, from 0 to below the model's {outputs.shape[-1]}, and there is "
+            f"{targets.flatten()[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
+        )
 
 
 def make_model(config: Config, task: Task, backend: Backend) -> nn.Module:

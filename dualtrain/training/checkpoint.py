@@ -92,7 +92,10 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(f"{str(path)!r} is no checkpoint: they are in a run's folder, checkpoints/step-….safetensors")
     if header.get("sha256") != _digest(structure, tensors):
         raise UserError(f"checkpoint {str(path)!r} is damaged: its content does not match its hash")
-    tree: dict[str, Any] = _put_together(json.loads(structure), tensors)
+    try:
+        tree: dict[str, Any] = _put_together(json.loads(structure), tensors)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"checkpoint {str(path)!r} is damaged: its structure cannot be read ({error})") from error
     return tree
 
 

@@ -23,6 +23,7 @@ class Cursor:
     last: dict[str, float] = field(default_factory=dict)  # what the last evaluation came to
     best: dict[str, float] = field(default_factory=dict)  # the best evaluation so far, and its step and epoch
     stale: int = 0  # evaluations since then
+    judged: int = 0  # the step of the last evaluation
 
     def count(self, sums: torch.Tensor, samples: int, seconds: float) -> None:
         """One more step is done."""
@@ -33,6 +34,7 @@ class Cursor:
     def judge(self, evaluation: dict[str, float], measure: str) -> bool:
         """Notes an evaluation; gives whether it is the best so far: the lowest loss, or the highest accuracy."""
         self.last = {**metrics(torch.tensor(self.sums, dtype=torch.float64), "train_"), **evaluation}
+        self.judged = self.step
         sign = -1 if measure.endswith("loss") else 1
         better = not self.best or sign * evaluation[measure] > sign * self.best[measure]
         self.stale = 0 if better else self.stale + 1

@@ -19,7 +19,7 @@ from dualtrain.data.sampler import Sampler, share
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import DivergedError, StoppedError, UserError
 from dualtrain.training import checkpoint
-from dualtrain.training.assemble import compiled, determinism, load_task, make_model, threads
+from dualtrain.training.assemble import compiled, determinism, load_task, make_model, threads, try_out
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, scaled_lr
@@ -50,6 +50,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
     try:
         with determinism(config.deterministic):
             model = make_model(config, task, backend)
+            together(backend, "model", lambda: try_out(config, task, model))
             wanted = config.resume is not None
             saved = on_root(backend, "checkpoint", lambda: checkpoint.to_resume(config)) if wanted else None
             run = Run(config, backend, task, model)
@@ -150,8 +151,15 @@ class Run:
                 f"{self.sampler.global_batch}: give --global-batch-size {saved['global_batch']}",
                 shared=True,
             )
+        if saved["data"] != self._data():
+            had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (saved["data"], self._data()))
+            raise UserError(f"the checkpoint was trained on {had}, and the data here are {has}: give the same", shared=True)
         self.trainer.load_state_dict(saved["trainer"])
         self.cursor = Cursor(**saved["cursor"])
+
+    def _data(self) -> dict[str, int]:
+        """What tells other data from these."""
+        return {"samples": len(self.task.train), "classes": self.task.classes}
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +170,8 @@ class Run:
             self.records.say(self._opening_line())
             if self.backend.rank == 0:
                 self.records.say(opening(self.config, self.trainer.model))
-            while cursor.step < self.total_steps and not self._early:
+            # A run that was stopped behind its last step still has to look at what it came to.
+            while cursor.judged != cursor.step or (cursor.step < self.total_steps and not self._early):
                 self._stream = self.task.train.stream(self._asked(), self.backend.device)
                 while cursor.batch < self.sampler.batches and cursor.step < self.total_steps:
                     self._act_on(self._step())
@@ -268,7 +277,7 @@ class Run:
     def _save(self, *, best: bool) -> None:
         """Has a checkpoint written while the loop goes on. Collective."""
         state = self.trainer.state_dict()
-        if not all(tensor.isfinite().all() for tensor in state["model"].values() if tensor.is_floating_point()):
+        if not all(parameter.isfinite().all() for parameter in self.trainer.model.parameters()):
             self._diverge("the weights became infinite or not a number on all ranks", step=self.cursor.step)
         weights = weights_of(self.trainer) if best else None
         if self.backend.rank != 0:
@@ -279,6 +288,7 @@ class Run:
             "cursor": self.cursor.plain(),
             "config": vars(self.config),
             "global_batch": self.sampler.global_batch,
+            "data": self._data(),
         }
         path = self.folder / "model-best.safetensors"
         then = (lambda: write_weights(path, weights)) if weights is not None else None

@@ -5,10 +5,12 @@ Sums and not means: those of any batches on any ranks add up to the mean over al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 #: What is summed: the loss, what it is a mean over (samples, or tokens to predict), right answers, right among the first 5.
@@ -78,8 +80,23 @@ class MeanLoss:
         return mean, torch.tensor([mean.item() * len(targets), len(targets), 0, 0], dtype=torch.float64)
 
 
+class OfTorch:
+    """``nn.CrossEntropyLoss`` as torch means it: where it is that of plain class numbers, right answers are counted too."""
+
+    def __init__(self, loss: nn.CrossEntropyLoss) -> None:
+        plain = loss.weight is None and loss.reduction == "mean" and loss.ignore_index == IGNORED
+        self._counting = CrossEntropy(loss.label_smoothing) if plain else None
+        self._other = MeanLoss(loss)
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Objective`. Other targets count as samples: of unequal weight, they are not exact over ranks."""
+        if self._counting is not None and outputs.dim() == 2 and targets.dtype == torch.int64:
+            return self._counting(outputs, targets)
+        return self._other(outputs, targets)
+
+
 def metrics(sums: torch.Tensor, prefix: str) -> dict[str, float]:
     """``sums`` of ``NAMES`` over all ranks as means, by the names that they are written under."""
     loss, weight, correct, top5 = sums.tolist()
-    whole = max(weight, 1.0)
+    whole = weight or math.nan  # of nothing there is no mean
     return {f"{prefix}loss": loss / whole, f"{prefix}accuracy": correct / whole, f"{prefix}top5": top5 / whole}

@@ -65,7 +65,10 @@ def _options(config: Config, known: list[str]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known[1:])}"
             raise UserError(f"--optimizer-options {part!r}: {config.optimizer} has no option {name!r}{hint}")
-        options[name] = _value(yaml.safe_load(text), text)
+        try:
+            options[name] = _value(yaml.safe_load(text), text)
+        except yaml.YAMLError:
+            raise UserError(f"--optimizer-options {part!r}: {text!r} is no value; give a number, true or false") from None
     return options
 
 

@@ -22,7 +22,8 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     model = trainer.evaluated
     with averaged_buffers(model, trainer.backend):
         # Copies, since safetensors refuses tensors that share memory (tied weights).
-        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
+        tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
 def write_task(folder: Path, task: Task) -> None:

@@ -25,8 +25,9 @@ from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.state import averaged_buffers, broadcast_parameters
 from dualtrain.training import checkpoint
 from dualtrain.training.local_state import local_state, restore_local_state
-from dualtrain.training.objective import NAMES, CrossEntropy, MeanLoss, Objective, metrics
+from dualtrain.training.objective import NAMES, CrossEntropy, MeanLoss, Objective, OfTorch, metrics
 from dualtrain.training.precision import Precision
+from dualtrain.training.together import on_root
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -212,7 +213,12 @@ class Trainer:
         return total
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
-        """``batch`` on the backend's device."""
+        """``batch`` on the backend's device. Raises TypeError if it is not (inputs, targets)."""
+        if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(part, torch.Tensor) for part in batch):
+            raise TypeError(
+                f"a batch must be a pair of tensors, (inputs, targets), not {type(batch).__name__}: give the loader a "
+                "collate_fn that makes one"
+            )
         inputs, targets = batch
         device = self.backend.device
         return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -232,13 +238,14 @@ class Trainer:
         objective = objective or self.objective
         sums = torch.zeros(len(NAMES), dtype=torch.float64)
         with averaged_buffers(model, self.backend):
+            training = model.training
             model.eval()
             for batch in batches:
                 inputs, targets = self.to_device(batch)
                 if len(targets):
                     with self.precision.autocast():
                         sums += objective(forward(inputs), targets)[1]
-            model.train()
+            model.train(training)
         return metrics(self.backend.allreduce(sums, "sum", name="evaluation"), prefix)
 
     @property
@@ -270,28 +277,34 @@ class Trainer:
         self.precision.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None and state["schedule"] is not None:
             self.schedule.load_state_dict(state["schedule"])
+        restore_local_state(self.model, state["ranks"], self.backend)
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
-        restore_local_state(self.model, state["ranks"], self.backend)
+            # As after each step: this rank's own, not those of the rank that wrote the file.
+            for average, own in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
+                average.copy_(own)
 
     def save(self, path: str | Path) -> None:
-        """Writes :meth:`state_dict` to one file, on rank 0. Collective. Raises OSError on rank 0."""
+        """Writes :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if it cannot."""
         state = self.state_dict()
-        if self.backend.rank == 0:
-            checkpoint.write(Path(path), state)
-        self.backend.barrier()
+        on_root(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))
 
     def resume(self, path: str | Path) -> None:
-        """Goes on from a file of :meth:`save`, which every rank reads. Raises UserError if it is missing or damaged."""
-        self.load_state_dict(checkpoint.load(Path(path)))
+        """Goes on from a file of :meth:`save`, or a run's checkpoint, which every rank reads.
+
+        Raises:
+            UserError: the file is missing or damaged.
+        """
+        state = checkpoint.load(Path(path))
+        self.load_state_dict(state.get("trainer", state))
 
 
 def _objective(loss: Loss | Objective | None) -> Objective:
     if loss is None:
         return CrossEntropy()
-    if isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.reduction == "mean":
-        return CrossEntropy(loss.label_smoothing)
-    return loss if isinstance(loss, CrossEntropy | MeanLoss) else MeanLoss(loss)  # type: ignore[arg-type]
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return OfTorch(loss)
+    return loss if isinstance(loss, CrossEntropy | MeanLoss | OfTorch) else MeanLoss(loss)  # type: ignore[arg-type]
 
 
 def _with_last(batches: Iterable[Tensors]) -> Iterator[tuple[Tensors, bool]]:
