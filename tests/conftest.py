@@ -128,7 +128,7 @@ def _place(item: pytest.Item) -> int:
     return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the tests of one world together: opening another takes a moment.
 
