@@ -137,7 +137,13 @@ def test_runs_with_one_name_are_told_apart_and_a_run_named_twice_is_one(tmp_path
     assert len({run.color for run in runs}) == 3
 
 
-@pytest.mark.parametrize("name", ["<script>alert(1)", "$\\bad{", "_hidden", "日本語", "long-" * 40])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<script>alert(1)",
+        *(pytest.param(one, marks=pytest.mark.launch) for one in ("$\\bad{", "_hidden", "日本語", "long-" * 40)),
+    ],
+)
 def test_names_of_any_kind_are_shown_as_they_are(tmp_path, name):
     folder = Path(make(tmp_path / name, data_dir=name))
     assert main([str(folder), make(tmp_path / "torch"), "--out", str(tmp_path / "r.html")]) == 0
