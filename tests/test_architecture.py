@@ -24,6 +24,7 @@ ROOMS = [
     "batchnorm",
 ]
 ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
+ROOMS += ["doctor"]
 BACKENDS = [
     {"base"},
     {"lines"},

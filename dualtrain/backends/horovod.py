@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import socket
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +45,28 @@ def _library() -> Any:
 def installed() -> bool:
     """Whether Horovod is in this environment."""
     return importlib.util.find_spec("horovod") is not None
+
+
+def build_facts() -> dict[str, Any]:
+    """What `horovodrun --check-build` prints, as names of what is there, and the ``torch`` that it was built against.
+
+    Raises:
+        UserError: Horovod is not installed, or cannot be loaded.
+    """
+    library = _library()
+    extensions = {"tensorflow": "TensorFlow", "torch": "PyTorch", "mxnet": "MXNet"}
+    folder = Path(library.__file__).parents[1]
+    built = {name: bool(getattr(library, f"{name.lower()}_built")()) for name in ("NCCL", "DDL", "CCL", "MPI", "Gloo")}
+    try:
+        torch_then = json.loads((folder / "metadata.json").read_text()).get("pytorch")
+    except (OSError, ValueError):
+        torch_then = None  # releases differ in whether they say it
+    return {
+        "frameworks": [shown for name, shown in extensions.items() if any((folder / name).glob("mpi_lib*.so"))],
+        "controllers": [name for name in ("MPI", "Gloo") if built[name]],
+        "operations": [name for name, there in built.items() if there],
+        "torch": torch_then,
+    }
 
 
 def stand_in_for(package: str) -> None:

@@ -143,6 +143,11 @@ class TorchBackend(Backend):
         ending.join(1.0)
 
 
+def build_facts() -> dict[str, bool]:
+    """The data planes that this build of torch has, by name."""
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+
+
 def _patience(timeout: float) -> timedelta:
     """The groups' own limit: behind ours, whose message names what was waited for."""
     return timedelta(seconds=timeout + 10)

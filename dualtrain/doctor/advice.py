@@ -1,0 +1,112 @@
+"""From all ranks' facts to what is wrong: one line each, with its cure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+_CURES = {
+    "dualtrain": "install the same version on every host",
+    "torch": "install the same version on every host",
+    "horovod": "run launch/setup.sh with the same launch/versions.txt on every host",
+}
+
+
+def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
+    """What keeps a run on the backend ``chosen`` from working, and what is merely worth knowing."""
+    problems, notes = [*_partial(rows), *_mixed(rows)], _other_versions(rows)
+    for name in ("torch", "horovod"):
+        failures = _failures(rows, name)
+        (problems if name == chosen else notes).extend(failures)
+    if rebuilt := _built_for_another(rows):
+        broken = chosen == "horovod" and bool(_failures(rows, "horovod"))
+        (problems if broken else notes).append(rebuilt)
+    return problems, [*notes, *_crowded(rows)]
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def _grouped(rows: Sequence[Row], values: Sequence[Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value."""
+    found: dict[Any, list[int]] = {}
+    for row, value in zip(rows, values, strict=True):
+        found.setdefault(value, []).append(row["rank"])
+    return found
+
+
+def _failures(rows: Sequence[Row], name: str) -> list[str]:
+    errors = _grouped(rows, [(row["probes"].get(name) or {}).get("error") for row in rows])
+    errors.pop(None, None)
+    whole = len(rows) == 1
+    return [f"{name}{'' if whole else f' on {_ranks(ranks)}'}: {error}" for error, ranks in errors.items()]
+
+
+def _partial(rows: Sequence[Row]) -> list[str]:
+    """A world of which only half is described: a run would train alone on each process, without an error."""
+    said = []
+    for row in rows:
+        names = [name for name in ("RANK", "WORLD_SIZE") if name in row["ignored"]]
+        if row["launcher"] == "none" and len(names) == 1:
+            missing = "WORLD_SIZE" if names == ["RANK"] else "RANK"
+            said.append(
+                f"{names[0]}={row['ignored'][names[0]]} is set, but {missing} is not: a run would train alone here; "
+                f"set both on every process (and MASTER_ADDR, MASTER_PORT), or unset {names[0]}"
+            )
+    return said
+
+
+def _versions_of(rows: Sequence[Row], name: str) -> str | None:
+    found = _grouped(rows, [row["versions"][name] for row in rows])
+    if len(found) == 1:
+        return None
+    return ", ".join(f"{version or 'none'} on {_ranks(ranks)}" for version, ranks in found.items())
+
+
+def _mixed(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        f"the ranks have different versions of {name}: {_versions_of(rows, name)}; {cure}"
+        for name, cure in _CURES.items()
+        if _versions_of(rows, name)
+    ]
+    launchers = _grouped(rows, [(row["launcher"], row["size"]) for row in rows])
+    if len(launchers) > 1:
+        said = ", ".join(f"{name} with {size} on {_ranks(ranks)}" for (name, size), ranks in launchers.items())
+        lines.append(
+            f"the ranks disagree on who started them: {said}; start all with one launcher, from a clean environment"
+        )
+    return lines
+
+
+def _other_versions(rows: Sequence[Row]) -> list[str]:
+    names = [name for name in rows[0]["versions"] if name not in _CURES and _versions_of(rows, name)]
+    return [
+        f"the ranks have different versions of {name}: {_versions_of(rows, name)}; make them the same" for name in names
+    ]
+
+
+def _built_for_another(rows: Sequence[Row]) -> str | None:
+    for row in rows:
+        built = (row["horovod"] or {}).get("torch")
+        if built and built != row["versions"]["torch"]:
+            return (
+                f"Horovod was built against torch {built}, but rank {row['rank']} has {row['versions']['torch']}: "
+                "build it again with launch/setup.sh"
+            )
+    return None
+
+
+def _crowded(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for host in dict.fromkeys(row["host"] for row in rows):
+        here = [row for row in rows if row["host"] == host]
+        cores = set().union(*(row["cores"] for row in here))  # mpirun gives each rank one of its own
+        places, what = (len(here[0]["devices"]), "GPUs") if here[0]["cuda"] else (len(cores), "cores")
+        if len(here) > places:
+            lines.append(
+                f"{host} has {len(here)} ranks for {places} {what}: they share them, and slow each other down; start fewer"
+            )
+    return lines

@@ -1,0 +1,122 @@
+"""What one process can say of itself and its host without talking to the others."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualtrain.backends import horovod as horovod_backend
+from dualtrain.backends import torch as torch_backend
+from dualtrain.doctor.network import WISHES, interfaces
+from dualtrain.errors import UserError
+from dualtrain.launchers import World
+from dualtrain.version import __version__
+
+# The variables that say a process's place, by the launcher that sets them.
+_ENVIRONMENT = r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+_PLACE = {
+    "torchrun": rf"{_ENVIRONMENT}|TORCHELASTIC_RUN_ID",
+    "horovodrun --gloo": r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT))",
+    "mpirun": r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)",
+    "mpiexec": r"PMI_(RANK|SIZE)|MPI_LOCAL(RANKID|NRANKS)",
+    "spawn": rf"{_ENVIRONMENT}|DUALTRAIN_SPAWNED",
+    "srun": r"SLURM_(PROCID|LOCALID|NTASKS|STEP_ID)",
+    "environment": _ENVIRONMENT,
+}
+# Asked in a child: in this process, MPI is for the backends to start, and a broken one may end the process.
+_MPI_VERSION = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
+
+
+def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that would tell a place in another launcher's world, and did not decide this one."""
+    own = _PLACE.get(world.launcher, "")
+    decided = {name for name, _ in world.evidence}
+    anyone = "|".join(_PLACE.values())
+    names = (name for name in sorted(env) if re.fullmatch(anyone, name) and not re.fullmatch(own, name))
+    return {name: env[name] for name in names if name not in decided}
+
+
+def gather(world: World) -> dict[str, Any]:
+    """The facts of this process: plain values, to be sent to rank 0. Blocks for a second or so; asks no other rank."""
+    built, unusable = _horovod()
+    return {
+        "rank": world.rank,
+        "size": world.size,
+        "local_rank": world.local_rank,
+        "launcher": world.launcher,
+        "evidence": dict(world.evidence),
+        "ignored": ignored(world, os.environ),
+        "host": socket.gethostname(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "cuda": torch.cuda.is_available(),
+        "devices": _devices(),
+        "interfaces": interfaces(),
+        "wishes": {name: os.environ[name] for name in WISHES if os.environ.get(name)},
+        "versions": _versions(),
+        "torch": torch_backend.build_facts(),
+        "horovod": built,
+        "horovod_error": unusable,
+    }
+
+
+def _horovod() -> tuple[dict[str, Any] | None, str | None]:
+    """Horovod's build facts, or why there are none."""
+    try:
+        return horovod_backend.build_facts(), None
+    except Exception as error:  # a broken build fails in many ways, and none may end the report
+        return None, " ".join((str(error) if isinstance(error, UserError) else f"it cannot be loaded: {error}").split())
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {
+        "dualtrain": __version__,
+        "Python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    for name in ("torchvision", "horovod", "mpi4py"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return {**found, "MPI": _mpi() if found["mpi4py"] else None}
+
+
+def _mpi() -> str:
+    try:
+        command = [sys.executable, "-c", _MPI_VERSION]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except subprocess.TimeoutExpired:
+        said = ""
+    return said.splitlines()[0].partition(", package")[0].strip("\0 ") if said else "mpi4py cannot load it"
+
+
+def _devices() -> list[str]:
+    """The GPUs that this process sees, or its processor."""
+    if torch.cuda.is_available():
+        each = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
+        return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in each]
+    return [f"{_processor()}, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"]
+
+
+def _processor() -> str:
+    try:
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        model = None
+    return model[1] if model else platform.machine()

@@ -1,0 +1,185 @@
+"""The doctor: healthy worlds, and broken ones of which it says what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dualtrain.doctor.__main__ import main
+from dualtrain.doctor.advice import advise
+from dualtrain.doctor.facts import ignored
+from dualtrain.doctor.page import page
+from dualtrain.doctor.probe import SIZES, bus_bandwidth
+from dualtrain.launchers import World, detect_world
+from tests.conftest import require_horovod
+from tests.pool import ROOT, free_port
+
+BIN = Path(sys.executable).parent
+DOCTOR = ["python", "-m", "dualtrain.doctor"]
+# Horovod as if it were not there, for a whole process.
+WITHOUT_HOROVOD = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "horovod":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Missing())
+from dualtrain.doctor.__main__ import main
+sys.exit(main())
+"""
+
+
+def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+
+
+def row(rank=0, **other):
+    """The facts of a healthy rank."""
+    versions = {"dualtrain": "1", "Python": "3.11", "torch": "2.13", "horovod": "0.28.1"}
+    healthy = {"rank": rank, "size": 2, "launcher": "torchrun", "ignored": {}, "versions": versions, "horovod": None}
+    fine = {"torch": {"error": None}, "horovod": {"error": None}}
+    return {**healthy, "probes": fine, "host": "here", "cuda": False, "cores": [0, 1], "devices": ["cpu"], **other}
+
+
+def test_alone_as_text_and_as_json():
+    end = run([*DOCTOR, "--json"])
+    assert end.returncode == 0, end.stderr
+    report = json.loads(end.stdout)
+    assert report["works"]
+    assert report["chosen"] == "local"
+    assert report["problems"] == []
+    assert [one["bytes"] for one in report["allreduce"]["torch"]["sizes"]] == list(SIZES)
+    text = page(report)
+    assert "launcher    none" in text
+    assert "\n64 MB " in text
+    assert text.endswith("a run with --backend local would work")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("launcher", "chosen"),
+    [("torchrun --standalone --nproc_per_node 2 -m dualtrain.doctor", "torch")]
+    + [(f"horovodrun {controller} -np 2 {' '.join(DOCTOR)}", "horovod") for controller in ("--gloo", "--mpi")],
+)
+def test_two_ranks_reach_each_other_on_both_backends(launcher, chosen):
+    require_horovod()
+    end = run(launcher.split())
+    assert end.returncode == 0, end.stderr
+    said = end.stdout
+    assert f"a run with --backend {chosen} would work" in said
+    assert said.count("a run with") == 1
+    assert "torch (gloo, cpu)" in said
+    assert "horovod (" in said
+    assert all(f"rank {rank} " in said for rank in (0, 1))
+    assert "problem:" not in said
+
+
+def test_half_a_description_is_a_problem():
+    end = run([*DOCTOR, "--backend", "torch"], WORLD_SIZE="2")
+    assert end.returncode == 2
+    assert "problem: WORLD_SIZE=2 is set, but RANK is not: a run would train alone here; set both" in end.stdout
+
+
+def test_a_rendezvous_that_nobody_serves_ends_in_time():
+    port = str(free_port())
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    end = run([*DOCTOR, "--timeout", "1"], **place)
+    assert end.returncode == 2
+    assert end.stdout == ""  # the report is rank 0's
+    (said,) = end.stderr.splitlines()
+    assert f"(rank 1 of 2): torch: rank 1 could not meet the others at 127.0.0.1:{port} within 1 s" in said
+
+
+@pytest.mark.parametrize(("backend", "status", "kind"), [("all", 0, "note"), ("horovod", 2, "problem")])
+def test_a_missing_horovod_matters_to_those_who_want_it(backend, status, kind):
+    end = run(["python", "-c", WITHOUT_HOROVOD, "--backend", backend])
+    assert end.returncode == status, end.stderr
+    assert f"{kind}: horovod: Horovod is not installed" in end.stdout
+    assert "bash launch/setup.sh" in end.stdout
+
+
+@pytest.mark.parametrize("flags", [["--backend", "nccl"], ["--timeout", "0"], ["--timeout", "soon"], ["more"]])
+def test_bad_flags_are_one_line(flags, capsys):
+    assert main(flags) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("dualtrain: error: ")
+
+
+def test_a_launcher_variable_that_is_missing_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert main([]) == 2
+    assert "LOCAL_RANK is not set" in capsys.readouterr().err
+
+
+def test_variables_of_another_launcher_are_shown_as_ignored():
+    env = {"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "SLURM_JOB_ID": "7"}
+    assert ignored(detect_world(env), env) == {"OMPI_COMM_WORLD_SIZE": "4", "RANK": "0"}
+    assert ignored(World(), {"WORLD_SIZE": "2", "HOME": "/"}) == {"WORLD_SIZE": "2"}
+
+
+def test_healthy_ranks_have_no_problem():
+    assert advise([row(0), row(1)], "torch") == ([], [])
+
+
+def test_ranks_that_differ_are_named():
+    other = {**row()["versions"], "dualtrain": "2", "Python": "3.12"}
+    problems, notes = advise([row(0), row(1, versions=other), row(2, host="there")], "torch")
+    assert problems == [
+        "the ranks have different versions of dualtrain: 1 on ranks 0, 2, 2 on rank 1; "
+        "install the same version on every host"
+    ]
+    assert notes == ["the ranks have different versions of Python: 3.11 on ranks 0, 2, 3.12 on rank 1; make them the same"]
+
+
+def test_a_backend_that_fails_matters_if_it_is_the_chosen_one():
+    failed = {"torch": {"error": None}, "horovod": {"error": "no"}}
+    rows = [row(0), row(1, probes=failed)]
+    assert advise(rows, "torch") == ([], ["horovod on rank 1: no"])
+    assert advise(rows, "horovod") == (["horovod on rank 1: no"], [])
+
+
+def test_another_torch_than_horovod_was_built_against_is_said():
+    _, notes = advise([row(0, horovod={"torch": "2.12"})], "torch")
+    assert notes == ["Horovod was built against torch 2.12, but rank 0 has 2.13: build it again with launch/setup.sh"]
+
+
+def test_more_ranks_than_cores_are_noted():
+    _, notes = advise([row(rank) for rank in range(3)], "torch")
+    assert notes == ["here has 3 ranks for 2 cores: they share them, and slow each other down; start fewer"]
+
+
+def test_ranks_bound_to_a_core_each_are_not_too_many():
+    assert advise([row(rank, cores=[rank]) for rank in range(2)], "horovod") == ([], [])
+
+
+# Only the second rank lacks Horovod.
+ONE_WITHOUT = WITHOUT_HOROVOD.replace(
+    "sys.meta_path.insert", "import os\nif os.environ['RANK'] == '1': sys.meta_path.insert"
+)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("backend", "status"), [("all", 0), ("horovod", 1)])
+def test_a_rank_without_horovod_is_named_and_holds_nobody_up(backend, status, tmp_path):
+    require_horovod()
+    script = tmp_path / "doctor.py"
+    script.write_text(ONE_WITHOUT)
+    end = run(["torchrun", "--standalone", "--nproc_per_node=2", str(script), "--backend", backend, "--timeout", "5"])
+    assert end.returncode == status
+    assert "Horovod is not installed" in end.stdout + end.stderr
+    if backend == "all":
+        assert "note: horovod on rank 0: not tried: rank 1 cannot use it" in end.stdout
+    else:
+        assert "problem: horovod: rank 1 of 2 did not come within 5 s" in end.stdout
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    assert bus_bandwidth(100, 2.0, 4) == 75.0
+    assert bus_bandwidth(100, 2.0, 1) == 0.0
