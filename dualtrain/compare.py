@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualtrain.console import say
 from dualtrain.errors import UserError
 
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0 if folders else 2
         print(table([read(folder) for folder in folders]))
     except UserError as error:
-        print(f"dualtrain: error: {error}", file=sys.stderr)
+        say(error)
         return 2
     return 0
 

@@ -205,3 +205,25 @@ def detect_world(env: Mapping[str, str] | None = None) -> World:
         if recognises(env):
             return read(_Variables(name, env))
     return World()
+
+
+# The variables that say a process's place, by the launcher that sets them.
+_ENVIRONMENT = r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+_PLACE = {
+    "torchrun": rf"{_ENVIRONMENT}|TORCHELASTIC_RUN_ID",
+    "horovodrun --gloo": r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT))",
+    "mpirun": r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)",
+    "mpiexec": r"PMI_(RANK|SIZE)|MPI_LOCAL(RANKID|NRANKS)",
+    "spawn": rf"{_ENVIRONMENT}|{SPAWNED}",
+    "srun": r"SLURM_(PROCID|LOCALID|NTASKS|STEP_ID)",
+    "environment": _ENVIRONMENT,
+}
+
+
+def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that would tell a place in another launcher's world, and did not decide this one."""
+    own = _PLACE.get(world.launcher, "")
+    decided = {name for name, _ in world.evidence}
+    anyone = "|".join(_PLACE.values())
+    names = (name for name in sorted(env) if re.fullmatch(anyone, name) and not re.fullmatch(own, name))
+    return {name: env[name] for name in names if name not in decided}

@@ -6,12 +6,12 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
+from dualtrain.console import leave, refuse_alike, say
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.nproc is not None and world.launcher != "spawn":
             return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.nproc, world)
     except UserError as error:
-        return _refuse_alike(error, world)
+        return refuse_alike(error, world)
     return _run(config, world)
 
 
@@ -53,7 +53,7 @@ def _run(config: Config, world: World) -> int:
     try:
         backend = connect(config.backend, world=world, device=config.device, timeout=config.timeout, groups=False)
     except (UserError, BackendError) as error:
-        _say(error, world.rank, world.size)
+        say(error, world.rank, world.size)
         return 2 if isinstance(error, UserError) else 1
     said = threading.Event()
     if backend.watch is not None:
@@ -69,15 +69,6 @@ def _run(config: Config, world: World) -> int:
     return 0
 
 
-def _refuse_alike(error: UserError, world: World) -> int:
-    """Every process has the same command line: rank 0 answers, and the others leave it the time to."""
-    if world.rank == 0:
-        _say(error, world.rank, world.size)
-    else:
-        time.sleep(3.0)  # a launcher stops all processes when the first one ends
-    return 2
-
-
 def _give_up(error: BaseException, backend: Backend) -> int:
     """Says what ended the run, tells the other ranks, and leaves without waiting for them."""
     status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -85,17 +76,17 @@ def _give_up(error: BaseException, backend: Backend) -> int:
         status = 128 + error.number
     if isinstance(error, DivergedError | StoppedError) or (isinstance(error, UserError) and error.shared):
         if backend.rank == 0:
-            _say(error, backend.rank, backend.size)
+            say(error, backend.rank, backend.size)
         _wait_for_all(backend)
     elif isinstance(error, BackendError):
         lost = backend.watch is not None and backend.watch.loss is not None and not backend.watch.loss.quiet
         if not lost:  # otherwise the watch has said it
-            _say(error, backend.rank, backend.size)
+            say(error, backend.rank, backend.size)
     elif isinstance(error, UserError | KeyboardInterrupt):
-        _say(error if str(error) else "interrupted", backend.rank, backend.size)
+        say(error if str(error) else "interrupted", backend.rank, backend.size)
     else:
         traceback.print_exc()
-        _say(f"{type(error).__name__}: {error}", backend.rank, backend.size)
+        say(f"{type(error).__name__}: {error}", backend.rank, backend.size)
     backend.abort("".join(traceback.format_exception(error)).strip())
     return status
 
@@ -112,7 +103,7 @@ def _wait_for_all(backend: Backend) -> None:
 def _mourn(loss: Loss, backend: Backend, said: threading.Event) -> None:
     """Says at once that a rank is gone: a launcher may end this process before the loop notices."""
     first, _, rest = loss.describe().partition("\n")
-    _say(f"stopping, since {first}", backend.rank, backend.size)
+    say(f"stopping, since {first}", backend.rank, backend.size)
     speaker = 0 if loss.rank else 1
     if rest and backend.rank == speaker:
         print(rest, file=sys.stderr, flush=True)
@@ -125,16 +116,5 @@ def _leave_on_sigterm(said: threading.Event) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def _say(what: object, rank: int, size: int) -> None:
-    where = f" (rank {rank} of {size})" if size > 1 else ""
-    print(f"dualtrain: error{where}: {what}", file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status:
-        # Not sys.exit: the libraries' exit handlers would wait for ranks that are gone.
-        os._exit(status)
-    sys.exit(0)
+    leave(main())

@@ -6,13 +6,13 @@ An image goes through what the run's evaluation images went through, after it ha
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from dualtrain.console import parser_of, say
 from dualtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -150,18 +150,9 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
     return (pixels.float() * (DIGITS_MOST / 255)).round() / DIGITS_MOST
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors raised as ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m dualtrain.predict --help")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one line for each image; gives the exit status: 0, or 2 where the user can mend it."""
-    about, _, more = str(__doc__).partition("\n\n")
-    about = about.partition(": ")[2].capitalize()
-    parser = _Parser(prog="python -m dualtrain.predict", description=about, epilog=more, allow_abbrev=False)
+    parser = parser_of("dualtrain.predict", str(__doc__))
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="an image file")
     parser.add_argument("--best", action="store_true", help="use model-best.safetensors, of the best evaluation")
@@ -170,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_args(arguments)
         answers = predict(given.run, given.images, best=given.best)
     except UserError as error:
-        print(f"dualtrain: error: {error}", file=sys.stderr)
+        say(error)
         return 2
     for file, classes in zip(given.images, answers, strict=True):
         if given.json:

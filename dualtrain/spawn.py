@@ -20,6 +20,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
+from dualtrain.console import say
 from dualtrain.errors import UserError
 from dualtrain.launchers import spawned
 
@@ -162,13 +163,13 @@ class _Job:
         self._deadline = time.monotonic() + GRACE_SECONDS
         if code < 0:
             by = signal.Signals(-code).name
-            _say(f"rank {failed[code]} of {len(self._processes)} was ended by {by}; the job stops")
+            say(f"rank {failed[code]} of {len(self._processes)} was ended by {by}; the job stops")
 
     def _press(self) -> bool:
         """Uses the next means to end the ranks; False if none is left."""
         if not self._means:
             left = ", ".join(f"{process.name} (process {process.pid})" for process in self._alive())
-            _say(f"{left} did not end within {END_SECONDS:g} s of SIGKILL: the system holds it; see its state in ps")
+            say(f"{left} did not end within {END_SECONDS:g} s of SIGKILL: the system holds it; see its state in ps")
             self._status = self._status or 128 + signal.SIGKILL
             return False
         self._send(self._means.pop(0))
@@ -220,7 +221,3 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it has ended before it could matter
-
-
-def _say(what: str) -> None:
-    print(f"dualtrain: error: {what}", file=sys.stderr, flush=True)

@@ -8,20 +8,8 @@
 # IFACE  network interface that the ranks talk through (default: their libraries choose)
 set -euo pipefail
 
-case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-activate=${DUALTRAIN_VENV:-$root/.venv}/bin/activate
-if [ -f "$activate" ]; then source "$activate"; fi
-
-nproc=${NPROC:-2}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it; so it is the same in all launchers
-if [ -n "${IFACE:-}" ]; then export GLOO_SOCKET_IFNAME=$IFACE NCCL_SOCKET_IFNAME=$IFACE HOROVOD_GLOO_IFACE=$IFACE; fi
-hosts='' ranks=0
-IFS=, read -ra names <<<"${HOSTS:-localhost}"
-for host in "${names[@]}"; do
-  if [[ $host != *:* ]]; then host=$host:$nproc; fi
-  hosts+=${hosts:+,}$host ranks=$((ranks + ${host##*:}))
-done
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+count_ranks
 
 exec horovodrun --gloo -np "$ranks" --hosts "$hosts" ${IFACE:+--network-interfaces "$IFACE"} \
   python -m dualtrain.main "$@"

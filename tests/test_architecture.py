@@ -15,6 +15,7 @@ ROOMS = [
     "version",
     "errors",
     "launchers",
+    "console",
     "backends",
     "buckets",
     "gradients",

@@ -23,7 +23,8 @@ me, size = hvd.rank(), hvd.size()
 def give_up():
     print("HANGS", flush=True)
     os._exit(7)
-threading.Timer(6, give_up).start()
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)  # its imports take seconds; not on the timer's account
+threading.Timer(float(sys.argv[2]), give_up).start()
 """
 END = """
 print("ENDS", flush=True)
@@ -58,10 +59,9 @@ assert q.item() == 0.5
 }
 
 
-def run(script, launcher, which):
-    command = [*launcher, "python", str(script), which] if which == "theirs" else [*launcher, str(script), which]
+def run(launcher, *command):
     env = {**ENV, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90)
+    return subprocess.run([*launcher, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
 
 
 @pytest.mark.parametrize("title", SCRIPTS)
@@ -69,9 +69,9 @@ def test_where_horovod_does_not_end_and_ours_does(title, tmp_path):
     require_horovod()
     script = tmp_path / "script.py"
     script.write_text(START + SCRIPTS[title] + END)
-    end = run(script, ["torchrun", "--nproc_per_node=2"], "ours")
+    end = run(["torchrun", "--nproc_per_node=2"], str(script), "ours", "60")
     assert end.stdout.count("ENDS") == 2, end.stderr
     assert end.returncode == 0, end.stderr
-    end = run(script, ["horovodrun", "--gloo", "-np", "2"], "theirs")
+    end = run(["horovodrun", "--gloo", "-np", "2"], "python", str(script), "theirs", "6")
     assert end.returncode != 0
     assert "ENDS" not in end.stdout

@@ -377,6 +377,7 @@ def test_determinism_is_for_a_while():
 
 
 @pytest.mark.launch
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, when its compiler is imported
 def test_a_compiled_model_trains_the_same(tmp_path):
     import dualtrain.training.loop as loop
 

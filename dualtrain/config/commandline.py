@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 
 from dualtrain.config.recipes import load_recipe, recipe_list
 from dualtrain.config.settings import Config
+from dualtrain.console import Parser
 from dualtrain.errors import UserError
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors raised as ours."""
+class _Parser(Parser):
+    """The parser of a run, which knows the flag that was meant."""
 
     def error(self, message: str) -> NoReturn:
         for word in message.split():
@@ -27,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
             if message.startswith("unrecognized") and word.startswith("--") and near:
                 message += f" (did you mean {near[0]}?)"
                 break
-        raise UserError(f"{message}; see python -m dualtrain.main --help")
+        super().error(message)
 
 
 def flag(name: str) -> str:
@@ -102,7 +103,6 @@ def _parser() -> _Parser:
         prog="python -m dualtrain.main",
         description="Trains a model on one process or many, over torch.distributed or Horovod.",
         epilog="Start it alone, or with torchrun, horovodrun, mpirun or srun. The default trains the embedded digits.",
-        allow_abbrev=False,
     )
     groups: dict[str, Any] = {}
     for field in FIELDS.values():

@@ -6,9 +6,17 @@ pseudorandom number generators, 2014), for whole batches at once.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64, in which products wrap around
+
+
+def derived(*parts: object) -> int:
+    """A seed from 0 to below 2⁶³ that is a function of ``parts``."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def bits(seed: int, numbers: torch.Tensor, draws: int) -> torch.Tensor:

@@ -6,11 +6,12 @@ Ranks take consecutive parts of a global batch, as equal as can be.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
+from dualtrain.data.draws import derived
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Sampler:
 
 @lru_cache(maxsize=2)
 def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    digest = hashlib.blake2b(f"order of samples, seed {seed}, epoch {epoch}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    generator = torch.Generator().manual_seed(derived(f"order of samples, seed {seed}, epoch {epoch}"))
     return torch.randperm(samples, generator=generator)
 
 

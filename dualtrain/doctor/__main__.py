@@ -10,20 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-import time
 from collections.abc import Sequence
-from typing import NoReturn
 
+from dualtrain.console import leave, parser_of, refuse_alike, say
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors raised as ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m dualtrain.doctor --help")
 
 
 def _seconds(text: str) -> float:
@@ -34,13 +25,7 @@ def _seconds(text: str) -> float:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    about, _, more = str(__doc__).partition("\n\n")
-    parser = _Parser(
-        prog="python -m dualtrain.doctor",
-        description=about.partition(": ")[2].capitalize(),
-        epilog=more,
-        allow_abbrev=False,
-    )
+    parser = parser_of("dualtrain.doctor", str(__doc__))
     parser.add_argument(
         "--backend", choices=("torch", "horovod", "all"), default="all", help="which to test (default: all)"
     )
@@ -60,11 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = detect_world()
         given = _parse(arguments)
     except UserError as error:
-        if world.rank == 0:
-            _say(error, world)
-        else:
-            time.sleep(3.0)  # all have the same command line; a launcher stops the others when the first one ends
-        return 2
+        return refuse_alike(error, world)
     # What torch's C++ side logs when the others do not come, stack traces included, is said in one line here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from dualtrain.doctor.examine import Examination
@@ -76,21 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(report, indent=1) if given.json else page(report), flush=True)
     elif len(report["ranks"]) < world.size:
         for line in report["problems"]:  # rank 0 does not hear of them
-            _say(line, world)
+            say(line, world.rank, world.size)
     examination.end()
     return 0 if report["works"] else 2
 
 
-def _say(what: object, world: World) -> None:
-    where = f" (rank {world.rank} of {world.size})" if world.size > 1 else ""
-    print(f"dualtrain: error{where}: {what}", file=sys.stderr, flush=True)
-
-
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status:
-        # Not sys.exit: the libraries' exit handlers would wait for ranks that are gone.
-        os._exit(status)
-    sys.exit(0)
+    leave(main())

@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,9 @@ from dualtrain.backends import horovod as horovod_backend
 from dualtrain.backends import torch as torch_backend
 from dualtrain.doctor.network import WISHES, interfaces
 from dualtrain.errors import UserError
-from dualtrain.launchers import World
+from dualtrain.launchers import World, ignored
 from dualtrain.version import __version__
 
-# The variables that say a process's place, by the launcher that sets them.
-_ENVIRONMENT = r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
-_PLACE = {
-    "torchrun": rf"{_ENVIRONMENT}|TORCHELASTIC_RUN_ID",
-    "horovodrun --gloo": r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT))",
-    "mpirun": r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)",
-    "mpiexec": r"PMI_(RANK|SIZE)|MPI_LOCAL(RANKID|NRANKS)",
-    "spawn": rf"{_ENVIRONMENT}|DUALTRAIN_SPAWNED",
-    "srun": r"SLURM_(PROCID|LOCALID|NTASKS|STEP_ID)",
-    "environment": _ENVIRONMENT,
-}
 # Asked in a child: in this process, MPI is for the backends to start, and a broken one may end the process.
 _MPI_VERSION = """
 import mpi4py
@@ -41,15 +29,6 @@ mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
 print(MPI.Get_library_version())
 """
-
-
-def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that would tell a place in another launcher's world, and did not decide this one."""
-    own = _PLACE.get(world.launcher, "")
-    decided = {name for name, _ in world.evidence}
-    anyone = "|".join(_PLACE.values())
-    names = (name for name in sorted(env) if re.fullmatch(anyone, name) and not re.fullmatch(own, name))
-    return {name: env[name] for name in names if name not in decided}
 
 
 def gather(world: World) -> dict[str, Any]:

@@ -6,23 +6,15 @@ the run's folder if there is one run, else in the current folder. The picture be
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from dualtrain.console import parser_of, say
 from dualtrain.errors import UserError
 from dualtrain.report.page import page
 from dualtrain.report.picture import picture
 from dualtrain.report.runs import read_runs
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors raised as ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m dualtrain.report --help")
 
 
 def _write(folders: Sequence[str], out: str | None) -> list[Path]:
@@ -44,14 +36,7 @@ def _write(folders: Sequence[str], out: str | None) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the report and prints where it is; gives the exit status: 0, or 2 where the user can mend it."""
-    about, _, more = str(__doc__).partition("\n\n")
-    about = about.partition(": ")[2].capitalize()
-    parser = _Parser(
-        prog="python -m dualtrain.report",
-        description=about.partition(": ")[2].capitalize(),
-        epilog=more,
-        allow_abbrev=False,
-    )
+    parser = parser_of("dualtrain.report", str(__doc__))
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     parser.add_argument("--out", metavar="PAGE.html", help="where the page goes; the picture goes beside it")
     try:
@@ -59,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in _write(given.runs, given.out):
             print(path)
     except UserError as error:
-        print(f"dualtrain: error: {error}", file=sys.stderr)
+        say(error)
         return 2
     return 0
 

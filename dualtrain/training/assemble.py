@@ -17,10 +17,11 @@ from dualtrain.backends import Backend
 from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.config import Config
 from dualtrain.data import Batch, Task, load_data
+from dualtrain.data.draws import derived
 from dualtrain.data.options import NAMES
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
-from dualtrain.training.randomness import derived, seed_all
+from dualtrain.training.randomness import seed_all
 from dualtrain.training.together import together
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -33,10 +34,11 @@ def load_task(config: Config, backend: Backend) -> Task:
     def load(download: bool) -> Task:
         return load_data(config.dataset, config.data_dir, **{**options, "download": download})
 
+    fetched = None
     if config.download:
         first = backend.local_rank == 0
-        together(backend, "download of the data", lambda: load(True).close() if first else None)
-    return together(backend, "data", lambda: _filled(load(False), config.dataset))
+        fetched = together(backend, "download of the data", lambda: load(True) if first else None)
+    return together(backend, "data", lambda: _filled(fetched or load(False), config.dataset))
 
 
 def _filled(task: Task, name: str) -> Task:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from dualtrain.backends import Backend
+from dualtrain.data.draws import derived
 from dualtrain.state import local_buffers
-from dualtrain.training.randomness import derived, random_state, restore_random_state, seed_all
+from dualtrain.training.randomness import random_state, restore_random_state, seed_all
 
 
 def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:

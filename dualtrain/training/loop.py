@@ -15,6 +15,7 @@ from torch import nn
 from dualtrain.backends import Backend
 from dualtrain.config import Config
 from dualtrain.data import Batch, Task
+from dualtrain.data.draws import derived
 from dualtrain.data.sampler import Sampler, share
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import DivergedError, StoppedError, UserError
@@ -24,7 +25,6 @@ from dualtrain.training.cursor import Cursor
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, scaled_lr
 from dualtrain.training.parallel import measured, replicate
-from dualtrain.training.randomness import derived
 from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import conclude, weights_of, write_task
 from dualtrain.training.run_dir import claim, write_weights
@@ -81,8 +81,7 @@ class Run:
         check_tensorboard(config)
         self._check_batches()
         optimizer = make_optimizer(config, model, self.lr)
-        narrow = self.backend.narrow | {torch.float16}
-        if config.compress == "bf16" and torch.bfloat16 not in narrow:
+        if config.compress == "bf16" and torch.bfloat16 not in self.backend.narrow:
             raise UserError(f"--compress bf16: the {self.backend.name} backend does not carry it; use fp16")
         return Trainer(
             model,
@@ -183,19 +182,19 @@ class Run:
         """This rank's backward passes of the rest of the epoch, in order. Read ahead of the steps."""
         epoch, seed = self.cursor.epoch, derived(self.config.seed, "augmentation", self.cursor.epoch)
         for number in range(self.cursor.batch, self.sampler.batches):
-            for part in self._parts(epoch, number):
+            for part in self._parts(self.sampler.batch(epoch, number)):
                 yield Batch(part, seed)
 
-    def _parts(self, epoch: int, number: int) -> list[torch.Tensor]:
+    def _parts(self, batch: torch.Tensor) -> list[torch.Tensor]:
         """This rank's samples of a global batch, one tensor for each backward pass; none if it has no samples."""
-        mine = share(self.sampler.batch(epoch, number), self.backend.rank, self.backend.size)
+        mine = share(batch, self.backend.rank, self.backend.size)
         return list(mine.tensor_split(min(self.config.accumulate, len(mine)))) if len(mine) else []
 
     def _step(self) -> list[float]:
         """One optimizer step on one global batch; gives how many ranks have noted each of ``SIGNALS``."""
         cursor, started = self.cursor, time.perf_counter()
-        passes = len(self._parts(cursor.epoch, cursor.batch))
-        samples = len(self.sampler.batch(cursor.epoch, cursor.batch))
+        batch = self.sampler.batch(cursor.epoch, cursor.batch)
+        passes, samples = len(self._parts(batch)), len(batch)
         lr = self.trainer.optimizer.param_groups[0]["lr"]
         try:
             done = self.trainer.step(self._batches(passes), samples * self._counts(), self.signals.take())

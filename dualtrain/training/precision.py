@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
@@ -26,10 +26,10 @@ class Precision:
     """
 
     def __init__(self, amp: str, device: torch.device) -> None:
-        if amp != "off" and amp not in _DTYPES:
+        if amp != "off" and amp not in DTYPES:
             raise ValueError(f"amp={amp!r} is not known: choose off, bf16 or fp16")
         self._kind = device.type
-        self._dtype = _DTYPES.get(amp)
+        self._dtype = DTYPES.get(amp)
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
         # Has its scale made: a rank without samples in the first step would have none.
         self.scaler.scale(torch.zeros(1, device=device))

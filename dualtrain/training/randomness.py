@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import Any
 
 import numpy
 import torch
-
-
-def derived(*parts: object) -> int:
-    """A seed from 0 to below 2⁶³ that is a function of ``parts``."""
-    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def seed_all(seed: int) -> None:

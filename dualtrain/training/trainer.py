@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,13 +26,13 @@ from dualtrain.state import averaged_buffers, broadcast_parameters
 from dualtrain.training import checkpoint
 from dualtrain.training.local_state import local_state, restore_local_state
 from dualtrain.training.objective import NAMES, CrossEntropy, MeanLoss, Objective, OfTorch, metrics
-from dualtrain.training.precision import Precision
+from dualtrain.training.precision import DTYPES, Precision
 from dualtrain.training.together import on_root
 
+T = TypeVar("T")
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 NEWS = 3  # numbers of the caller's own that travel with a step
-_DTYPES = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Trainer:
             model.named_parameters(),
             backend=backend,
             carry=0 if self._compressed else len(self._numbers),
-            transfer=Transfer(dtype=_DTYPES[compress]),
+            transfer=Transfer(dtype=DTYPES[compress] if self._compressed else None),
         )
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
@@ -199,17 +199,17 @@ class Trainer:
 
     def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
         self.model.train()
-        total, batches, expected = torch.zeros(len(NAMES), dtype=torch.float64), iter(loader), 0.0
-        batch, more = next(batches, None), True
+        total, batches, expected = torch.zeros(len(NAMES), dtype=torch.float64), _with_last(loader), 0.0
+        more = True
         while more:
+            batch, last = next(batches, (None, True))
             if not expected:  # what is agreed on once: the largest first batch on every rank
                 size = torch.tensor([0.0 if batch is None else float(len(batch[1]))])
                 expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
-            following = next(batches, None) if batch is not None else None
             mine = [] if batch is None else [self.to_device(batch)]
-            step = self.step(mine, expected or 1.0, [float(following is not None), 0.0, 0.0])
+            step = self.step(mine, expected or 1.0, [float(not last), 0.0, 0.0])
             total += step.sums
-            batch, more = following, step.news[0] > 0
+            more = step.news[0] > 0
         return total
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
@@ -307,7 +307,7 @@ def _objective(loss: Loss | Objective | None) -> Objective:
     return loss if isinstance(loss, CrossEntropy | MeanLoss | OfTorch) else MeanLoss(loss)  # type: ignore[arg-type]
 
 
-def _with_last(batches: Iterable[Tensors]) -> Iterator[tuple[Tensors, bool]]:
+def _with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Each batch, and whether it is the last."""
     iterator = iter(batches)
     batch = next(iterator, None)

@@ -1,0 +1,54 @@
+"""What the commands have in common: how they read their flags, say what is wrong, and end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import NoReturn
+
+from dualtrain.errors import UserError
+from dualtrain.launchers import World
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors raised as UserError, and without abbreviations of flags."""
+
+    def __init__(self, prog: str, description: str, epilog: str) -> None:
+        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError."""
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def parser_of(module: str, about: str) -> Parser:
+    """A parser for ``python -m module`` with the words of its docstring ``about``."""
+    first, _, more = about.partition("\n\n")
+    return Parser(f"python -m {module}", first.partition("``: ")[2].capitalize(), more)
+
+
+def say(what: object, rank: int = 0, size: int = 1) -> None:
+    """One line on standard error; in a world of several, with the rank."""
+    where = f" (rank {rank} of {size})" if size > 1 else ""
+    print(f"dualtrain: error{where}: {what}", file=sys.stderr, flush=True)
+
+
+def refuse_alike(error: UserError, world: World) -> int:
+    """Every process has the same command line: rank 0 answers, and the others leave it the time to. Gives the status."""
+    if world.rank == 0:
+        say(error, world.rank, world.size)
+    else:
+        time.sleep(3.0)  # a launcher stops all processes when the first one ends
+    return 2
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process. A failed one does not wait for others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        # Not sys.exit: the libraries' exit handlers would wait for ranks that are gone.
+        os._exit(status)
+    sys.exit(0)
