@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dualtrain.errors import UserError
 
@@ -19,8 +19,10 @@ class World:
 
     ``local_*`` count the processes on this host, ``cross_*`` the hosts that have a process with this local rank.
     ``name`` tells a world of some of the job's processes from that of all.
-    ``rendezvous`` is the (host, port) of rank 0 where the launcher names one. ``evidence`` holds the variables
-    that decided, as (name, value) pairs, for error messages and reports.
+    ``rendezvous`` is the (host, port) of rank 0 where the launcher names one; rank 0 may take a later port, up to
+    ``ports`` of them, where the launcher cannot know which are free. ``secret`` is known to this job's processes alone,
+    as far as the launcher can hand one to them. ``evidence`` holds the variables that decided, as (name, value) pairs,
+    for error messages and reports.
     """
 
     rank: int = 0
@@ -31,6 +33,8 @@ class World:
     cross_size: int = 1
     launcher: str = "none"
     rendezvous: tuple[str, int] | None = None
+    ports: int = 1
+    secret: str = field(default="", repr=False)
     evidence: tuple[tuple[str, str], ...] = ()
     name: str = ""
 
@@ -64,6 +68,12 @@ class World:
     def single_host(self) -> bool:
         """Whether every rank is on this host."""
         return self.local_size == self.size
+
+
+SPAWNED = "DUALTRAIN_SPAWNED"
+#: What a job's processes know each other by; the user's, or a launch script's, to set where a launcher has no such thing.
+SECRET = "DUALTRAIN_SECRET"
+_SRUN_PORTS = 16
 
 
 class _Variables:
@@ -122,6 +132,7 @@ class _Variables:
             cross_size=max(1, -(-size // max(local_size, 1))),
             launcher=self.launcher,
             rendezvous=rendezvous,
+            secret=self.env.get(SECRET, ""),
             evidence=tuple(self.seen),
         )
 
@@ -152,17 +163,23 @@ def _srun(v: _Variables) -> World:
     per_node = v.text("SLURM_STEP_TASKS_PER_NODE") or str(size)  # such as 4(x2),3
     first = v.whole("SLURM_STEP_TASKS_PER_NODE", per_node.partition("(")[0].partition(",")[0])
     place = v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), first
-    return v.world(*place, v.rendezvous() or _srun_rendezvous(v, single_host=first == size))
+    chosen = v.rendezvous()
+    if chosen is not None:
+        return v.world(*place, chosen)
+    world = v.world(*place, _srun_rendezvous(v, single_host=first == size))
+    step = f"{v.env.get('SLURM_JOB_ID')}.{v.env.get('SLURM_STEP_ID')}"
+    # Other steps may try the same ports: the step is part of what its ranks know each other by.
+    return replace(world, ports=_SRUN_PORTS, secret=f"{step} {world.secret}")
 
 
 def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | None:
-    """The step's first host, and a port that its number gives: srun offers no way to tell one another of a free one."""
+    """The step's first host, and the first of some ports: srun offers no way to tell one another of a free one."""
     hosts = v.text("SLURM_STEP_NODELIST") or v.text("SLURM_NODELIST")  # such as gpu[01-03,07],login
     if not single_host and hosts is None:
         return None
     first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts or "")[0])  # type: ignore[index]
     number = v.number("SLURM_JOB_ID", 0) * 97 + v.number("SLURM_STEP_ID", 0)
-    return "127.0.0.1" if single_host else first, 15000 + number % 15000
+    return "127.0.0.1" if single_host else first, 15000 + number * _SRUN_PORTS % 15000
 
 
 def _environment(v: _Variables) -> World:
@@ -170,14 +187,11 @@ def _environment(v: _Variables) -> World:
     return v.world(rank, size, v.number("LOCAL_RANK", 0), v.number("LOCAL_WORLD_SIZE", size), v.rendezvous())
 
 
-SPAWNED = "DUALTRAIN_SPAWNED"
-
-
-def spawned(rank: int, size: int, rendezvous: tuple[str, int]) -> dict[str, str]:
+def spawned(rank: int, size: int, rendezvous: tuple[str, int], secret: str) -> dict[str, str]:
     """The variables that tell a process its place among ``size`` ranks that one command line starts on this host."""
     host, port = rendezvous
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    return {SPAWNED: "1", "MASTER_ADDR": host} | {name: str(value) for name, value in place.items()}
+    return {SPAWNED: "1", "MASTER_ADDR": host, SECRET: secret} | {name: str(value) for name, value in place.items()}
 
 
 # The innermost launcher wins: torchrun inside an srun step is torchrun, a batch script inside Slurm is nobody.

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import secrets
 import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import resource_tracker
@@ -56,16 +57,20 @@ def spawn(arguments: Sequence[str], nproc: int) -> int:
             f"do not get through their start; give {RANKS_PER_CORE * cores} at most"
         )
     with _signals() as inbox:
-        from dualtrain.backends.torch import serve_store
+        from dualtrain.backends.store import StoreServer, listen
 
-        store, rendezvous = serve_store()
+        secret = secrets.token_hex(32)
+        # The port is ours from here on: between a free one's number and its use, another program could take it.
+        listening = listen("127.0.0.1", [0], nproc)
+        rendezvous = listening.getsockname()
+        store = StoreServer(listening, nproc, secret)
         job = _Job(inbox)
         try:
-            job.start(arguments, nproc, rendezvous)
+            job.start(arguments, [spawned(rank, nproc, rendezvous, secret) for rank in range(nproc)])
             return job.wait()
         finally:
             job.kill()
-            del store
+            store.close()
 
 
 class _Job:
@@ -79,8 +84,8 @@ class _Job:
         self._means = [signal.SIGTERM, signal.SIGKILL]  # that are left to end the ranks with
         self._deadline: float | None = None  # for using the next of them
 
-    def start(self, arguments: Sequence[str], nproc: int, rendezvous: tuple[str, int]) -> None:
-        """Starts the ranks; returns before they have done anything."""
+    def start(self, arguments: Sequence[str], places: Sequence[Mapping[str, str]]) -> None:
+        """Starts a rank with each place's variables; returns before they have done anything."""
         from torch.multiprocessing import get_context
 
         from dualtrain.backends.hosts import variables
@@ -91,20 +96,20 @@ class _Job:
         resource_tracker.ensure_running()
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
-            for rank in range(nproc):
+            for rank, place in enumerate(places):
                 self._listen(0.0)
                 if self._told is not None:
                     self._status = 128 + self._told[0]
                 if self._status is not None:
                     break  # those that have started are told, or end since one has failed
                 process = context.Process(target=_rank, args=(list(arguments), os.getpid()), name=f"rank {rank}")
-                with variables(spawned(rank, nproc, rendezvous)):
+                with variables(place):
                     process.start()
                 self._processes.append(process)
         except OSError as error:
             raise UserError(
-                f"rank {len(self._processes)} of {nproc} could not be started ({error}): the system is short of processes "
-                "or memory; give a smaller --nproc"
+                f"rank {len(self._processes)} of {len(places)} could not be started ({error}): the system is short of "
+                "processes or memory; give a smaller --nproc"
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)

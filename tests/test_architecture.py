@@ -29,7 +29,7 @@ ROOMS += ["doctor"]
 BACKENDS = [
     {"base"},
     {"lines"},
-    {"watch", "agreement", "wire", "serial", "objects", "http_store", "hosts"},
+    {"watch", "agreement", "wire", "serial", "objects", "http_store", "store", "hosts"},
     {"rendezvous"},
     {"collectives"},
     {"local", "torch", "horovod"},

@@ -97,7 +97,7 @@ def test_ranks_are_spawned_inside_a_slurm_step_and_a_batch_script(step):
 
 
 def test_a_spawned_rank_reads_what_its_parent_wrote():
-    world = detect_world(spawned(1, 3, ("127.0.0.1", 4000)))
+    world = detect_world(spawned(1, 3, ("127.0.0.1", 4000), "s"))
     assert (world.rank, world.size, world.local_rank, world.local_size) == (1, 3, 1, 3)
     assert (world.launcher, world.rendezvous, world.single_host) == ("spawn", ("127.0.0.1", 4000), True)
 

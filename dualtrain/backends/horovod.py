@@ -23,7 +23,7 @@ import torch
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import loopback, variables
+from dualtrain.backends.hosts import address, loopback, variables
 from dualtrain.backends.http_store import HttpStore
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
@@ -297,9 +297,9 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     # The host identities come first: Horovod aborts the process when its local ranks do not add up.
     store, world = meet(world, timeout)
 
-    def share(address: str | None) -> str:
-        if address is not None:
-            store.set("horovod", address)
+    def share(place: str | None) -> str:
+        if place is not None:
+            store.set("horovod", place)
         return str(store.get("horovod").decode())
 
     def joined() -> None:
@@ -332,10 +332,10 @@ def _meeting_place(
     ``share`` hands the server's address from that rank to the others. Each start gets a fresh server: on a used one,
     the keys of the last start would still lie around.
     """
-    server = HttpStore("127.0.0.1" if single_host else socket.gethostbyname(socket.gethostname())) if serving else None
+    server = HttpStore("127.0.0.1" if single_host else address()) if serving else None
     try:
-        address, port = share(f"{server.server_address[0]!s} {server.port}" if server else None).split()
-        with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
+        place, port = share(f"{server.place} {server.port}" if server else None).split()
+        with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": place, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
             yield
         joined()
     finally:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import ipaddress
 import os
 import socket
+import struct
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +30,56 @@ def _boot() -> str:
 def loopback() -> str:
     """The name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+#: What people choose the interface with that the ranks talk through.
+WISHES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
+_SIOCGIFADDR = 0x8915
+
+
+def address(towards: str = "") -> str:
+    """Where other hosts reach this one: the chosen interface's address, or that of the way to the host ``towards``.
+
+    Without either, the one that this host's name stands for. On many systems that is a loopback address; then it is
+    that of the way to the world, or of any interface. Sends nothing.
+    """
+    wishes = (os.environ.get(name, "").partition(",")[0].lstrip("=") for name in WISHES)
+    found = [ipv4(name) for name in wishes if name]
+    found += [_route(towards)] if towards else []
+    found += [_resolved(socket.gethostname()), _route("192.0.2.1")]  # RFC 5737: of no real host
+    found += [ipv4(name) for _, name in socket.if_nameindex()]
+    return next((each for each in found if each and not is_loopback(each)), "127.0.0.1")
+
+
+def ipv4(interface: str) -> str | None:
+    """The IPv4 address of a network interface, if it is there and has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address leads back to the host that asks."""
+    return ipaddress.ip_address(_resolved(host)).is_loopback
+
+
+def _resolved(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return "127.0.0.1"
+
+
+def _route(towards: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((towards, 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(asking.getsockname()[0])
 
 
 @contextmanager

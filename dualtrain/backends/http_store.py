@@ -4,10 +4,15 @@ Horovod's Gloo controller speaks plain HTTP: PUT /scope/key, GET /scope/key (404
 /scope/rank when done. Its own server (``RendezvousServer``) listens on every interface, and forgets keys of one scope
 when another ends (so a second start on the same server can hang); this one listens on one address and lives for one
 start.
+
+Horovod sends no password. But it takes what we say of the address for the beginning of a URL, so the secret travels in
+the path: in front of every key, where all who ask without it get a 403.
 """
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,15 +22,26 @@ class _Handler(BaseHTTPRequestHandler):
     server: HttpStore
 
     def do_GET(self) -> None:
-        value = self.server.values.get(self.path)
-        self._answer(404 if value is None else 200, value or b"")
+        if self._knows_the_secret():
+            value = self.server.values.get(self.path)
+            self._answer(404 if value is None else 200, value or b"")
 
     def do_PUT(self) -> None:
-        self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(200, b"")
+        if self._knows_the_secret():
+            self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(200, b"")
 
     def do_DELETE(self) -> None:
-        self._answer(200, b"")
+        if self._knows_the_secret():
+            self._answer(200, b"")
+
+    def _knows_the_secret(self) -> bool:
+        said = self.path.encode()[: len(self.server.beginning)]
+        if hmac.compare_digest(said, self.server.beginning):
+            return True
+        self.close_connection = True  # a body that was not read would be taken for the next request
+        self._answer(403, b"")
+        return False
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -46,7 +62,14 @@ class HttpStore(ThreadingHTTPServer):
     def __init__(self, address: str) -> None:
         self.values: dict[str, bytes] = {}
         super().__init__((address, 0), _Handler)
+        self._secret = secrets.token_hex(32)
+        self.beginning = f"/{self._secret}:{self.port}/".encode()
         threading.Thread(target=self.serve_forever, name="dualtrain-http-store", daemon=True).start()
+
+    @property
+    def place(self) -> str:
+        """What Horovod is to be told for the server's address, which it puts ":port/scope/key" behind."""
+        return f"{self.server_address[0]!s}:{self.port}/{self._secret}"
 
     @property
     def port(self) -> int:

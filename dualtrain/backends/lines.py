@@ -29,7 +29,7 @@ class Line:
         self.rank = rank
         self._rest = b""
         self._sending = threading.Lock()
-        self.early: list[dict[str, Any]] = []  # what came together with the greeting
+        self.early: list[Any] = []  # what came together with the greeting
         connection.settimeout(5.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The kernel asks after a silent peer, so that a host cut off from the network counts as gone within 10 s.
@@ -38,13 +38,13 @@ class Line:
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Any) -> None:
         """Sends one message; blocks while the other end's buffers are full. May be called by several threads."""
         data = json.dumps(message).encode() + b"\n"
         with self._sending:
             self.connection.sendall(data)
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[Any]:
         """The messages that have arrived, one at least. Raises OSError or ValueError when there will be none."""
         while b"\n" not in self._rest:
             data = self.connection.recv(1 << 16)

@@ -6,7 +6,9 @@ free port that the others are told of.
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import socket
 import time
 import urllib.error
@@ -16,12 +18,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from dualtrain.backends.hosts import identity
+from dualtrain.backends.hosts import address, identity, is_loopback
+from dualtrain.backends.store import Store, StoreServer, dial, listen, serve
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 
 #: Sockets that rank 0 listens on already, until the store takes them.
-RESERVED: dict[tuple[str, int], socket.socket] = {}
+_RESERVED: dict[tuple[str, int], socket.socket] = {}
+#: The stores of the jobs that this process has joined, by address, rank and world size.
+_JOINED: dict[tuple[str, int, int, int], Store] = {}
 
 
 def meeting_point(world: World, timeout: float) -> World:
@@ -33,18 +38,65 @@ def meeting_point(world: World, timeout: float) -> World:
     if world.rendezvous is not None or world.size == 1 or world.name:
         return world
     if world.launcher.startswith("mpi"):
-        return replace(world, rendezvous=_meet_by_mpi(world))
-    if world.launcher == "horovodrun --gloo":
-        return replace(world, rendezvous=_meet_by_server(world, timeout))
-    return world
+        rendezvous, secret = _meet_by_mpi(world)
+    elif world.launcher == "horovodrun --gloo":
+        rendezvous, secret = _meet_by_server(world, timeout)
+    else:
+        return world
+    return replace(world, rendezvous=rendezvous, secret=secret)
+
+
+def join(world: World, timeout: float) -> Store:
+    """The job's store at ``world``'s rendezvous, joined once by a process: its second world meets there too.
+
+    Raises:
+        UserError: it cannot be reached, or not be served.
+    """
+    assert world.rendezvous is not None
+    host, port = world.rendezvous
+    place = host, port, world.rank, world.size
+    if place not in _JOINED:
+        if world.rank == 0 and world.launcher != "spawn":
+            _JOINED[place] = _serve(world, host, port)
+        else:
+            _JOINED[place] = dial(host, range(port, port + world.ports), world.rank, world.secret, timeout)
+    return _JOINED[place]
+
+
+def leave(world: World) -> None:
+    """Ends what :func:`join` began, for a world that has not come about."""
+    for place in [place for place in _JOINED if place[:2] == world.rendezvous]:
+        _JOINED.pop(place).close()
+
+
+def _serve(world: World, host: str, port: int) -> StoreServer:
+    if (host, port) in _RESERVED:
+        server = StoreServer(_RESERVED.pop((host, port)), world.size, world.secret)
+        server.join(0, f"process {os.getpid()}")
+        return server
+    # Many a host knows itself by a loopback address, where nobody else would find it.
+    own = address() if not world.single_host and is_loopback(host) else host
+    try:
+        return serve(own, range(port, port + world.ports), 0, world.size, world.secret)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"port {port} on {host} is in use by another program, or by another rank 0: set MASTER_PORT to a free one, "
+                "and start each rank once"
+            ) from error
+        raise UserError(
+            f"rank 0 cannot listen at {host}:{port} ({error.strerror or error}): MASTER_ADDR must be an address of the "
+            "host that rank 0 runs on"
+        ) from error
 
 
 def world_of(comm: Any, world: World) -> World:
     """The world of the processes of an mpi4py communicator. Collective over it."""
     place = replace(world, rank=comm.Get_rank(), size=comm.Get_size(), name=f"comm{comm.Get_size()}")
-    return (
-        replace(place, rendezvous=_share(place, comm.bcast, comm.allgather)) if place.size > 1 else replace(place, name="")
-    )
+    if place.size == 1:
+        return replace(place, name="")
+    rendezvous, secret = _share(place, comm.bcast, comm.allgather)
+    return replace(place, rendezvous=rendezvous, secret=secret)
 
 
 def ranks_in_world(comm: Any) -> list[int]:
@@ -55,8 +107,12 @@ def ranks_in_world(comm: Any) -> list[int]:
     return sorted(MPI.Group.Translate_ranks(group, list(range(group.size)), MPI.COMM_WORLD.Get_group()))
 
 
+#: A (host, port) and a secret.
+Meeting = tuple[tuple[str, int], str]
+
+
 @cache
-def _meet_by_mpi(world: World) -> tuple[str, int]:
+def _meet_by_mpi(world: World) -> Meeting:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -73,35 +129,36 @@ def _meet_by_mpi(world: World) -> tuple[str, int]:
     return _share(world, comm.bcast, comm.allgather)
 
 
-def _share(world: World, bcast: Callable[..., Any], allgather: Callable[..., Any]) -> tuple[str, int]:
+def _share(world: World, bcast: Callable[..., Any], allgather: Callable[..., Any]) -> Meeting:
     hosts = allgather(identity())
     place = _reserve(single_host=len(set(hosts)) == 1) if world.rank == 0 else None
-    host, port = bcast(place, root=0)
-    return str(host), int(port)
+    (host, port), secret = bcast(place, root=0)
+    return (str(host), int(port)), str(secret)
 
 
-def _reserve(single_host: bool) -> tuple[str, int]:
-    host = "127.0.0.1" if single_host else socket.gethostbyname(socket.gethostname())
-    listening = socket.create_server((host, 0), backlog=128)
+def _reserve(single_host: bool) -> Meeting:
+    host = "127.0.0.1" if single_host else address()
+    listening = listen(host, [0], backlog=128)
     place = host, int(listening.getsockname()[1])
-    RESERVED[place] = listening
-    return place
+    _RESERVED[place] = listening
+    return place, secrets.token_hex(32)
 
 
 @cache
-def _meet_by_server(world: World, timeout: float) -> tuple[str, int]:
+def _meet_by_server(world: World, timeout: float) -> Meeting:
     server = f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
     url = f"http://{server}/dualtrain/meeting-point"
     if world.rank == 0:
-        host, port = _reserve(world.single_host)
-        urllib.request.urlopen(urllib.request.Request(url, f"{host} {port}".encode(), method="PUT"), timeout=30).close()
-        return host, port
+        (host, port), secret = _reserve(world.single_host)
+        words = f"{host} {port} {secret}".encode()
+        urllib.request.urlopen(urllib.request.Request(url, words, method="PUT"), timeout=30).close()
+        return (host, port), secret
     deadline = time.monotonic() + timeout
     while True:
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:
-                host, port = answer.read().decode().split()
-                return host, int(port)
+                host, port, secret = answer.read().decode().split()
+                return (host, int(port)), secret
         except urllib.error.URLError as error:
             missing = isinstance(error, urllib.error.HTTPError) and error.code == 404
             if not missing or time.monotonic() > deadline:

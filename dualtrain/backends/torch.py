@@ -6,14 +6,14 @@ of ``exchange``, so that a rank that checks a call never meets a rank that sends
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,9 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import identity, loopback
-from dualtrain.backends.rendezvous import RESERVED, meeting_point
+from dualtrain.backends.hosts import address, identity, loopback
+from dualtrain.backends.rendezvous import join, leave, meeting_point
+from dualtrain.backends.store import Store, listen
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 
@@ -63,6 +64,60 @@ class _TorchWork(Work[None]):
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
+
+
+class _JobStore(dist.Store):
+    """The job's store, as torch knows stores."""
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        super().__init__()
+        self._store = store
+        self._seconds = seconds
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, _text(value))
+
+    def get(self, key: str) -> bytes:
+        value = self._ask("get", key, wait=self._seconds)
+        if value is None:
+            raise dist.DistStoreError(f"nobody has set {key!r} within {self._seconds:g} s")
+        return str(value).encode("latin-1")
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return str(self._ask("swap", key, [_text(expected), _text(desired)])).encode("latin-1")
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("has", value=keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        if not self._ask("has", value=keys, wait=seconds):
+            raise dist.DistStoreError(f"nobody has set {' and '.join(map(repr, keys))} within {seconds:g} s")
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("drop", key))
+
+    def num_keys(self) -> int:
+        return int(self._ask("count"))
+
+    def _ask(self, what: str, key: str = "", value: object = None, wait: float = 0.0) -> Any:
+        try:
+            return self._store.call(what, key, value, wait)
+        except OSError as error:
+            raise UserError(f"the process that serves the job's store has gone ({error}): see its own message") from error
+
+
+@cache
+def _adapted(store: Store, seconds: float) -> _JobStore:
+    """Kept: torch holds a store of Python's by its C++ half, and loses these methods with the last reference to ours."""
+    return _JobStore(store, seconds)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else bytes(value).decode("latin-1")
 
 
 class TorchBackend(Backend):
@@ -160,7 +215,9 @@ def _initialise(world: World, device: torch.device, timeout: float) -> None:
         UserError: there is no rendezvous to join, or its port is taken.
     """
     store, world = meet(world, timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if device.type == "cuda":
+        backend, store = "cpu:gloo,cuda:nccl", _for_nccl(store, world, timeout)
     if world.single_host:
         # Gloo listens on the loopback interface alone, unless one was chosen. Groups made later read this too.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
@@ -184,6 +241,7 @@ def meet(world: World, timeout: float) -> tuple[dist.Store, World]:
         try:
             hosts.append(store.get(f"host/{rank}"))
         except dist.DistError as error:
+            leave(meeting_point(world, timeout))
             raise UserError(
                 f"rank {rank} of {world.size} did not come within {timeout:g} s: check that all processes were started, "
                 "each with its own rank"
@@ -209,42 +267,38 @@ def open_store(world: World, timeout: float) -> dist.Store:
     wait = timedelta(seconds=timeout)
     try:
         if world.launcher == "torchrun":
+            # Its own store, which its agent serves.
             store: dist.Store = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))[0]
         else:
-            store = _store_at(host, port, world.rank == 0 and world.launcher != "spawn", wait)
-        # A store outlives a world: the next one must not find the keys of the last.
-        _WORLDS[host, port, world.name] += 1
-        return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[host, port, world.name]}", store)
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise UserError(f"port {port} on {host} is in use by another program: set MASTER_PORT to a free one") from error
+            store = _adapted(join(world, timeout), timeout)
+    except RuntimeError as error:
         raise UserError(
             f"rank {world.rank} could not meet the others at {host}:{port} within {timeout:g} s ({_first_line(error)}): "
             "check that the address is rank 0's, that the port is open, and that all processes were started"
         ) from error
+    # A store outlives a world: the next one must not find the keys of the last.
+    _WORLDS[host, port, world.name] += 1
+    return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[host, port, world.name]}", store)
 
 
-@cache
-def _store_at(host: str, port: int, serves: bool, wait: timedelta) -> dist.TCPStore:
-    """The store at an address that the launcher chose, opened once: a second world of this process meets there too."""
-    if not serves:
-        return dist.TCPStore(host, port, None, False, wait, wait_for_workers=False)
-    # Our own listening socket: on this one address, where TCPStore would listen on all.
-    listening = RESERVED.pop((host, port), None) or socket.create_server((host, port), backlog=128)
-    return dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach())
+def _for_nccl(store: dist.Store, world: World, timeout: float) -> dist.Store:
+    """A store of torch's own, for NCCL's threads: they outlive the interpreter, and must not call into Python.
 
-
-def serve_store() -> tuple[object, tuple[str, int]]:
-    """A store for ranks that this process starts on this host, and the free port that it has taken for it.
-
-    Returns:
-        What must live as long as the ranks do, and the (host, port) of their rendezvous.
+    It is told of through the job's store, together with the beginning of its keys.
     """
-    # The port is ours from here on: between a free one's number and its use, another program could take it.
-    listening = socket.create_server(("127.0.0.1", 0), backlog=128)
-    host, port = listening.getsockname()
-    store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
-    return store, (host, port)
+    if world.size == 1:
+        return store
+    wait = timedelta(seconds=timeout)
+    if world.rank == 0:
+        host = "127.0.0.1" if world.single_host else address()
+        listening = listen(host, [0], world.size)
+        port, beginning = int(listening.getsockname()[1]), secrets.token_hex(32)
+        native = dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach())
+        store.set("nccl", f"{host} {port} {beginning}")
+    else:
+        host, number, beginning = store.get("nccl").decode().split()
+        native = dist.TCPStore(host, int(number), None, False, wait, wait_for_workers=False)
+    return dist.PrefixStore(beginning, native)
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,7 +17,8 @@ import torch
 
 from dualtrain.backends import horovod as horovod_backend
 from dualtrain.backends import torch as torch_backend
-from dualtrain.doctor.network import WISHES, interfaces
+from dualtrain.backends.hosts import WISHES
+from dualtrain.doctor.network import interfaces
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, ignored
 from dualtrain.version import __version__

@@ -1,0 +1,220 @@
+"""The store in which a job's processes find each other: its operations, and whom it lets in."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dualtrain import UserError
+from dualtrain.backends import hosts
+from dualtrain.backends.http_store import HttpStore
+from dualtrain.backends.store import StoreClient, dial, listen, serve
+from dualtrain.backends.torch import _JobStore
+from tests.pool import free_port
+
+LOCAL = "127.0.0.1"
+
+
+@pytest.fixture
+def job():
+    """A server with rank 0 of three, and its port."""
+    server = serve(LOCAL, [0], 0, 3, "the secret")
+    yield server, server._listening.getsockname()[1]
+    server.close()
+
+
+@pytest.fixture
+def join():
+    """``dial`` on this host, ended with the test."""
+    found = []
+
+    def joined(ports, rank, secret="the secret", timeout=5.0):
+        found.append(dial(LOCAL, ports, rank, secret, timeout))
+        return found[-1]
+
+    yield joined
+    for each in found:
+        each.close()
+
+
+def answers(port):
+    """Whether anything listens there."""
+    try:
+        socket.create_connection((LOCAL, port), 1.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("end", ["server", "client"])
+def test_it_does_what_torchs_own_does(job, end, join):
+    server, port = job
+    store = server if end == "server" else join([port], 1)
+    ours, theirs = _JobStore(store, 5.0), dist.HashStore()
+    for each in (ours, theirs):
+        each.set("bytes", bytes(range(256)))
+        each.set("text", "words")
+    steps = [
+        lambda s: s.get("bytes"),
+        lambda s: s.get("text"),
+        lambda s: [s.add("sum", 3), s.add("sum", -5), s.get("sum")],
+        lambda s: [s.compare_set("new", "", "first"), s.compare_set("new", "other", "second"), s.get("new")],
+        lambda s: [s.compare_set("new", "first", "third"), s.compare_set("none", "x", "y"), s.check(["none"])],
+        lambda s: [s.check(["text", "new"]), s.check(["text", "gone"]), s.num_keys()],
+        lambda s: [s.delete_key("text"), s.delete_key("text"), s.check(["text"])],
+        lambda s: s.wait(["new", "sum"], timedelta(seconds=1)),
+    ]
+    for step in steps:
+        assert step(ours) == step(theirs)
+    for waits in (lambda s: s.wait(["never"], timedelta(seconds=0.1)), lambda s: _JobStore(store, 0.1).get("never")):
+        with pytest.raises(dist.DistStoreError, match=r"nobody has set 'never' within 0.1 s"):
+            waits(ours)
+
+
+def test_a_wait_ends_when_another_process_sets_the_key(job, join):
+    _, port = job
+    clients = [join([port], rank) for rank in (1, 2)]
+    threading.Timer(0.2, clients[0].call, ("set", "late", "here")).start()
+    assert clients[1].call("get", "late", wait=20.0) == "here"
+
+
+def test_nobody_listens_when_all_have_joined(job, join):
+    server, port = job
+    assert answers(port)
+    clients = [join([port], rank) for rank in (1, 2)]
+    assert not answers(port)
+    clients[0].call("set", "still", "works")
+    assert clients[1].call("get", "still", wait=5.0) == server.call("get", "still") == "works"
+
+
+def test_another_secret_is_refused_at_both_ends(job, join):
+    server, port = job
+    with pytest.raises(UserError, match=rf"rank 1 .*{LOCAL}:{port} .*not of this job: DUALTRAIN_SECRET must be the same"):
+        join([port], 1, "a guess")
+    assert server.call("count") == 0
+    assert isinstance(join([port], 1), StoreClient)  # the guess has taken nobody's place
+
+
+def test_the_secret_is_not_sent(job, join):
+    """What a server without it is told proves nothing to the real one."""
+    _, port = job
+    with listen(LOCAL, [0], 1) as false:
+        said = []
+
+        def listener():
+            connection, _ = false.accept()
+            with connection:
+                connection.sendall(b'{"store": "00"}\n')
+                said.append(connection.recv(4096))
+                connection.sendall(b'{"proof": "' + json.loads(said[0])["proof"].encode() + b'"}\n')
+
+        thread = threading.Thread(target=listener)
+        thread.start()
+        with pytest.raises(UserError, match="not of this job"):
+            join([false.getsockname()[1]], 1, timeout=1.0)
+        thread.join()
+    assert b"the secret" not in said[0]
+    with socket.create_connection((LOCAL, port), 5.0) as again, again.makefile("rwb") as lines:
+        lines.readline()
+        lines.write(said[0])
+        lines.flush()
+        assert json.loads(lines.readline()) == {"refused": "secret"}
+
+
+def test_strangers_keep_nobody_waiting(job, join):
+    _, port = job
+    silent = [socket.create_connection((LOCAL, port)) for _ in range(20)]
+    for words in (b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"\xff\n", b'{"rank": "x"}\n', b"[" * 9999 + b"\n"):
+        with socket.create_connection((LOCAL, port)) as loud:
+            loud.sendall(words)
+    client = join([port], 1)
+    client.call("set", "key", "value")
+    for each in silent:
+        each.close()
+
+
+def test_two_processes_with_one_rank_end_the_job(job, join):
+    server, port = job
+    first = join([port], 1)
+    with pytest.raises(
+        UserError, match=r"two processes are rank 1 \(process \d+ on .*, and process \d+ on .*each of the 3"
+    ):
+        join([port], 1)
+    for store in (server, first):
+        with pytest.raises(UserError, match="two processes are rank 1"):
+            store.call("get", "host/2", wait=60.0)
+
+
+def test_a_rank_outside_the_size_is_refused(job, join):
+    server, port = job
+    with pytest.raises(UserError, match=r"rank 3 \(process .*\) is none of this job's 3: give every process the same"):
+        join([port], 3)
+    assert server.call("count") == 0
+
+
+def test_a_client_may_come_before_the_server(join):
+    port, found = free_port(), []
+    thread = threading.Thread(target=lambda: found.append(join([port], 1, "", 20.0)))
+    thread.start()
+    server = serve(LOCAL, [port], 0, 2, "")
+    thread.join()
+    found[0].call("set", "key", "value")
+    assert server.call("get", "key") == "value"
+
+
+def test_jobs_that_try_the_same_ports_do_not_meet(join):
+    base = free_port()
+    ports = range(base, base + 4)
+    servers = [serve(LOCAL, ports, 0, 2, job) for job in ("job 1", "job 2")]
+    for server, job in zip(servers, ("job 1", "job 2"), strict=True):
+        join(ports, 1, job).call("set", "from", job)
+        assert server.call("get", "from") == job
+    assert len({server._values["from"] for server in servers}) == 2
+
+
+def test_who_serves_has_gone(join):
+    port = free_port()
+    server = serve(LOCAL, [port], 0, 3, "")
+    client = join([port], 1, "")
+    client._line.connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(UserError, match="the process that serves the job's store has gone"):
+        _JobStore(client, 5.0).get("key")
+    server.close()
+
+
+def test_horovods_server_answers_only_who_knows_the_secret():
+    server = HttpStore(LOCAL)
+    at = f"http://{LOCAL}:{server.port}"
+    known = f"http://{server.place}:{server.port}/scope/key"
+    try:
+        urllib.request.urlopen(urllib.request.Request(known, b"value", method="PUT"), timeout=5).close()
+        with urllib.request.urlopen(known, timeout=5) as answer:
+            assert answer.read() == b"value"
+        for path, method in (("/scope/key", "GET"), ("/0:1/scope/key", "PUT"), ("/", "DELETE")):
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(urllib.request.Request(at + path, b"x", method=method), timeout=5)
+        assert list(server.values.values()) == [b"value"]
+    finally:
+        server.close()
+
+
+def test_a_hosts_address_is_the_chosen_interfaces(monkeypatch):
+    found = {"eth0": "192.0.2.7", "ib0": "192.0.2.8", hosts.loopback(): "127.0.0.1"}
+    monkeypatch.setattr(hosts, "ipv4", found.get)
+    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(hosts, "_resolved", lambda host: "127.0.1.1" if host == "here" else host)
+    monkeypatch.setattr(hosts, "_route", lambda towards: "192.0.2.9" if towards == "there" else "127.0.0.1")
+    monkeypatch.setattr(hosts.socket, "if_nameindex", lambda: list(enumerate(found)))
+    for name in hosts.WISHES:
+        monkeypatch.delenv(name, raising=False)
+    assert hosts.address("there") == "192.0.2.9"
+    assert hosts.address() == "192.0.2.7"  # what this host's name stands for leads nowhere
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert hosts.address("there") == "192.0.2.8"
