@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dualtrain import BackendError, UserError, connect
-from dualtrain.backends.factory import NAMES, choose
+from dualtrain.backends.factory import NAMES, _as_numbers, _locate, _take_device, choose
 from dualtrain.launchers import World
 from tests.conftest import require_horovod
 from tests.pool import ROOT, free_port
@@ -168,6 +168,79 @@ def test_a_world_of_another_size_than_the_launchers_is_refused(name, request):
         finally:
             torch.distributed.destroy_process_group()
     assert f"the {name} backend is rank 0 of 1, but srun started this process as rank 1 of 2" in said
+
+
+class Seen:
+    """A backend as ``connect`` sees one that has just joined its world: what the ranks exchange is given."""
+
+    transport = "nccl"
+
+    def __init__(self, rank, hosts, rows, device="cpu"):
+        self.rank, self.hosts, self.rows, self.device, self.left = rank, tuple(hosts), rows, torch.device(device), False
+        self.world = World(rank, len(hosts)).placed(rank, hosts)
+
+    def exchange(self, row):
+        return torch.tensor([row.tolist() if given is None else given for given in self.rows])
+
+    def disconnect(self):
+        self.left = True
+
+
+GPUS = [f"{number:08x}-0000-4000-8000-000000000000" for number in range(4)]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Makes torch believe in the GPUs whose numbers it is called with."""
+
+    def see(*numbers):
+        properties = [SimpleNamespace(uuid=GPUS[number]) for number in numbers]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(numbers))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    return see
+
+
+@pytest.mark.parametrize(("hosts", "taken"), [("aabb", [0, 1, 0, 1]), ("abab", [0, 0, 1, 1]), ("aaab", [0, 1, 0, 0])])
+def test_the_ranks_of_a_host_take_its_gpus_in_turn(hosts, taken, gpus):
+    gpus(0, 1)
+    for rank, number in enumerate(taken):
+        rows = [[other, 0] for other in range(len(hosts))]
+        rows[rank] = None
+        backend = Seen(rank, hosts, rows, "cuda")
+        _take_device(backend)
+        assert backend.device == torch.device("cuda", number)
+        backend = Seen(rank, hosts, rows, "cuda:1")
+        _take_device(backend)
+        assert backend.device == torch.device("cuda", 1)
+
+
+def test_two_ranks_with_one_gpu_are_refused_where_nccl_would_fail(gpus):
+    gpus(3)  # each rank sees one GPU only: number 0 for all of them
+    for hosts, refused in (("aa", True), ("ab", False)):
+        backend = Seen(0, hosts, [None, None], "cuda")
+        if refused:
+            with pytest.raises(
+                UserError, match=r"ranks 0 and 1 of this host have the same GPU, cuda:0"
+            ):
+                _take_device(backend)
+        else:
+            _take_device(backend)
+        assert backend.left == refused
+    backend = Seen(0, "aa", [None, [7, 7]], "cuda")  # another GPU, by the same number
+    _take_device(backend)
+    backend = Seen(0, "aa", [None, None], "cuda")
+    backend.transport = "gloo"
+    _take_device(backend)
+
+
+def test_other_versions_are_named():
+    rows = [[1, *_as_numbers(version)] for version in ("0.1.0", "0.1.0", "0.2.0rc1", "0.3")]
+    backend = Seen(0, "aaaa", rows)
+    with pytest.raises(UserError, match=r"rank 0 runs dualtrain 0.1.0, and rank 2, 3 dualtrain 0.2.0rc1, 0.3: install the"):
+        _locate(backend)
+    assert backend.left
 
 
 def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():

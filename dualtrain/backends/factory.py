@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Mapping
+import struct
+import uuid
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import identity
+from dualtrain.backends.hosts import address, identity
 from dualtrain.backends.watch import Watch
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
+from dualtrain.version import __version__
 
 NAMES = ("auto", "torch", "horovod", "local")
 
@@ -75,7 +77,7 @@ def connect(
     """
     world = detect_world() if world is None else world
     name = choose(name, world)
-    place = _device(device, world)
+    place = _device(device)
     if name == "local":
         from dualtrain.backends.local import LocalBackend
 
@@ -90,13 +92,14 @@ def connect(
         backend = HorovodBackend(world, place, timeout, groups)
     _compare(backend, world)
     _locate(backend)
+    _take_device(backend)
     backend.watch = Watch(backend, meeting_address(backend))
     backend.watch.guard()
     return backend
 
 
-def _device(device: str | torch.device, world: World) -> torch.device:
-    """The device that is meant; a GPU becomes the current one, as the libraries expect."""
+def _device(device: str | torch.device) -> torch.device:
+    """The device that is meant; a GPU without a number where the rank's place on its host will choose."""
     wanted = str(device)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,8 +111,6 @@ def _device(device: str | torch.device, world: World) -> torch.device:
         count = torch.cuda.device_count()
         if count == 0 or (place.index or 0) >= count:
             raise UserError(f"device {wanted!r} is not there: torch sees {count} GPUs on this host; choose auto or cpu")
-        place = torch.device("cuda", place.index if place.index is not None else world.local_rank % count)
-        torch.cuda.set_device(place)
     elif place.type != "cpu":
         raise UserError(f"device {wanted!r} is not supported: choose auto, cpu, cuda or cuda:N")
     return place
@@ -129,17 +130,63 @@ def _compare(backend: Backend, world: World) -> None:
 
 
 def _locate(backend: Backend) -> None:
-    """Sets the local and cross ranks from what the hosts say of themselves: launchers disagree on them."""
-    hosts = backend.exchange(torch.tensor([identity()]))[:, 0].tolist()
+    """Sets the local and cross ranks from what the hosts say of themselves: launchers disagree on them.
+
+    Raises:
+        UserError: the ranks run different versions of dualtrain.
+    """
+    rows = backend.exchange(torch.tensor([identity(), *_as_numbers(__version__)])).tolist()
+    hosts = [row[0] for row in rows]
     first = list(dict.fromkeys(hosts))
     backend.hosts = tuple(first.index(host) for host in hosts)
     backend.world = backend.world.placed(backend.rank, backend.hosts)
+    versions = {rank: _as_text(row[1:]) for rank, row in enumerate(rows)}
+    others = [rank for rank, version in versions.items() if version != versions[0]]
+    if others:
+        backend.disconnect()
+        raise UserError(
+            f"rank 0 runs dualtrain {versions[0]}, and rank {', '.join(map(str, others))} dualtrain "
+            f"{', '.join(dict.fromkeys(versions[rank] for rank in others))}: install the same version on all hosts"
+        )
+
+
+def _take_device(backend: Backend) -> None:
+    """Gives each rank of a host a GPU of its own, among those that it sees; it becomes the current one.
+
+    Raises:
+        UserError: NCCL is to be used, and two ranks of a host have the same GPU.
+    """
+    own = [0, 0]
+    if backend.device.type == "cuda":
+        index = backend.device.index
+        index = backend.world.local_rank % torch.cuda.device_count() if index is None else index
+        backend.device = torch.device("cuda", index)
+        torch.cuda.set_device(backend.device)
+        # Not its number: where each rank sees one GPU only, all are number 0.
+        identifier = int(uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)))
+        own = [identifier >> 65, identifier & (1 << 62) - 1]
+    rows = backend.exchange(torch.tensor(own)).tolist()
+    mine = [rank for rank, row in enumerate(rows) if row == own and backend.hosts[rank] == backend.hosts[backend.rank]]
+    if backend.transport == "nccl" and len(mine) > 1:
+        backend.disconnect()
+        raise UserError(
+            f"ranks {' and '.join(map(str, mine))} of this host have the same GPU, {backend.device}, and NCCL takes one "
+            "rank for each: start as many ranks on a host as it has GPUs, let each see another one, or give --device cpu"
+        )
+
+
+def _as_numbers(text: str) -> list[int]:
+    data = text.encode()[:32].ljust(32, b"\0")
+    return list(struct.unpack("<4q", data))
+
+
+def _as_text(numbers: Sequence[int]) -> str:
+    return struct.pack("<4q", *numbers).rstrip(b"\0").decode(errors="replace")
 
 
 def meeting_address(backend: Backend) -> str:
-    """Where rank 0 listens: the loopback interface, or the address that the hosts met at."""
+    """Where rank 0 listens: the loopback interface, or where other hosts reach it."""
     if backend.world.single_host:
         return "127.0.0.1"
-    if backend.world.rendezvous is not None:
-        return socket.gethostbyname(backend.world.rendezvous[0])
-    return socket.gethostbyname(socket.gethostname())
+    # The rendezvous may be another host's: torchrun gives ranks to its hosts without regard to who serves it.
+    return address(backend.world.rendezvous[0] if backend.world.rendezvous else "")

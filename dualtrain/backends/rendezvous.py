@@ -85,8 +85,8 @@ def _serve(world: World, host: str, port: int) -> StoreServer:
                 "and start each rank once"
             ) from error
         raise UserError(
-            f"rank 0 cannot listen at {host}:{port} ({error.strerror or error}): MASTER_ADDR must be an address of the "
-            "host that rank 0 runs on"
+            f"rank 0 cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}): MASTER_ADDR must be an address of "
+            "the host that rank 0 runs on"
         ) from error
 
 

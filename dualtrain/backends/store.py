@@ -21,6 +21,7 @@ from dualtrain.backends.lines import Line
 from dualtrain.errors import UserError
 
 _SLICE_SECONDS = 1.0  # a wait is asked for again after this, so that threads which share a connection take turns
+_FAREWELL_SECONDS = 3.0  # that others have to hear why the job ends, and hang up
 _CALL_SECONDS = 5.0  # for one attempt to reach the server
 
 
@@ -57,6 +58,7 @@ class StoreServer:
         self._values: dict[str, str] = {}
         self._joined: dict[int, str] = {}
         self._broken: str | None = None
+        self._connected = 0
         self._changed = threading.Condition()
         threading.Thread(target=self._accept, name="dualtrain-store", daemon=True).start()
 
@@ -77,13 +79,16 @@ class StoreServer:
                 self.close()
         return None
 
-    def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
+    def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0, *, remote: bool = False) -> Any:
         """As :class:`Store` says."""
         with self._changed:
             if what in ("get", "has"):
                 keys = [key] if what == "get" else value
                 self._changed.wait_for(lambda: self._broken or all(each in self._values for each in keys), wait)
             if self._broken:
+                if not remote:
+                    # This process ends now, and the store with it: the others hear of the reason first.
+                    self._changed.wait_for(lambda: self._connected == 0, _FAREWELL_SECONDS)
                 raise UserError(self._broken)
             result = self._do(what, key, value)
             self._changed.notify_all()
@@ -133,12 +138,24 @@ class StoreServer:
             line = Line(connection, rank=-1)
             self._welcome(line)
             connection.settimeout(None)
-            while True:
-                for what, key, value, wait in line.receive():
-                    try:
-                        line.send({"value": self.call(what, key, value, wait)})
-                    except UserError as error:
-                        line.send({"broken": str(error)})
+            self._count(1)
+            try:
+                while True:
+                    for what, key, value, wait in line.receive():
+                        line.send(self._answer(what, key, value, wait))
+            finally:
+                self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._changed:
+            self._connected += more
+            self._changed.notify_all()
+
+    def _answer(self, what: str, key: str, value: Any, wait: float) -> dict[str, Any]:
+        try:
+            return {"value": self.call(what, key, value, wait, remote=True)}
+        except UserError as error:
+            return {"broken": str(error)}
 
     def _welcome(self, line: Line) -> None:
         """Lets a process in that proves to know the secret; raises ValueError, or what its answer makes fail, if not."""
