@@ -221,9 +221,7 @@ def test_two_ranks_with_one_gpu_are_refused_where_nccl_would_fail(gpus):
     for hosts, refused in (("aa", True), ("ab", False)):
         backend = Seen(0, hosts, [None, None], "cuda")
         if refused:
-            with pytest.raises(
-                UserError, match=r"ranks 0 and 1 of this host have the same GPU, cuda:0"
-            ):
+            with pytest.raises(UserError, match=r"ranks 0 and 1 of this host have the same GPU, cuda:0"):
                 _take_device(backend)
         else:
             _take_device(backend)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -144,4 +145,32 @@ def test_hosts_with_other_versions(backend, tmp_path):
         assert status == 2
         assert "rank 0 runs dualtrain 0." in said
         assert "and rank 1 dualtrain 9.0." in said
-    assert os.path.exists(ROOT / "dualtrain/version.py")
+
+
+def listening(pids):
+    """The addresses (as in /proc/net/tcp: hexadecimal) that these processes listen at."""
+    sockets = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(entry))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_on_one_host_listens_on_the_loopback_interface_alone(backend, tmp_path):
+    require_horovod()
+    arguments = ["--backend", backend, "--nproc", "2", "--epochs", "10000", "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "dualtrain.main", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as job:
+        try:
+            assert any("epoch 1/" in line for line in job.stdout)  # ends with the line, or with the job
+            children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+            assert len(children) >= 2
+            # The ranks' libraries listen to each other; the process that has served the store does not any more.
+            assert set(listening(children)) <= {"0100007F"}
+            assert listening([job.pid]) == []
+        finally:
+            job.terminate()
+            job.stdout.read()
