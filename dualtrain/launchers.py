@@ -158,6 +158,15 @@ def _pmi(v: _Variables) -> World:
     return v.world(v.number("PMI_RANK"), size, v.number("MPI_LOCALRANKID", 0), v.number("MPI_LOCALNRANKS", size))
 
 
+# From here on Slurm numbers what is no step of ranks: batch scripts, and the shells that salloc opens on a node.
+_SLURM_RESERVED_STEPS = 0xFFFF_FFF0
+
+
+def _in_a_step(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in env and step.isdigit() and int(step) < _SLURM_RESERVED_STEPS
+
+
 def _srun(v: _Variables) -> World:
     size = v.number("SLURM_NTASKS")
     per_node = v.text("SLURM_STEP_TASKS_PER_NODE") or str(size)  # such as 4(x2),3
@@ -203,7 +212,7 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Var
     ("mpirun", lambda env: "OMPI_COMM_WORLD_RANK" in env, _open_mpi),
     ("mpiexec", lambda env: "PMI_RANK" in env, _pmi),
     ("spawn", lambda env: SPAWNED in env, _torchrun),
-    ("srun", lambda env: "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "batch").isdigit(), _srun),
+    ("srun", _in_a_step, _srun),
     ("environment", lambda env: "RANK" in env and "WORLD_SIZE" in env, _environment),
 )
 

@@ -107,6 +107,13 @@ def test_a_slurm_batch_script_is_not_launched():
     assert detect_world({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}) == World()
 
 
+@pytest.mark.parametrize("step", ["4294967290", "4294967291"])
+def test_a_shell_of_salloc_on_a_node_is_not_launched(step):
+    # As Slurm 22.05 sets them there: the tasks of the job, of which it is none.
+    shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_ID": step}
+    assert detect_world(shell) == World()
+
+
 def test_local_places_may_be_missing_where_a_launcher_may_not_set_them():
     world = detect_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
     assert (world.local_rank, world.local_size) == (0, 2)
