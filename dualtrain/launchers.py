@@ -91,15 +91,19 @@ class _Variables:
         return value
 
     def number(self, name: str, default: int | None = None) -> int:
-        value = self.text(name)
-        if value is None and default is not None:
+        if default is not None and name not in self.env:
             return default
+        return self.whole(name, self.needed(name))
+
+    def needed(self, name: str) -> str:
+        value = self.text(name)
         if value is None:
+            there = [other for other in sorted(self.env) if re.fullmatch(_PLACE[self.launcher], other)]
             raise UserError(
-                f"{name} is not set, but {', '.join(seen for seen, _ in self.seen) or 'others of its kind'} are: the "
-                "process has only a part of its environment; pass all of it through, or unset those"
+                f"{name} is not set, but {', '.join(there)} {'is' if len(there) == 1 else 'are'}: the process has only a "
+                "part of its environment, and would train alone; pass all of it through, or unset the rest"
             )
-        return self.whole(name, value)
+        return value
 
     def whole(self, name: str, value: str) -> int:
         try:
@@ -144,6 +148,8 @@ def _torchrun(v: _Variables) -> World:
 
 def _horovodrun(v: _Variables) -> World:
     local = v.number("HOROVOD_LOCAL_RANK"), v.number("HOROVOD_LOCAL_SIZE")
+    v.needed("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    v.number("HOROVOD_GLOO_RENDEZVOUS_PORT")
     return v.world(v.number("HOROVOD_RANK"), v.number("HOROVOD_SIZE"), *local)
 
 
@@ -191,6 +197,12 @@ def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | N
     return "127.0.0.1" if single_host else first, 15000 + number * _SRUN_PORTS % 15000
 
 
+def _by_pmi(env: Mapping[str, str]) -> bool:
+    # srun may offer PMI too (--mpi=pmi2), with its own numbers; where a step's tasks start ranks, they differ.
+    same = env.get("PMI_RANK") == env.get("SLURM_PROCID") and env.get("PMI_SIZE") == env.get("SLURM_NTASKS")
+    return "PMI_RANK" in env and not (_in_a_step(env) and same)
+
+
 def _environment(v: _Variables) -> World:
     rank, size = v.number("RANK"), v.number("WORLD_SIZE")
     return v.world(rank, size, v.number("LOCAL_RANK", 0), v.number("LOCAL_WORLD_SIZE", size), v.rendezvous())
@@ -208,13 +220,22 @@ def spawned(rank: int, size: int, rendezvous: tuple[str, int], secret: str) -> d
 # with the variables of those, they have started one themselves.
 _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
     ("torchrun", lambda env: "TORCHELASTIC_RUN_ID" in env, _torchrun),
-    ("horovodrun --gloo", lambda env: "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env and "HOROVOD_RANK" in env, _horovodrun),
+    ("horovodrun --gloo", lambda env: "HOROVOD_RANK" in env, _horovodrun),
     ("mpirun", lambda env: "OMPI_COMM_WORLD_RANK" in env, _open_mpi),
-    ("mpiexec", lambda env: "PMI_RANK" in env, _pmi),
+    ("mpiexec", _by_pmi, _pmi),
     ("spawn", lambda env: SPAWNED in env, _torchrun),
     ("srun", _in_a_step, _srun),
     ("environment", lambda env: "RANK" in env and "WORLD_SIZE" in env, _environment),
 )
+
+
+# With these and no rank, a process that took itself for nobody's would train alone.
+_REMNANTS = {
+    "horovodrun --gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR",),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE",),
+    "mpiexec": ("PMI_SIZE",),
+    "environment": ("RANK", "WORLD_SIZE"),
+}
 
 
 def detect_world(env: Mapping[str, str] | None = None) -> World:
@@ -227,6 +248,9 @@ def detect_world(env: Mapping[str, str] | None = None) -> World:
     for name, recognises, read in _LAUNCHERS:
         if recognises(env):
             return read(_Variables(name, env))
+    for name, _, read in _LAUNCHERS:
+        if any(variable in env for variable in _REMNANTS.get(name, ())):
+            read(_Variables(name, env))  # raises: the rank is missing
     return World()
 
 

@@ -84,7 +84,7 @@ def test_two_ranks_reach_each_other_on_both_backends(launcher, chosen):
 def test_half_a_description_is_a_problem():
     end = run([*DOCTOR, "--backend", "torch"], WORLD_SIZE="2")
     assert end.returncode == 2
-    assert "problem: WORLD_SIZE=2 is set, but RANK is not: a run would train alone here; set both" in end.stdout
+    assert "RANK is not set, but WORLD_SIZE is: the process has only a part of its environment, and would" in end.stderr
 
 
 def test_a_rendezvous_that_nobody_serves_ends_in_time():

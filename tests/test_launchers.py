@@ -19,6 +19,7 @@ TORCHRUN = {
 }
 HOROVODRUN = {
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4000",
     "HOROVOD_RANK": "5",
     "HOROVOD_SIZE": "8",
     "HOROVOD_LOCAL_RANK": "1",
@@ -65,7 +66,7 @@ def test_every_launcher_is_recognised_and_read(launcher):
 
 
 def test_nobody_makes_a_world_of_one(monkeypatch):
-    assert detect_world({}) == detect_world({"MASTER_ADDR": "leftover", "SLURM_JOB_ID": "7", "RANK": "3"}) == World()
+    assert detect_world({}) == detect_world({"MASTER_ADDR": "leftover", "SLURM_JOB_ID": "7"}) == World()
     assert (World().rank, World().size, World().launcher, World().rendezvous) == (0, 1, "none", None)
     assert World().single_host
 
@@ -122,20 +123,34 @@ def test_local_places_may_be_missing_where_a_launcher_may_not_set_them():
 
 NEEDED = {
     "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"],
-    "horovodrun --gloo": ["HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"],
-    "mpirun": ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
-    "mpiexec": ["PMI_SIZE"],
+    "horovodrun --gloo": [
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+    ],
+    "mpirun": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+    "mpiexec": ["PMI_RANK", "PMI_SIZE"],
     "spawn": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"],
     "srun": ["SLURM_NTASKS"],
-    "environment": ["MASTER_PORT"],
+    "environment": ["RANK", "WORLD_SIZE", "MASTER_PORT"],
 }
 
 
 @pytest.mark.parametrize(("launcher", "name"), [(launcher, name) for launcher in NEEDED for name in NEEDED[launcher]])
 def test_a_missing_variable_is_named(launcher, name):
     env = {key: value for key, value in LAUNCHERS[launcher].items() if key != name}
-    with pytest.raises(UserError, match=f"{name} is not set"):
+    with pytest.raises(UserError, match=f"{name} is not set, but .* would train alone") as caught:
         detect_world(env)
+    assert any(f" {other}" in str(caught.value) for other in env)
+
+
+def test_srun_that_offers_pmi_too_is_srun():
+    pmi = {"PMI_RANK": SRUN["SLURM_PROCID"], "PMI_SIZE": SRUN["SLURM_NTASKS"]}
+    assert detect_world(SRUN | pmi).launcher == "srun"
+    assert detect_world(SRUN | MPIEXEC | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}).launcher == "mpiexec"
 
 
 NUMBERS = [

@@ -16,7 +16,7 @@ _CURES = {
 
 def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
     """What keeps a run on the backend ``chosen`` from working, and what is merely worth knowing."""
-    problems, notes = [*_partial(rows), *_mixed(rows)], _other_versions(rows)
+    problems, notes = _mixed(rows), _other_versions(rows)
     for name in ("torch", "horovod"):
         failures = _failures(rows, name)
         (problems if name == chosen else notes).extend(failures)
@@ -43,20 +43,6 @@ def _failures(rows: Sequence[Row], name: str) -> list[str]:
     errors.pop(None, None)
     whole = len(rows) == 1
     return [f"{name}{'' if whole else f' on {_ranks(ranks)}'}: {error}" for error, ranks in errors.items()]
-
-
-def _partial(rows: Sequence[Row]) -> list[str]:
-    """A world of which only half is described: a run would train alone on each process, without an error."""
-    said = []
-    for row in rows:
-        names = [name for name in ("RANK", "WORLD_SIZE") if name in row["ignored"]]
-        if row["launcher"] == "none" and len(names) == 1:
-            missing = "WORLD_SIZE" if names == ["RANK"] else "RANK"
-            said.append(
-                f"{names[0]}={row['ignored'][names[0]]} is set, but {missing} is not: a run would train alone here; "
-                f"set both on every process (and MASTER_ADDR, MASTER_PORT), or unset {names[0]}"
-            )
-    return said
 
 
 def _versions_of(rows: Sequence[Row], name: str) -> str | None:
