@@ -1,7 +1,7 @@
-# What torchrun.sh, horovodrun.sh and mpirun.sh have in common; they source it, with their own arguments.
+# What torchrun.sh, horovodrun.sh, mpirun.sh and slurm.sbatch have in common; they source it, with their own arguments.
 # Sets root, nproc, names (of the HOSTS), and the environment that the ranks share.
 
-case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
+case ${1:-} in -h | --help) sed -n '2,/^set/{/^set\|^#SBATCH/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 activate=${DUALTRAIN_VENV:-$root/.venv}/bin/activate
 if [ -f "$activate" ]; then source "$activate"; fi
