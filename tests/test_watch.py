@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from dualtrain import BackendError
-from dualtrain.backends.lines import Line
+from dualtrain.backends.lines import Line, cut_off
 from dualtrain.backends.watch import Loss, Watch
 from tests.conftest import require_horovod
 from tests.patience import impatient
@@ -271,3 +272,9 @@ def test_a_line_carries_many_messages_and_pieces_of_them():
     with pytest.raises(ConnectionResetError, match="hung up"):
         line.receive()
     theirs.close()
+
+
+@pytest.mark.parametrize(("number", "expected"), [("ETIMEDOUT", True), ("ENETUNREACH", True), ("ECONNRESET", False)])
+def test_what_the_network_ends_is_told_from_what_a_process_ends(number, expected):
+    assert cut_off(OSError(getattr(errno, number), "")) is expected
+    assert not cut_off(ValueError("a line without an end"))

@@ -6,6 +6,7 @@ of this job, and closes the listening socket when all have called.
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import socket
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dualtrain.backends.collectives import Backend
 
 _LINE_BYTES = 1 << 24
+_NETWORK = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN}
 
 
 class Line:
@@ -27,6 +29,7 @@ class Line:
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self.connection = connection
         self.rank = rank
+        self.address = str(connection.getpeername()[0])
         self._rest = b""
         self._sending = threading.Lock()
         self.early: list[Any] = []  # what came together with the greeting
@@ -55,6 +58,11 @@ class Line:
                 raise ValueError("a line without an end")
         *lines, self._rest = self._rest.split(b"\n")
         return [json.loads(line) for line in lines]
+
+
+def cut_off(error: Exception) -> bool:
+    """Whether the network ended a line, or a host that is down: a process that ends has its kernel close the line."""
+    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in _NETWORK)
 
 
 def star(backend: Backend, address: str, name: str) -> list[Line]:
@@ -87,8 +95,8 @@ def _accept(backend: Backend, address: str, name: str) -> list[Line]:
                 raise BackendError(
                     f"{name}: ranks {missing} did not connect to rank 0 within {backend.timeout:g} s"
                 ) from None
-            line = Line(connection, rank=-1)
             try:
+                line = Line(connection, rank=-1)
                 hello, *line.early = line.receive()
                 if not secrets.compare_digest(str(hello["secret"]), secret):
                     raise ValueError("not of this job")

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dualtrain.backends.lines import star
+from dualtrain.backends.lines import Line, cut_off, star
 
 if TYPE_CHECKING:
     from dualtrain.backends.collectives import Backend
@@ -113,13 +113,12 @@ class Watch:
                     line = key.data
                     try:
                         self._hear(line.receive(), farewells)
-                    except (OSError, ValueError, TypeError):
+                    except (OSError, ValueError, TypeError) as error:
                         selector.unregister(line.connection)
                         line.connection.close()
                         # Who was told goodbye hangs up without one.
                         if not self._leaving and line.rank not in farewells:
-                            died = Loss(line.rank, "died: its process ended without a word")
-                            self._hear([asdict(died)], farewells)
+                            self._hear([asdict(Loss(line.rank, _end_of(line, error)))], farewells)
 
     def _hear(self, messages: list[dict[str, Any]], farewells: set[int]) -> None:
         for message in messages:
@@ -139,3 +138,10 @@ class Watch:
             self._heard.set()
             if self.on_loss is not None:
                 self.on_loss(loss)
+
+
+def _end_of(line: Line, error: Exception) -> str:
+    """What is known of a rank whose line ended without a message."""
+    if cut_off(error):
+        return f"cannot be reached: its host {line.address} no longer answers; the host is down, or the network to it"
+    return "died: its process ended without a word"
