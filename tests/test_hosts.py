@@ -5,6 +5,7 @@ The hosts are namespaces of this machine (tests/hosts.py): root, Linux and iprou
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.conftest import require_horovod
 from tests.hosts import ROOT, Cluster, require_hosts, two_hosts
@@ -92,7 +92,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("launcher", "backend", "interface"),
-    [("mpirun", "torch", "eth0"), ("mpirun", "horovod", ""), ("horovodrun", "torch", "eth0")],
+    [("mpirun", "torch", "eth0"), ("horovodrun", "torch", "eth0")],
 )
 def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, cluster, alone, tmp_path):
     folder = tmp_path / "run"
@@ -100,14 +100,23 @@ def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, c
     job = Job(cluster, tmp_path, launcher, *flags, IFACE=interface)
     job.until(lambda: job.ended() or job.ranks() == PLACES, START_SECONDS)
     assert job.statuses() == [0], job.said()
-    here, there = summary(alone), summary(folder)
-    assert there["world_size"] == 4
-    if there["transport"] == "mpi":  # it adds in another order
-        ours, theirs = load_file(alone / "model.safetensors"), load_file(folder / "model.safetensors")
-        assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 0.02
-        assert abs(here["val_accuracy"] - there["val_accuracy"]) < 0.02
-    else:
-        assert there["weights_sha256"] == here["weights_sha256"]
+    assert summary(folder)["world_size"] == 4
+    assert summary(folder)["weights_sha256"] == summary(alone)["weights_sha256"]
+
+
+def losses(folder: Path, epochs: int) -> list[float]:
+    """The validation losses of a run's first epochs."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["val_loss"] for row in rows if row["kind"] == "epoch"][:epochs]
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "horovod")])
+def test_mpi_between_hosts_gives_nearly_the_same(launcher, backend, cluster, alone, tmp_path):
+    folder = tmp_path / "run"
+    job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "2", "--run-dir", str(folder))
+    assert job.statuses() == [0], job.said()
+    assert (summary(folder)["transport"], summary(folder)["world_size"]) == ("mpi", 4)
+    assert losses(folder, 2) == pytest.approx(losses(alone, 2), rel=1e-3)  # MPI adds in another order
 
 
 @pytest.mark.parametrize(
@@ -132,3 +141,15 @@ def test_a_cut_link_ends_all_ranks_and_the_run_goes_on_later(launcher, backend, 
     again = Job(cluster, tmp_path, launcher, *flags, EPOCHS, "--resume")
     assert not any(again.statuses()), again.said()
     assert summary(tmp_path / "run")["weights_sha256"] == summary(alone)["weights_sha256"]
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "torch")])
+def test_mpirun_itself_notices_a_cut_link(launcher, backend, cluster, tmp_path):
+    flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--epochs", "5000"]
+    job = Job(cluster, tmp_path, launcher, *flags)
+    job.until(lambda: "epoch 2/" in job.said() or job.ended(), START_SECONDS)
+    assert job.ranks() == PLACES, job.said()
+    cluster.cut()
+    assert job.statuses(STOP_SECONDS) != [0]  # on the other host too, with no way to tell it
+    assert "lost communication with a remote daemon" in job.said() or "cannot be reached" in job.said()
+    assert "hostb" in job.said()
