@@ -23,7 +23,7 @@ import torch
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import address, loopback, variables
+from dualtrain.backends.hosts import address, interface, loopback, variables
 from dualtrain.backends.http_store import HttpStore
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
@@ -356,6 +356,7 @@ def _description(world: World) -> dict[str, str]:
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
     }
-    if world.single_host and "HOROVOD_GLOO_IFACE" not in os.environ:
-        place["GLOO_IFACE"] = loopback()
+    name = loopback() if world.single_host else interface(address(world.rendezvous[0] if world.rendezvous else ""))
+    if name is not None and "HOROVOD_GLOO_IFACE" not in os.environ:
+        place["GLOO_IFACE"] = name
     return {f"HOROVOD_{key}": str(value) for key, value in place.items()}

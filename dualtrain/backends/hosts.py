@@ -51,6 +51,11 @@ def address(towards: str = "") -> str:
     return next((each for each in found if each and not is_loopback(each)), "127.0.0.1")
 
 
+def interface(own: str) -> str | None:
+    """The name of the network interface that has this address."""
+    return next((name for _, name in socket.if_nameindex() if ipv4(name) == own), None)
+
+
 def ipv4(interface: str) -> str | None:
     """The IPv4 address of a network interface, if it is there and has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

@@ -21,7 +21,8 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import address, identity, loopback
+from dualtrain.backends.hosts import address, identity, interface, loopback
+from dualtrain.backends.reach import reach_all
 from dualtrain.backends.rendezvous import join, leave, meeting_point
 from dualtrain.backends.store import Store, listen
 from dualtrain.errors import UserError
@@ -218,12 +219,13 @@ def _initialise(world: World, device: torch.device, timeout: float) -> None:
     backend = "gloo"
     if device.type == "cuda":
         backend, store = "cpu:gloo,cuda:nccl", _for_nccl(store, world, timeout)
-    if world.single_host:
-        # Gloo listens on the loopback interface alone, unless one was chosen. Groups made later read this too.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    # Gloo listens on one interface: the loopback alone where that is enough, and never what a host's own name leads to,
+    # which may be a loopback address. Groups made later read this too.
+    if (name := loopback() if world.single_host else interface(address(_host_of(world)))) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_patience(timeout))
-    except dist.DistError as error:
+    except RuntimeError as error:
         reason = _first_line(error)
         raise UserError(f"the {world.size} processes could not connect to each other: {reason}") from error
 
@@ -232,7 +234,7 @@ def meet(world: World, timeout: float) -> tuple[dist.Store, World]:
     """The job's store, once all processes are known to be there, and the world with the places that their hosts give.
 
     Raises:
-        UserError: as :func:`open_store`, or a process did not come in time.
+        UserError: as :func:`open_store`, a process did not come in time, or two hosts cannot reach each other.
     """
     store = open_store(world, timeout)
     store.set(f"host/{world.rank}", str(identity()))
@@ -246,7 +248,13 @@ def meet(world: World, timeout: float) -> tuple[dist.Store, World]:
                 f"rank {rank} of {world.size} did not come within {timeout:g} s: check that all processes were started, "
                 "each with its own rank"
             ) from error
-    return store, world.placed(world.rank, hosts)
+    world = world.placed(world.rank, hosts)
+    reach_all(world, hosts, _host_of(world), store.set, lambda key: bytes(store.get(key)).decode())
+    return store, world
+
+
+def _host_of(world: World) -> str:
+    return world.rendezvous[0] if world.rendezvous else ""
 
 
 def open_store(world: World, timeout: float) -> dist.Store:

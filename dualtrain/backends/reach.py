@@ -1,0 +1,65 @@
+"""Whether the hosts of a job can reach each other, found out before a library tries.
+
+Gloo and Horovod open ports of their own between all hosts. Where a firewall or a wrong interface keeps them apart, they
+wait for minutes, or end the process, without a word about who could not reach whom.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+from dualtrain.backends.hosts import address
+from dualtrain.errors import UserError
+from dualtrain.launchers import World
+
+_SECONDS = 10.0  # for one connection: a host that drops what it is sent never answers
+
+
+def reach_all(
+    world: World, hosts: Sequence[object], towards: str, put: Callable[[str, str], object], take: Callable[[str], str]
+) -> None:
+    """Has one rank of each host connect to those of the others. Collective; blocks; does nothing on one host.
+
+    Args:
+        world: this process's place.
+        hosts: the host of each rank.
+        towards: a host that all can reach, for choosing this one's address.
+        put: leaves a value under a key in the job's store.
+        take: waits for one.
+
+    Raises:
+        UserError: on every rank, if one cannot reach another.
+    """
+    leaders = [list(hosts).index(host) for host in dict.fromkeys(hosts)]
+    if len(leaders) == 1:
+        return
+    if world.rank not in leaders:
+        _hear(leaders, take)
+        return
+    with socket.create_server((address(towards), 0), backlog=len(leaders)) as server:
+        put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
+        failed = [_try(world.rank, other, take) for other in leaders if other != world.rank]
+        put(f"reach/result/{world.rank}", next(filter(None, failed), ""))
+        _hear(leaders, take)  # the server stays until all have tried
+
+
+def _try(rank: int, other: int, take: Callable[[str], str]) -> str | None:
+    host, port = take(f"reach/at/{other}").split()
+    try:
+        socket.create_connection((host, int(port)), _SECONDS).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else f"no answer within {_SECONDS:g} s"
+        return (
+            f"rank {rank} on {socket.gethostname()} cannot reach the host of rank {other} at {host}:{port} ({reason}): the "
+            "hosts of a job need any port of each other; open the firewall between them, or choose the interface that "
+            "connects them (GLOO_SOCKET_IFNAME)"
+        )
+    return None
+
+
+def _hear(leaders: Sequence[int], take: Callable[[str], str]) -> None:
+    for result in [take(f"reach/result/{leader}") for leader in leaders]:
+        if result:
+            raise UserError(result)
