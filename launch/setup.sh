@@ -6,6 +6,8 @@
 #
 # DUALTRAIN_VENV   where the environment goes        (default: .venv beside setup.cfg)
 # DUALTRAIN_CACHE  where built wheels are kept       (default: ~/.cache/dualtrain)
+# DUALTRAIN_WITH   dev: this tree and its tests' tools; run: dualtrain built from it; none (default: dev)
+# DUALTRAIN_GPU    cpu, cuda or nccl, where another machine will run it (default: what this machine has)
 # PYTHON           the interpreter, 3.11 or newer    (default: python3)
 set -euo pipefail
 
@@ -13,6 +15,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DUALTRAIN_VENV:-$root/.venv}
 cache=${DUALTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dualtrain}
 python=${PYTHON:-python3}
+with=${DUALTRAIN_WITH:-dev}
 pins=$root/launch/versions.txt
 log=$venv/setup.log
 stamp=$venv/setup.done
@@ -40,10 +43,19 @@ step() {
   exit 1
 }
 
-check_machine() {
+check_settings() {
+  case $with in dev | run | none) ;; *) refuse "DUALTRAIN_WITH=$with is not known; set it to dev, run or none" ;; esac
+  case ${DUALTRAIN_GPU:-cpu} in
+    cpu | cuda | nccl) ;;
+    *) refuse "DUALTRAIN_GPU=$DUALTRAIN_GPU is not known; set it to cpu, cuda or nccl, or unset it" ;;
+  esac
   command -v "$python" >/dev/null || refuse "no interpreter '$python' found; install Python 3.11 or newer, or set PYTHON"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     refuse "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to it"
+}
+
+# What only making an environment needs: an image that holds a finished one has no compiler.
+check_machine() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     refuse "this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)"
   command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
@@ -51,15 +63,18 @@ check_machine() {
 }
 
 # What decides whether an environment is finished: the pins, this script, our metadata, the interpreter, the GPU.
+# Of the interpreter not the patch level: an environment outlives it.
 fingerprint() {
   { cat "$pins" "$root/launch/setup.sh" "$root/setup.cfg" "$root/pyproject.toml"
-    "$python" -c 'import sys; print(sys.version, sys.base_prefix)'; gpu; echo "$root"; } | sha256sum | cut -d' ' -f1
+    "$python" -c 'import sys; print(sys.implementation.cache_tag, sys.base_prefix)'
+    gpu; echo "$root" "$with"; } | sha256sum | cut -d' ' -f1
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
 # "nccl" where Horovod can be built for the GPU, "cuda" where only torch can use it, "cpu" elsewhere.
 gpu() {
+  if [ -n "${DUALTRAIN_GPU:-}" ]; then echo "$DUALTRAIN_GPU"; return; fi
   if ! has_gpu; then echo cpu; return; fi
   local cuda=${CUDA_HOME:-/usr/local/cuda}
   if { command -v nvcc || [ -x "$cuda/bin/nvcc" ]; } >/dev/null &&
@@ -132,13 +147,14 @@ check_horovod() {
 
 network="is the package index reachable? A proxy goes into HTTPS_PROXY, another index into pip's own settings (pip config)"
 
-check_machine
+check_settings
 wanted=$(fingerprint)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
   say "$venv is ready (delete $stamp to set up again)"
   exit 0
 fi
 
+check_machine
 say "into $venv, full log in $log"
 mkdir -p "$venv" 2>/dev/null || refuse "cannot write $venv; set DUALTRAIN_VENV to a folder that you may write"
 : >"$log"
@@ -159,7 +175,10 @@ else
     build_horovod "$wheels"
 fi
 step "Horovod's wheel" "delete $wheels and try again" pip_install --no-deps "$wheels"/horovod-*.whl
-step "dualtrain and its tests' tools" "$network" pip_install --no-build-isolation --editable "$root[dev]"
+case $with in
+  dev) step "dualtrain and its tests' tools" "$network" pip_install --no-build-isolation --editable "$root[dev]" ;;
+  run) step "dualtrain" "$network" pip_install --no-build-isolation "$root[horovod,tensorboard]" ;;
+esac
 step "check: horovodrun --check-build" "delete $wheels and $venv and try again" check_horovod
 echo "$wanted" >"$stamp"
 say "ready: source $venv/bin/activate"
