@@ -1,0 +1,160 @@
+#!/usr/bin/env bash
+# Builds docker/'s images, runs all of compose.yaml that needs no GPU, and checks what comes out. Takes a quarter of an hour.
+# It leaves the images dualtrain and dualtrain:test behind, and nothing else.
+#
+#   bash tests/docker.sh [base image]
+#
+# DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
+# COMPOSE            the command (default: docker compose, or docker-compose where there is no other)
+# WEIGHTS            what two ranks' weights must begin with (default: what the other backend gets; it depends on the CPU)
+set -euo pipefail
+
+refuse() { echo "docker.sh: error: $*" >&2; exit 2; }
+fail() { echo "docker.sh: FAILED: $* (outputs: $logs)" >&2; exit 1; }
+
+case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
+[ $# -le 1 ] || refuse "one argument at most, the base image; $# were given"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+docker info >/dev/null 2>&1 || refuse "Docker's daemon does not answer: start it, or take a user who may ask it"
+if [ -z "${COMPOSE:-}" ]; then
+  if docker compose version >/dev/null 2>&1; then COMPOSE='docker compose'; else COMPOSE=docker-compose; fi
+fi
+$COMPOSE version >/dev/null 2>&1 || refuse "no Compose found: install Docker's plugin or docker-compose 1.29, or set COMPOSE"
+
+export BASE_IMAGE=${1:-debian:bookworm-slim} IMAGE=dualtrain NPROC=2
+unset RUNS DUALTRAIN_USER
+project=dualtrain-check-$$
+logs=$(mktemp -d)
+read -ra build_args <<<"${DOCKER_BUILD_ARGS:-}"
+
+compose() { $COMPOSE -p "$project" -f docker/compose.yaml "$@"; }
+
+leftovers() {
+  local of=label=com.docker.compose.project=$project
+  docker ps -aq --filter "$of"; docker network ls -q --filter "$of"; docker volume ls -q --filter "$of"
+}
+
+clean_up() {
+  compose --profile cpu --profile test --profile cluster down --volumes --remove-orphans --timeout 5 >"$logs/down" 2>&1 || true
+  docker ps -aq --filter "label=com.docker.compose.project=$project" | xargs -r docker rm -f >/dev/null
+}
+trap clean_up EXIT
+
+# check WHAT COMMAND…: runs it with its output in a file, $out.
+check() {
+  local what=$1 began=$SECONDS status=0
+  shift
+  out=$logs/${what//[^a-z0-9]/-}
+  printf '%s … ' "$what"
+  "$@" >"$out" 2>&1 </dev/null || status=$?
+  [ "$status" = 0 ] || { echo; fail "$what: exit status $status, $(tail -n 1 "$out")"; }
+  echo "done ($((SECONDS - began)) s)"
+}
+
+inside() { docker run --rm --init --network none "$@"; }
+service() { compose run --rm -T "$@"; }
+
+# trained RANKS: the runs in $out have that many ranks, learned, and have the same weights, which it prints.
+trained() {
+  local table
+  table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')
+  [ "$(cut -d' ' -f1 <<<"$table" | sort | xargs)" = 'horovod torch' ] || fail "no row for both backends in ${out##*/}"
+  awk -v ranks="$1" '$2 != ranks || $3 < 0.97 {exit 1}' <<<"$table" || fail "not $1 ranks with accuracy 0.97: $(paste -sd, <<<"$table")"
+  [ "$(cut -d' ' -f4 <<<"$table" | sort -u | wc -l)" = 1 ] || fail "other weights on the other backend: $(paste -sd, <<<"$table")"
+  if [ "$1" = 2 ] && [ -n "${WEIGHTS:-}" ]; then
+    [ "$(cut -d' ' -f4 <<<"$table" | sort -u)" = "$WEIGHTS" ] || fail "the weights are not $WEIGHTS: $(paste -sd, <<<"$table")"
+  fi
+  sed 's/^/  /' <<<"$table"
+}
+
+# learned: the one run in $out learned; gives its weights.
+learned() {
+  local line
+  line=$(tr -d '\r' <"$out" | grep -oE 'done: val accuracy [0-9.]+.*weights [0-9a-f]{16}' | tail -n 1)
+  awk '{exit !($4 + 0 >= 0.97)}' <<<"$line" || fail "no accuracy of 0.97 in ${out##*/}: $line"
+  weights=${line##* }
+  echo "  ${line#done: }"
+}
+
+for profile in cpu test cluster gpu; do check "compose file, $profile" compose --profile "$profile" config; done
+check "image" docker build "${build_args[@]}" --build-arg "BASE_IMAGE=$BASE_IMAGE" --target runtime -t "$IMAGE" -f docker/Dockerfile .
+check "image for tests" docker build "${build_args[@]}" --build-arg "BASE_IMAGE=$BASE_IMAGE" --target test -t "$IMAGE:test" -f docker/Dockerfile .
+echo "  $IMAGE: $(($(docker image inspect -f '{{.Size}}' "$IMAGE") / 1000000)) MB"
+
+check "no root" inside "$IMAGE" bash -c '[ "$(id -u)" != 0 ] && ! [ -w .venv ]'
+check "no compiler" inside "$IMAGE" bash -c '! command -v gcc g++ cc c++ cpp clang gcc-12 g++-12 as ld make cmake ninja nvcc'
+check "no key" inside --user root "$IMAGE" bash -c '! find / -xdev -name "ssh_host_*" -o -xdev -name "id_*" -path "*ssh*" | grep . && [ -z "$(ls -A /keys)" ]'
+check "pinned versions" inside "$IMAGE" bash -c '
+  for name in torch torchvision horovod mpi4py numpy safetensors; do
+    pin=$(sed -n "s/^$name==//p" launch/versions.txt)
+    python -c "import importlib.metadata as m, sys; sys.exit(m.version(sys.argv[1]).split(\"+\")[0] != sys.argv[2])" "$name" "$pin" || { echo "$name is not $pin"; exit 1; }
+  done'
+check "version" inside "$IMAGE" python -c 'import dualtrain; print(dualtrain.__version__)'
+label=$(docker image inspect -f '{{index .Config.Labels "org.opencontainers.image.version"}}' "$IMAGE")
+[ "$label" = "$(cat "$out")" ] || fail "the image's label says version $label, the program in it $(cat "$out")"
+
+wait_until_healthy() {
+  local id state=''
+  id=$(docker run -d --init --health-interval 2s --label "com.docker.compose.project=$project" "$IMAGE" sleep 300)
+  for _ in $(seq 120); do
+    state=$(docker inspect -f '{{.State.Health.Status}}' "$id")
+    [ "$state" = starting ] || break
+    sleep 1
+  done
+  docker inspect -f '{{json .State.Health}}' "$id"
+  docker rm -f "$id" >/dev/null
+  [ "$state" = healthy ]
+}
+check "health" wait_until_healthy
+
+check "horovod" service horovod
+learned
+horovod=$weights
+check "torch" service torch
+learned
+[ "$weights" = "$horovod" ] || fail "torch's weights are $weights, Horovod's $horovod"
+check "mpirun" inside --shm-size 1g "$IMAGE" bash launch/mpirun.sh
+learned
+check "one process" inside "$IMAGE"
+learned
+check "compare" service compare
+trained 2
+
+# A folder of this machine, and a user that the image has never heard of.
+owner=$(id -u)
+if [ "$owner" = 0 ]; then owner=12345; fi
+mkdir "$logs/runs"
+chown "$owner" "$logs/runs"
+check "own folder and user" env RUNS="$logs/runs" DUALTRAIN_USER="$owner:$owner" \
+  $COMPOSE -p "$project" -f docker/compose.yaml run --rm -T compare
+trained 2
+[ "$(find "$logs/runs" -name summary.json -user "$owner" | wc -l)" = 2 ] || fail "no two runs of user $owner in $logs/runs"
+
+# Stopped as a cluster's scheduler would: the ranks are told, save and end; nothing is left to kill.
+stopped() {
+  local id log=$logs/stopped-run status
+  id=$(compose run -d "$1" --epochs 100000 | tail -n 1)
+  for _ in $(seq 60); do
+    docker logs "$id" >"$log" 2>&1
+    if grep -q 'epoch 3' "$log"; then break; fi
+    sleep 1
+  done
+  docker stop --time 60 "$id" >/dev/null
+  docker logs "$id" >"$log" 2>&1
+  status=$(docker inspect -f '{{.State.ExitCode}}' "$id")
+  tail -n 5 "$log"
+  [ "$status" != 137 ] && grep -q saved "$log"
+}
+check "stop, torch" stopped torch
+check "stop, horovod" stopped horovod
+
+check "cluster" compose --profile cluster up --no-color --exit-code-from node1
+trained 4
+
+check "tests" service test
+echo "  $(grep -E ' passed' "$out" | tail -n 1)"
+
+clean_up
+[ -z "$(leftovers)" ] || fail "left behind: $(leftovers | xargs)"
+rm -rf "$logs"
+echo "docker.sh: all is well; the images $IMAGE and $IMAGE:test are kept"
