@@ -27,7 +27,7 @@ hostname "$1"
 ip link set lo up
 mount -t tmpfs none /dev/shm
 mount -t tmpfs none /run
-mount --bind "$2/hosts" /etc/hosts
+mount --bind "$2/hosts-$1" /etc/hosts
 if [ -d "$2/ssh" ]; then
   mount --bind "$2/ssh" /etc/ssh
   mkdir /run/sshd
@@ -155,11 +155,16 @@ class Cluster:
 
 
 @contextmanager
-def two_hosts(folder: Path, *, ssh: bool = False) -> Iterator[Cluster]:
-    """Two hosts with a cable between their eth0, as long as the block lasts; ``folder`` takes their files."""
+def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Iterator[Cluster]:
+    """Two hosts with a cable between their eth0, as long as the block lasts; ``folder`` takes their files.
+
+    Each knows itself by the address ``own`` (Debian's installer: 127.0.1.1), or by the one that the other knows.
+    """
     addresses = {name: f"10.77.0.{number}" for number, name in enumerate(NAMES, 1)}
-    table = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
-    (folder / "hosts").write_text("\n".join(table) + "\n")
+    for name in NAMES:
+        seen = addresses | ({name: own} if own else {})
+        table = ["127.0.0.1 localhost", *(f"{address} {each}" for each, address in seen.items())]
+        (folder / f"hosts-{name}").write_text("\n".join(table) + "\n")
     if ssh:
         _make_keys(folder / "ssh")
     with ExitStack() as stack:

@@ -85,7 +85,8 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
     if ssh or request.getfixturevalue("backend") == "horovod":
         require_horovod()  # which comes with mpirun
     require_hosts(ssh=ssh)
-    with two_hosts(tmp_path, ssh=ssh) as cluster:
+    own = request.getfixturevalue("own") if "own" in request.fixturenames else None
+    with two_hosts(tmp_path, ssh=ssh, own=own) as cluster:
         yield cluster
 
 
@@ -111,6 +112,38 @@ def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, c
     assert job.statuses() == [0], job.said()
     assert summary(folder)["world_size"] == 4
     assert summary(folder)["weights_sha256"] == summary(alone)["weights_sha256"]
+
+
+@pytest.mark.parametrize("own", ["127.0.1.1"])  # what Debian's installer writes
+@pytest.mark.parametrize("launcher", ["torchrun"])
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_hosts_whose_own_names_lead_nowhere(launcher, backend, own, cluster, tmp_path):
+    folder = tmp_path / "run"
+    job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
+    statuses = job.statuses()
+    if backend == "torch":
+        assert statuses == [0, 0], job.said()
+        assert summary(folder)["world_size"] == 4
+    else:  # Horovod's Gloo takes that address, and would end the process
+        assert all(statuses), job.said()
+        said = [line for line in job.said().splitlines() if "dualtrain: error" in line]
+        assert len(said) == 4
+        assert all("knows itself by a loopback address, and Horovod would tell it" in line for line in said)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun"])
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_an_interface_that_leads_nowhere_is_named(launcher, backend, cluster, tmp_path):
+    for number, host in enumerate(cluster.hosts, 1):
+        host.run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "open-end")
+        host.run("ip", "address", "add", f"10.78.{number}.1/24", "dev", "eth1")
+        host.run("ip", "link", "set", "eth1", "up")
+    flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--timeout", "20"]
+    job = Job(cluster, tmp_path, launcher, *flags, IFACE="eth1")
+    assert all(job.statuses()), job.said()
+    said = [line for line in job.said().splitlines() if "dualtrain: error" in line]
+    assert len(said) == 4
+    assert all("cannot reach the host of rank" in line and "GLOO_SOCKET_IFNAME" in line for line in said)
 
 
 def losses(folder: Path, epochs: int) -> list[float]:

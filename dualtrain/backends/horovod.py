@@ -23,7 +23,7 @@ import torch
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import address, interface, loopback, variables
+from dualtrain.backends.hosts import address, interface, is_loopback, loopback, variables
 from dualtrain.backends.http_store import HttpStore
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
@@ -295,7 +295,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     from dualtrain.backends.torch import meet
 
     # The host identities come first: Horovod aborts the process when its local ranks do not add up.
-    store, world = meet(world, timeout)
+    store, world = meet(world, timeout, _obstacle())
 
     def share(place: str | None) -> str:
         if place is not None:
@@ -313,6 +313,17 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     ):
         start()
     return store
+
+
+def _obstacle() -> str | None:
+    """Horovod 0.28.1 has Gloo advertise what the host's name stands for, whatever interface is chosen."""
+    name = socket.gethostname()
+    if not is_loopback(name):
+        return None
+    return (
+        f"host {name} knows itself by a loopback address, and Horovod would tell it to the other hosts: give {name} the "
+        f"address {address()} in its /etc/hosts (Debian's installer writes 127.0.1.1 there), or use --backend torch"
+    )
 
 
 def _wait_until(done: Callable[[], bool], world: World, timeout: float) -> None:

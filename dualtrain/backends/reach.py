@@ -18,7 +18,12 @@ _SECONDS = 10.0  # for one connection: a host that drops what it is sent never a
 
 
 def reach_all(
-    world: World, hosts: Sequence[object], towards: str, put: Callable[[str, str], object], take: Callable[[str], str]
+    world: World,
+    hosts: Sequence[object],
+    towards: str,
+    put: Callable[[str, str], object],
+    take: Callable[[str], str],
+    obstacle: str | None = None,
 ) -> None:
     """Has one rank of each host connect to those of the others. Collective; blocks; does nothing on one host.
 
@@ -28,6 +33,7 @@ def reach_all(
         towards: a host that all can reach, for choosing this one's address.
         put: leaves a value under a key in the job's store.
         take: waits for one.
+        obstacle: what this host's own state will keep the library from, if anything.
 
     Raises:
         UserError: on every rank, if one cannot reach another.
@@ -41,7 +47,7 @@ def reach_all(
     with socket.create_server((address(towards), 0), backlog=len(leaders)) as server:
         put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
         failed = [_try(world.rank, other, take) for other in leaders if other != world.rank]
-        put(f"reach/result/{world.rank}", next(filter(None, failed), ""))
+        put(f"reach/result/{world.rank}", next(filter(None, [obstacle, *failed]), ""))
         _hear(leaders, take)  # the server stays until all have tried
 
 

@@ -230,11 +230,12 @@ def _initialise(world: World, device: torch.device, timeout: float) -> None:
         raise UserError(f"the {world.size} processes could not connect to each other: {reason}") from error
 
 
-def meet(world: World, timeout: float) -> tuple[dist.Store, World]:
+def meet(world: World, timeout: float, obstacle: str | None = None) -> tuple[dist.Store, World]:
     """The job's store, once all processes are known to be there, and the world with the places that their hosts give.
 
     Raises:
-        UserError: as :func:`open_store`, a process did not come in time, or two hosts cannot reach each other.
+        UserError: as :func:`open_store`, a process did not come in time, or two hosts cannot reach each other,
+            or one of several has an ``obstacle``.
     """
     store = open_store(world, timeout)
     store.set(f"host/{world.rank}", str(identity()))
@@ -249,7 +250,7 @@ def meet(world: World, timeout: float) -> tuple[dist.Store, World]:
                 "each with its own rank"
             ) from error
     world = world.placed(world.rank, hosts)
-    reach_all(world, hosts, _host_of(world), store.set, lambda key: bytes(store.get(key)).decode())
+    reach_all(world, hosts, _host_of(world), store.set, lambda key: bytes(store.get(key)).decode(), obstacle)
     return store, world
 
 
