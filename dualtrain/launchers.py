@@ -220,7 +220,8 @@ def spawned(rank: int, size: int, rendezvous: tuple[str, int], secret: str) -> d
 # with the variables of those, they have started one themselves.
 _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
     ("torchrun", lambda env: "TORCHELASTIC_RUN_ID" in env, _torchrun),
-    ("horovodrun --gloo", lambda env: "HOROVOD_RANK" in env, _horovodrun),
+    # The rank alone may be what dualtrain.hvd has published for the script.
+    ("horovodrun --gloo", lambda env: "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env and "HOROVOD_RANK" in env, _horovodrun),
     ("mpirun", lambda env: "OMPI_COMM_WORLD_RANK" in env, _open_mpi),
     ("mpiexec", _by_pmi, _pmi),
     ("spawn", lambda env: SPAWNED in env, _torchrun),

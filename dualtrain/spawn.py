@@ -186,14 +186,17 @@ class _Job:
 def _signals() -> Iterator[int]:
     """Has the signals that come, and those of ended children, be bytes that can be read from a pipe."""
     inbox, outbox = os.pipe()
+    os.set_blocking(outbox, False)
 
     def note(number: int, frame: FrameType | None) -> None:
-        os.write(outbox, bytes([number]))
+        """Nothing: Python's own part of the handler has written the number, even where this one comes too late."""
 
     earlier = {number: signal.signal(number, note) for number in (*PASSED_ON, signal.SIGCHLD)}
+    earlier_outbox = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
     try:
         yield inbox
     finally:
+        signal.set_wakeup_fd(earlier_outbox)
         for number, handler in earlier.items():
             signal.signal(number, handler)
         os.close(inbox)

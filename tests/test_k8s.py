@@ -98,15 +98,13 @@ def test_no_pod_is_root_and_all_say_what_they_need(pod):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_ranks_share_memory_and_a_secret_that_no_manifest_holds(kind):
+def test_the_ranks_share_memory(kind):
     holders = [replica["template"]["spec"] for replica in replicas(kind).values()]
     ranks = holders if kind == "PyTorchJob" else [replicas(kind)["Worker"]["template"]["spec"]]
     for pod in ranks:
         mounted = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
-    env = {each["name"]: each for each in holders[0]["containers"][0]["env"]}
-    assert set(env["DUALTRAIN_SECRET"]["valueFrom"]["secretKeyRef"]) == {"name", "key"}
 
 
 def known(value: Any, kind: str, models: Any, core: Any) -> None:

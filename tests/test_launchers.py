@@ -124,7 +124,6 @@ def test_local_places_may_be_missing_where_a_launcher_may_not_set_them():
 NEEDED = {
     "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"],
     "horovodrun --gloo": [
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR",
         "HOROVOD_GLOO_RENDEZVOUS_PORT",
         "HOROVOD_RANK",
         "HOROVOD_SIZE",

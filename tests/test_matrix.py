@@ -22,9 +22,12 @@ def two_agents(backend, folder):
     command += ["--backend", backend, "--run-dir", str(folder)]
     other = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        return run(command)
+        end = run(command)
+        assert other.wait(60) == 0
+        return end
     finally:
-        other.wait(60)
+        other.kill()
+        other.wait()
 
 
 def elastic(backend, folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import threading
 import urllib.error
@@ -13,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from dualtrain import UserError
-from dualtrain.backends import hosts
+from dualtrain.backends import hosts, store
 from dualtrain.backends.http_store import HttpStore
 from dualtrain.backends.store import StoreClient, dial, listen, serve
 from dualtrain.backends.torch import _JobStore
@@ -22,10 +23,16 @@ from tests.pool import free_port
 LOCAL = "127.0.0.1"
 
 
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    """Has each call come from a process of its own."""
+    monkeypatch.setattr(store, "_process", lambda: secrets.token_hex(8))
+
+
 @pytest.fixture
 def job():
     """A server with rank 0 of three, and its port."""
-    server = serve(LOCAL, [0], 0, 3, "the secret")
+    server = serve(listen(LOCAL, [0], 3), 3, "the secret")
     yield server, server._listening.getsockname()[1]
     server.close()
 
@@ -56,8 +63,8 @@ def answers(port):
 @pytest.mark.parametrize("end", ["server", "client"])
 def test_it_does_what_torchs_own_does(job, end, join):
     server, port = job
-    store = server if end == "server" else join([port], 1)
-    ours, theirs = _JobStore(store, 5.0), dist.HashStore()
+    end_of = server if end == "server" else join([port], 1)
+    ours, theirs = _JobStore(end_of, 5.0), dist.HashStore()
     for each in (ours, theirs):
         each.set("bytes", bytes(range(256)))
         each.set("text", "words")
@@ -73,7 +80,7 @@ def test_it_does_what_torchs_own_does(job, end, join):
     ]
     for step in steps:
         assert step(ours) == step(theirs)
-    for waits in (lambda s: s.wait(["never"], timedelta(seconds=0.1)), lambda s: _JobStore(store, 0.1).get("never")):
+    for waits in (lambda s: s.wait(["never"], timedelta(seconds=0.1)), lambda s: _JobStore(end_of, 0.1).get("never")):
         with pytest.raises(dist.DistStoreError, match=r"nobody has set 'never' within 0.1 s"):
             waits(ours)
 
@@ -131,7 +138,15 @@ def test_the_secret_is_not_sent(job, join):
 def test_strangers_keep_nobody_waiting(job, join):
     _, port = job
     silent = [socket.create_connection((LOCAL, port)) for _ in range(20)]
-    for words in (b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"\xff\n", b'{"rank": "x"}\n', b"[" * 9999 + b"\n"):
+    for words in (
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"[]\n",
+        b"\xff\n",
+        b'{"rank": "x"}\n',
+        b"[" * 4000 + b"\n",
+        b'{"rank": Infinity}\n',
+        b"x" * 5000,
+    ):
         with socket.create_connection((LOCAL, port)) as loud:
             loud.sendall(words)
     client = join([port], 1)
@@ -147,9 +162,45 @@ def test_two_processes_with_one_rank_end_the_job(job, join):
         UserError, match=r"two processes are rank 1 \(process \d+ on .*, and process \d+ on .*each of the 3"
     ):
         join([port], 1)
-    for store in (server, first):
+    for each in (server, first):
         with pytest.raises(UserError, match="two processes are rank 1"):
-            store.call("get", "host/2", wait=60.0)
+            each.call("get", "host/2", wait=60.0)
+
+
+def test_a_process_that_has_not_heard_the_answer_may_come_again(job, join, monkeypatch):
+    server, port = job
+    monkeypatch.setattr(store, "_process", lambda: "the same")
+    join([port], 1)._line.connection.close()
+    join([port], 1).call("set", "key", "value")
+    assert server.call("get", "key") == "value"
+
+
+def test_ranks_of_two_worlds_are_told_apart(job):
+    _, port = job
+    clients = [dial(LOCAL, [port], 1, "the secret", 5.0, world) for world in ("0-1", "2-3")]
+    assert not answers(port)
+    for each in clients:
+        each.close()
+
+
+def test_who_passes_words_on_from_another_port_is_found_out(job, join):
+    """A stranger at an earlier port, between a rank and its server: neither end takes the other's proof."""
+    _, port = job
+    with listen(LOCAL, [0], 1) as false:
+
+        def relay():
+            caller, _ = false.accept()
+            with caller, socket.create_connection((LOCAL, port)) as server:
+                caller.sendall(server.recv(4096))
+                server.sendall(caller.recv(4096))
+                caller.sendall(server.recv(4096))
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        with pytest.raises(UserError, match="not of this job"):
+            join([false.getsockname()[1]], 1, timeout=1.0)
+        thread.join()
+    join([port], 1)  # nobody has taken its place
 
 
 def test_a_rank_outside_the_size_is_refused(job, join):
@@ -163,7 +214,7 @@ def test_a_client_may_come_before_the_server(join):
     port, found = free_port(), []
     thread = threading.Thread(target=lambda: found.append(join([port], 1, "", 20.0)))
     thread.start()
-    server = serve(LOCAL, [port], 0, 2, "")
+    server = serve(listen(LOCAL, [port], 2), 2, "")
     thread.join()
     found[0].call("set", "key", "value")
     assert server.call("get", "key") == "value"
@@ -172,7 +223,7 @@ def test_a_client_may_come_before_the_server(join):
 def test_jobs_that_try_the_same_ports_do_not_meet(join):
     base = free_port()
     ports = range(base, base + 4)
-    servers = [serve(LOCAL, ports, 0, 2, job) for job in ("job 1", "job 2")]
+    servers = [serve(listen(LOCAL, ports, 2), 2, job) for job in ("job 1", "job 2")]
     for server, job in zip(servers, ("job 1", "job 2"), strict=True):
         join(ports, 1, job).call("set", "from", job)
         assert server.call("get", "from") == job
@@ -181,7 +232,7 @@ def test_jobs_that_try_the_same_ports_do_not_meet(join):
 
 def test_who_serves_has_gone(join):
     port = free_port()
-    server = serve(LOCAL, [port], 0, 3, "")
+    server = serve(listen(LOCAL, [port], 3), 3, "")
     client = join([port], 1, "")
     client._line.connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(UserError, match="the process that serves the job's store has gone"):

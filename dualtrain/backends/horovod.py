@@ -244,7 +244,7 @@ class HorovodBackend(Backend):
     def _new_set(self, ranks: list[int]) -> Any:
         if self._launched or self.transport == "mpi":
             return self.library.add_process_set(ranks)
-        where = self.world.single_host, self.rank == 0
+        where = _listening_host(self.world), self.rank == 0
         with _meeting_place(*where, share=self.broadcast_object, joined=self.barrier):
             return self.library.add_process_set(ranks)
 
@@ -300,16 +300,25 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     def share(place: str | None) -> str:
         if place is not None:
             store.set("horovod", place)
-        return str(store.get("horovod").decode())
+        try:
+            return str(store.get("horovod").decode())
+        except RuntimeError as error:
+            raise UserError(f"rank 0 did not say within {timeout:g} s where Horovod meets: see its own message") from error
 
     def joined() -> None:
-        store.add("joined", 1)
-        _wait_until(lambda: int(store.add("joined", 0)) >= world.size, world, timeout)
+        if int(store.add("joined", 1)) == world.size:
+            store.set("all joined", "1")
+        try:
+            store.get("all joined")
+        except RuntimeError as error:
+            raise UserError(
+                f"Horovod started on rank {world.rank}, but not on all {world.size} within {timeout:g} s"
+            ) from error
 
     limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)))}
     with (
         variables(limits | _description(world)),
-        _meeting_place(world.single_host, world.rank == 0, share, joined),
+        _meeting_place(_listening_host(world), world.rank == 0, share, joined),
     ):
         start()
     return store
@@ -326,24 +335,16 @@ def _obstacle() -> str | None:
     )
 
 
-def _wait_until(done: Callable[[], bool], world: World, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not done():
-        if time.monotonic() > deadline:
-            raise UserError(f"Horovod started on rank {world.rank}, but not on all {world.size} within {timeout:g} s")
-        time.sleep(0.005)
-
-
 @contextmanager
 def _meeting_place(
-    single_host: bool, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]
+    host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]
 ) -> Iterator[None]:
     """Points Horovod to a key-value server that one rank runs until all have ``joined``.
 
     ``share`` hands the server's address from that rank to the others. Each start gets a fresh server: on a used one,
     the keys of the last start would still lie around.
     """
-    server = HttpStore("127.0.0.1" if single_host else address()) if serving else None
+    server = HttpStore(host) if serving else None
     try:
         place, port = share(f"{server.place} {server.port}" if server else None).split()
         with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": place, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
@@ -352,6 +353,10 @@ def _meeting_place(
     finally:
         if server is not None:
             server.close()
+
+
+def _listening_host(world: World) -> str:
+    return "127.0.0.1" if world.single_host else address(world.rendezvous[0] if world.rendezvous else "")
 
 
 def _description(world: World) -> dict[str, str]:

@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    timeout = 30.0  # seconds for the next words of a connection
     server: HttpStore
 
     def do_GET(self) -> None:
@@ -65,6 +66,9 @@ class HttpStore(ThreadingHTTPServer):
         self._secret = secrets.token_hex(32)
         self.beginning = f"/{self._secret}:{self.port}/".encode()
         threading.Thread(target=self.serve_forever, name="dualtrain-http-store", daemon=True).start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A caller who hangs up is nobody's concern."""
 
     @property
     def place(self) -> str:

@@ -19,17 +19,18 @@ from dualtrain.errors import BackendError
 if TYPE_CHECKING:
     from dualtrain.backends.collectives import Backend
 
-_LINE_BYTES = 1 << 24
+LINE_BYTES = 1 << 24
 _NETWORK = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN}
 
 
 class Line:
     """One end of a connection that carries lines of JSON."""
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
+    def __init__(self, connection: socket.socket, rank: int, longest: int = LINE_BYTES) -> None:
         self.connection = connection
         self.rank = rank
         self.address = str(connection.getpeername()[0])
+        self.longest = longest
         self._rest = b""
         self._sending = threading.Lock()
         self.early: list[Any] = []  # what came together with the greeting
@@ -54,7 +55,7 @@ class Line:
             if not data:
                 raise ConnectionResetError("the other end has hung up")
             self._rest += data
-            if len(self._rest) > _LINE_BYTES:
+            if len(self._rest) > self.longest:
                 raise ValueError("a line without an end")
         *lines, self._rest = self._rest.split(b"\n")
         return [json.loads(line) for line in lines]

@@ -44,15 +44,25 @@ def reach_all(
     if world.rank not in leaders:
         _hear(leaders, take)
         return
-    with socket.create_server((address(towards), 0), backlog=len(leaders)) as server:
+    with _listen(address(towards), len(leaders)) as server:
         put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
         failed = [_try(world.rank, other, take) for other in leaders if other != world.rank]
         put(f"reach/result/{world.rank}", next(filter(None, [obstacle, *failed]), ""))
         _hear(leaders, take)  # the server stays until all have tried
 
 
+def _listen(host: str, backlog: int) -> socket.socket:
+    try:
+        return socket.create_server((host, 0), backlog=backlog)
+    except OSError as error:
+        raise UserError(f"{socket.gethostname()} cannot listen at its own address {host} ({error})") from error
+
+
 def _try(rank: int, other: int, take: Callable[[str], str]) -> str | None:
-    host, port = take(f"reach/at/{other}").split()
+    try:
+        host, port = take(f"reach/at/{other}").split()
+    except RuntimeError:
+        return f"rank {other} did not say where its host can be reached: see its own message"
     try:
         socket.create_connection((host, int(port)), _SECONDS).close()
     except OSError as error:
@@ -66,6 +76,10 @@ def _try(rank: int, other: int, take: Callable[[str], str]) -> str | None:
 
 
 def _hear(leaders: Sequence[int], take: Callable[[str], str]) -> None:
-    for result in [take(f"reach/result/{leader}") for leader in leaders]:
+    try:
+        results = [take(f"reach/result/{leader}") for leader in leaders]
+    except RuntimeError as error:  # of the store: it did not come in time
+        raise UserError("not every host said in time whether it reaches the others: see their ranks' words") from error
+    for result in results:
         if result:
             raise UserError(result)

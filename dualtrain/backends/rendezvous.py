@@ -25,8 +25,8 @@ from dualtrain.launchers import World
 
 #: Sockets that rank 0 listens on already, until the store takes them.
 _RESERVED: dict[tuple[str, int], socket.socket] = {}
-#: The stores of the jobs that this process has joined, by address, rank and world size.
-_JOINED: dict[tuple[str, int, int, int], Store] = {}
+#: The stores that this process has joined, by address, and name and size of the world that they are for.
+_JOINED: dict[tuple[str, int, str, int], Store] = {}
 
 
 def meeting_point(world: World, timeout: float) -> World:
@@ -54,13 +54,21 @@ def join(world: World, timeout: float) -> Store:
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous
-    place = host, port, world.rank, world.size
+    # The parent of spawned ranks serves all of their worlds; else each world of a few ranks has its own server.
+    spawned = world.launcher == "spawn"
+    place = host, port, *(("", 0) if spawned else (world.name, world.size))
     if place not in _JOINED:
-        if world.rank == 0 and world.launcher != "spawn":
+        if world.rank == 0 and not spawned:
             _JOINED[place] = _serve(world, host, port)
         else:
-            _JOINED[place] = dial(host, range(port, port + world.ports), world.rank, world.secret, timeout)
+            ports = range(port, port + world.ports)
+            _JOINED[place] = dial(host, ports, world.rank, _secret(world), timeout, world.name)
     return _JOINED[place]
+
+
+def _secret(world: World) -> str:
+    """What the ranks of this world know, and those of the job's other worlds do not use."""
+    return world.secret if world.launcher == "spawn" else f"{world.secret} {world.name}"
 
 
 def leave(world: World) -> None:
@@ -71,13 +79,12 @@ def leave(world: World) -> None:
 
 def _serve(world: World, host: str, port: int) -> StoreServer:
     if (host, port) in _RESERVED:
-        server = StoreServer(_RESERVED.pop((host, port)), world.size, world.secret)
-        server.join(0, f"process {os.getpid()}")
-        return server
-    # Many a host knows itself by a loopback address, where nobody else would find it.
-    own = address() if not world.single_host and is_loopback(host) else host
+        return serve(_RESERVED.pop((host, port)), world.size, _secret(world), world.name)
+    # Many a host knows its own name by a loopback address, where nobody else would find it.
+    misled = not world.single_host and host != "localhost" and not host.startswith("127.") and is_loopback(host)
     try:
-        return serve(own, range(port, port + world.ports), 0, world.size, world.secret)
+        listening = listen(address() if misled else host, range(port, port + world.ports), world.size)
+        return serve(listening, world.size, _secret(world), world.name)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(
@@ -118,7 +125,7 @@ def _meet_by_mpi(world: World) -> Meeting:
     except (ImportError, RuntimeError) as error:
         raise UserError(
             f"{world.launcher} started {world.size} ranks, and without mpi4py ({error}) torch has no address to meet at: "
-            "pip install mpi4py, or export MASTER_ADDR and MASTER_PORT for all of them"
+            "pip install mpi4py, or use --backend horovod"
         ) from error
     comm = MPI.COMM_WORLD
     if (comm.Get_rank(), comm.Get_size()) != (world.rank, world.size):
@@ -144,6 +151,10 @@ def _reserve(single_host: bool) -> Meeting:
     return place, secrets.token_hex(32)
 
 
+#: A proxy for the world outside would be asked for the job's own server, and told its secret.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
 @cache
 def _meet_by_server(world: World, timeout: float) -> Meeting:
     server = f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
@@ -151,19 +162,26 @@ def _meet_by_server(world: World, timeout: float) -> Meeting:
     if world.rank == 0:
         (host, port), secret = _reserve(world.single_host)
         words = f"{host} {port} {secret}".encode()
-        urllib.request.urlopen(urllib.request.Request(url, words, method="PUT"), timeout=30).close()
+        try:
+            _open(urllib.request.Request(url, words, method="PUT"), timeout=30).close()
+        except OSError as error:
+            raise UserError(f"horovodrun's server {server} does not answer rank 0 ({error}): is it still there?") from error
         return (host, port), secret
     deadline = time.monotonic() + timeout
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with _open(url, timeout=30) as answer:
                 host, port, secret = answer.read().decode().split()
                 return (host, int(port)), secret
-        except urllib.error.URLError as error:
+        except OSError as error:
             missing = isinstance(error, urllib.error.HTTPError) and error.code == 404
-            if not missing or time.monotonic() > deadline:
+            if not missing:
                 raise UserError(
-                    f"rank 0 left no address at horovodrun's server {server} within {timeout:g} s ({error}): "
+                    f"horovodrun's server {server} does not answer rank {world.rank} ({error}): is it still there?"
+                ) from error
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank 0 left no address at horovodrun's server {server} within {timeout:g} s: "
                     "check that all processes were started"
                 ) from error
             time.sleep(0.02)

@@ -15,13 +15,16 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, Protocol
 
-from dualtrain.backends.lines import Line
+from dualtrain.backends.lines import LINE_BYTES, Line
 from dualtrain.errors import UserError
 
 _SLICE_SECONDS = 1.0  # a wait is asked for again after this, so that threads which share a connection take turns
 _FAREWELL_SECONDS = 3.0  # that others have to hear why the job ends, and hang up
+_STRANGERS = 64  # that may have called and not said who they are, beside the job's own processes
+_GREETING_BYTES = 4096
 _CALL_SECONDS = 5.0  # for one attempt to reach the server
 
 
@@ -56,28 +59,37 @@ class StoreServer:
         self._size = size
         self._secret = secret
         self._values: dict[str, str] = {}
-        self._joined: dict[int, str] = {}
+        self._processes: set[str] = set()
+        self._places: dict[tuple[str, int], tuple[str, str]] = {}  # of a world's name and a rank: process, and who that is
+        self._greeted = 0  # that have not shown yet who they are
+        self._closed = False
         self._broken: str | None = None
         self._connected = 0
         self._changed = threading.Condition()
         threading.Thread(target=self._accept, name="dualtrain-store", daemon=True).start()
 
-    def join(self, rank: int, who: str) -> str | None:
-        """Notes a process; gives the reason if it must not join."""
+    def join(self, rank: int, world: str, process: str, who: str) -> str | None:
+        """Notes a process, which may come again if it has not heard the answer; gives the reason if it must not join."""
         with self._changed:
             if not 0 <= rank < self._size:
                 return f"rank {rank} ({who}) is none of this job's {self._size}: give every process the same world size"
-            if rank in self._joined:
+            other, other_who = self._places.setdefault((world, rank), (process, who))
+            if other != process:
                 self._broken = (
-                    f"two processes are rank {rank} ({self._joined[rank]}, and {who}): "
+                    f"two processes are rank {rank} ({other_who}, and {who}): "
                     f"give each of the {self._size} its own rank, from 0 to {self._size - 1}"
                 )
                 self._changed.notify_all()
                 return self._broken
-            self._joined[rank] = who
-            if len(self._joined) == self._size:
-                self.close()
+            self._processes.add(process)
         return None
+
+    def close_if_complete(self) -> None:
+        """Lets nobody in any more once all have joined."""
+        with self._changed:
+            complete = len(self._processes) >= self._size
+        if complete:
+            self.close()
 
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0, *, remote: bool = False) -> Any:
         """As :class:`Store` says."""
@@ -96,6 +108,7 @@ class StoreServer:
 
     def close(self) -> None:
         """As :class:`Store` says; who has joined stays connected."""
+        self._closed = True
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
@@ -129,14 +142,29 @@ class StoreServer:
             try:
                 connection, _ = self._listening.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(0.05)  # short of descriptors, perhaps: a stranger who holds them goes within seconds
+                continue
+            with self._changed:
+                welcome = self._greeted < _STRANGERS + self._size
+                self._greeted += welcome
+            if not welcome:
+                connection.close()
+                continue
             # A thread for each, so that a stranger who says nothing keeps nobody waiting.
             threading.Thread(target=self._serve, args=(connection,), name="dualtrain-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            line = Line(connection, rank=-1)
-            self._welcome(line)
+        # What a stranger says may make anything of this fail.
+        with connection, suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+            line = Line(connection, rank=-1, longest=_GREETING_BYTES)
+            try:
+                self._welcome(line)
+            finally:
+                with self._changed:
+                    self._greeted -= 1
+            line.longest = LINE_BYTES
             connection.settimeout(None)
             self._count(1)
             try:
@@ -162,14 +190,15 @@ class StoreServer:
         ours = secrets.token_hex(16)
         line.send({"store": ours})
         [hello] = line.receive()
-        rank, theirs = int(hello["rank"]), str(hello["nonce"])
-        if not hmac.compare_digest(str(hello["proof"]), _proof(self._secret, "caller", ours, theirs, rank)):
+        rank, words = int(hello["rank"]), (ours, str(hello["nonce"]), line.connection.getsockname()[1])
+        if not hmac.compare_digest(str(hello["proof"]), _proof(self._secret, "caller", rank, *words)):
             line.send({"refused": "secret"})
             raise ValueError("not of this job")
-        refusal = self.join(rank, str(hello["who"]))
-        line.send({"refused": refusal} if refusal else {"proof": _proof(self._secret, "server", ours, theirs, rank)})
+        refusal = self.join(rank, str(hello["world"]), str(hello["process"]), str(hello["who"]))
+        line.send({"refused": refusal} if refusal else {"proof": _proof(self._secret, "server", rank, *words)})
         if refusal:
             raise ValueError(refusal)
+        self.close_if_complete()
 
 
 class StoreClient:
@@ -205,10 +234,11 @@ class _OtherJobError(Exception):
     """What listens there does not know this job's secret."""
 
 
-def serve(host: str, ports: Sequence[int], rank: int, size: int, secret: str) -> StoreServer:
-    """Serves at the first free one of ``ports``, as ``rank``. Does not block. Raises OSError if none can be had."""
-    server = StoreServer(listen(host, ports, size), size, secret)
-    server.join(rank, _who())
+def serve(listening: socket.socket, size: int, secret: str, world: str = "") -> StoreServer:
+    """Serves there, as rank 0 of ``world``. Does not block."""
+    server = StoreServer(listening, size, secret)
+    server.join(0, world, _process(), _who())
+    server.close_if_complete()
     return server
 
 
@@ -225,8 +255,10 @@ def listen(host: str, ports: Sequence[int], backlog: int) -> socket.socket:
     raise ValueError("no ports")
 
 
-def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float) -> StoreClient:
-    """Joins, as ``rank``, the job that is served at one of ``ports``; tries for ``timeout`` seconds, since it may be late.
+def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float, world: str = "") -> StoreClient:
+    """Joins, as ``rank`` of ``world``, the job that is served at one of ``ports``; tries for ``timeout`` seconds.
+
+    It may start later than this process.
 
     Raises:
         UserError: nobody serves there, or not this job, or it has no place for this rank.
@@ -237,7 +269,7 @@ def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float
         reasons = []
         for port in ports:
             try:
-                return StoreClient(_greet((host, port), rank, secret, deadline))
+                return StoreClient(_greet((host, port), rank, world, secret, deadline))
             except UserError:
                 raise  # refused: that does not change
             except _OtherJobError:
@@ -255,18 +287,19 @@ def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float
         pause = min(2 * pause, 0.5)
 
 
-def _greet(where: tuple[str, int], rank: int, secret: str, deadline: float) -> Line:
+def _greet(where: tuple[str, int], rank: int, world: str, secret: str, deadline: float) -> Line:
     connection = socket.create_connection(where, min(_CALL_SECONDS, max(0.1, deadline - time.monotonic())))
     try:
         line = Line(connection, rank=0)
         [greeting] = line.receive()
-        ours, theirs = str(greeting["store"]), secrets.token_hex(16)
-        proof = _proof(secret, "caller", ours, theirs, rank)
-        line.send({"rank": rank, "who": _who(), "nonce": theirs, "proof": proof})
+        words = str(greeting["store"]), secrets.token_hex(16), connection.getpeername()[1]
+        proof = _proof(secret, "caller", rank, *words)
+        place = {"rank": rank, "world": world, "process": _process(), "who": _who()}
+        line.send({**place, "nonce": words[1], "proof": proof})
         [answer] = line.receive()
         if answer.get("refused") not in (None, "secret"):
             raise UserError(str(answer["refused"]))
-        if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "server", ours, theirs, rank)):
+        if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "server", rank, *words)):
             raise _OtherJobError
     except BaseException:
         connection.close()
@@ -275,9 +308,18 @@ def _greet(where: tuple[str, int], rank: int, secret: str, deadline: float) -> L
     return line
 
 
-def _proof(secret: str, end: str, ours: str, theirs: str, rank: int) -> str:
-    """What only who knows the secret can say, of this one conversation."""
-    return hmac.new(secret.encode(), f"{end} {ours} {theirs} {rank}".encode(), "sha256").hexdigest()
+def _proof(secret: str, end: str, rank: int, ours: str, theirs: str, port: int) -> str:
+    """What only who knows the secret can say, of this one conversation.
+
+    The port is part of it: who listens at another one cannot pass on what the two ends say to each other.
+    """
+    return hmac.new(secret.encode(), f"{end} {rank} {ours} {theirs} {port}".encode(), "sha256").hexdigest()
+
+
+@cache
+def _process() -> str:
+    """This process's name for itself, and nobody else's."""
+    return secrets.token_hex(8)
 
 
 def _who() -> str:

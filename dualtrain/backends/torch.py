@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,6 +31,9 @@ from dualtrain.launchers import World
 
 #: How many worlds met at an address so far: the same on all of their ranks.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
+
+#: The interfaces that were chosen here, and by nobody else.
+_CHOSEN: set[str] = set()
 
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -221,8 +225,10 @@ def _initialise(world: World, device: torch.device, timeout: float) -> None:
         backend, store = "cpu:gloo,cuda:nccl", _for_nccl(store, world, timeout)
     # Gloo listens on one interface: the loopback alone where that is enough, and never what a host's own name leads to,
     # which may be a loopback address. Groups made later read this too.
-    if (name := loopback() if world.single_host else interface(address(_host_of(world)))) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    name = loopback() if world.single_host else interface(address(_host_of(world)))
+    if name is not None and os.environ.get("GLOO_SOCKET_IFNAME") in (None, *_CHOSEN):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+        _CHOSEN.add(name)
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_patience(timeout))
     except RuntimeError as error:
@@ -237,21 +243,31 @@ def meet(world: World, timeout: float, obstacle: str | None = None) -> tuple[dis
         UserError: as :func:`open_store`, a process did not come in time, or two hosts cannot reach each other,
             or one of several has an ``obstacle``.
     """
+    deadline = time.monotonic() + timeout
+    world = meeting_point(world, timeout)
     store = open_store(world, timeout)
+    try:
+        return store, _gathered(store, world, timeout, deadline, obstacle)
+    except BaseException:
+        leave(world)
+        raise
+
+
+def _gathered(store: dist.Store, world: World, timeout: float, deadline: float, obstacle: str | None) -> World:
     store.set(f"host/{world.rank}", str(identity()))
     hosts = []
     for rank in range(world.size):
         try:
+            store.wait([f"host/{rank}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
             hosts.append(store.get(f"host/{rank}"))
         except dist.DistError as error:
-            leave(meeting_point(world, timeout))
             raise UserError(
                 f"rank {rank} of {world.size} did not come within {timeout:g} s: check that all processes were started, "
                 "each with its own rank"
             ) from error
     world = world.placed(world.rank, hosts)
     reach_all(world, hosts, _host_of(world), store.set, lambda key: bytes(store.get(key)).decode(), obstacle)
-    return store, world
+    return world
 
 
 def _host_of(world: World) -> str:
@@ -299,7 +315,7 @@ def _for_nccl(store: dist.Store, world: World, timeout: float) -> dist.Store:
         return store
     wait = timedelta(seconds=timeout)
     if world.rank == 0:
-        host = "127.0.0.1" if world.single_host else address()
+        host = "127.0.0.1" if world.single_host else address(_host_of(world))
         listening = listen(host, [0], world.size)
         port, beginning = int(listening.getsockname()[1]), secrets.token_hex(32)
         native = dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach())
