@@ -6,6 +6,7 @@
 #
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command (default: docker compose, or docker-compose where there is no other)
+# TESTS              what launch/test.sh gets in its image (default: three quick files; empty: nothing, so all tests)
 # WEIGHTS            what two ranks' weights must begin with (default: what the other backend gets; it depends on the CPU)
 set -euo pipefail
 
@@ -35,8 +36,8 @@ leftovers() {
 }
 
 clean_up() {
-  compose --profile cpu --profile test --profile cluster down --volumes --remove-orphans --timeout 5 >"$logs/down" 2>&1 || true
   docker ps -aq --filter "label=com.docker.compose.project=$project" | xargs -r docker rm -f >/dev/null
+  compose --profile cluster down --volumes --remove-orphans >"$logs/down" 2>&1 || true
 }
 trap clean_up EXIT
 
@@ -47,11 +48,12 @@ check() {
   out=$logs/${what//[^a-z0-9]/-}
   printf '%s … ' "$what"
   "$@" >"$out" 2>&1 </dev/null || status=$?
-  [ "$status" = 0 ] || { echo; fail "$what: exit status $status, $(tail -n 1 "$out")"; }
+  [ "$status" = 0 ] || { echo; fail "$what: exit status $status, $(tail -n 1 "$out" | cut -c 1-300)"; }
   echo "done ($((SECONDS - began)) s)"
 }
 
-inside() { docker run --rm --init --network none "$@"; }
+inside() { docker run --rm --init "$@"; }
+look() { docker exec "$looker" "$@"; }
 service() { compose run --rm -T "$@"; }
 
 # trained RANKS: the runs in $out have that many ranks, learned, and have the same weights, which it prints.
@@ -81,31 +83,36 @@ check "image" docker build "${build_args[@]}" --build-arg "BASE_IMAGE=$BASE_IMAG
 check "image for tests" docker build "${build_args[@]}" --build-arg "BASE_IMAGE=$BASE_IMAGE" --target test -t "$IMAGE:test" -f docker/Dockerfile .
 echo "  $IMAGE: $(($(docker image inspect -f '{{.Size}}' "$IMAGE") / 1000000)) MB"
 
-check "no root" inside "$IMAGE" bash -c '[ "$(id -u)" != 0 ] && ! [ -w .venv ]'
-check "no compiler" inside "$IMAGE" bash -c '! command -v gcc g++ cc c++ cpp clang gcc-12 g++-12 as ld make cmake ninja nvcc'
-check "no key" inside --user root "$IMAGE" bash -c '! find / -xdev -name "ssh_host_*" -o -xdev -name "id_*" -path "*ssh*" | grep . && [ -z "$(ls -A /keys)" ]'
-check "pinned versions" inside "$IMAGE" bash -c '
+[ "$(docker image inspect -f '{{join .Config.Entrypoint " "}}' "$IMAGE:test")" = 'bash launch/test.sh' ] ||
+  fail "$IMAGE:test starts something else than the README's bash launch/test.sh"
+
+looker=$(docker run -d --init --health-interval 2s --label "com.docker.compose.project=$project" "$IMAGE" sleep infinity)
+check "no root" look bash -c '[ "$(id -u)" != 0 ] && ! [ -w .venv ]'
+check "no compiler" look bash -c '! command -v gcc g++ cc c++ cpp clang gcc-12 g++-12 as ld make cmake ninja nvcc'
+check "no key" docker exec --user root "$looker" bash -c '
+  find / -xdev \( -name "ssh_host_*" -o -name "id_*" -path "*ssh*" \) >/tmp/found
+  ! grep . /tmp/found && [ -z "$(ls -A /keys)" ]'
+check "pinned versions" look bash -c '
   for name in torch torchvision horovod mpi4py numpy safetensors; do
     pin=$(sed -n "s/^$name==//p" launch/versions.txt)
     python -c "import importlib.metadata as m, sys; sys.exit(m.version(sys.argv[1]).split(\"+\")[0] != sys.argv[2])" "$name" "$pin" || { echo "$name is not $pin"; exit 1; }
   done'
-check "version" inside "$IMAGE" python -c 'import dualtrain; print(dualtrain.__version__)'
+check "version" look python -c 'import dualtrain; print(dualtrain.__version__)'
 label=$(docker image inspect -f '{{index .Config.Labels "org.opencontainers.image.version"}}' "$IMAGE")
 [ "$label" = "$(cat "$out")" ] || fail "the image's label says version $label, the program in it $(cat "$out")"
 
-wait_until_healthy() {
-  local id state=''
-  id=$(docker run -d --init --health-interval 2s --label "com.docker.compose.project=$project" "$IMAGE" sleep 300)
+healthy() {
+  local state=starting
   for _ in $(seq 120); do
-    state=$(docker inspect -f '{{.State.Health.Status}}' "$id")
+    state=$(docker inspect -f '{{.State.Health.Status}}' "$looker")
     [ "$state" = starting ] || break
     sleep 1
   done
-  docker inspect -f '{{json .State.Health}}' "$id"
-  docker rm -f "$id" >/dev/null
+  docker inspect -f '{{json .State.Health}}' "$looker"
   [ "$state" = healthy ]
 }
-check "health" wait_until_healthy
+check "health" healthy
+docker rm -f "$looker" >/dev/null
 
 check "horovod" service horovod
 learned
@@ -139,7 +146,7 @@ stopped() {
     if grep -q 'epoch 3' "$log"; then break; fi
     sleep 1
   done
-  docker stop --time 60 "$id" >/dev/null
+  docker stop -t 60 "$id" >/dev/null
   docker logs "$id" >"$log" 2>&1
   status=$(docker inspect -f '{{.State.ExitCode}}' "$id")
   tail -n 5 "$log"
@@ -151,7 +158,8 @@ check "stop, horovod" stopped horovod
 check "cluster" compose --profile cluster up --no-color --exit-code-from node1
 trained 4
 
-check "tests" service test
+read -ra tests <<<"${TESTS-tests/test_launchers.py tests/test_store.py tests/test_collectives.py}"
+check "tests" service test "${tests[@]}"
 echo "  $(grep -E ' passed' "$out" | tail -n 1)"
 
 clean_up
