@@ -59,7 +59,7 @@ ALONE = {
     ),
     "torchrun's variable is missing": (
         {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-        "WORLD_SIZE is not set, but LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, TORCHELASTIC_RUN_ID are: the process has only a part",
+        "WORLD_SIZE is not set, but LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, TORCHELASTIC_RUN_ID are: the process has only",
     ),
     "Slurm's variable is missing": (
         {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
