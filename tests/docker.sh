@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds docker/'s images, runs all of compose.yaml that needs no GPU, and checks what comes out. Takes a quarter of an hour.
+# Builds docker/'s images, runs all of compose.yaml that needs no GPU, and checks what comes out. Takes a quarter of
+# an hour, and as much again to build the first time.
 # It leaves the images dualtrain and dualtrain:test behind, and nothing else.
 #
 #   bash tests/docker.sh [base image]
