@@ -164,6 +164,7 @@ check "tests" service test "${tests[@]}"
 echo "  $(grep -E ' passed' "$out" | tail -n 1)"
 
 clean_up
+trap - EXIT
 [ -z "$(leftovers)" ] || fail "left behind: $(leftovers | xargs)"
 rm -rf "$logs"
 echo "docker.sh: all is well; the images $IMAGE and $IMAGE:test are kept"
