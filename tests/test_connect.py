@@ -150,6 +150,13 @@ def test_a_missing_horovod_is_said_with_the_cure(horovods):
     assert "--backend torch" in said
 
 
+def test_a_host_without_an_address_is_refused_where_horovod_would_crash(monkeypatch):
+    require_horovod()
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    with pytest.raises(UserError, match=r"name 'no-such-host.invalid' has no address .*Horovod would crash: .*/etc/hosts"):
+        connect("horovod", world=ALONE)
+
+
 def test_without_mpi4py_the_message_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(UserError, match=r"mpirun started 3 ranks, and without mpi4py .*pip install mpi4py"):

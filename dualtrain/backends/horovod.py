@@ -268,6 +268,8 @@ def _initialise(start: Callable[[], None], world: World, timeout: float, launche
     Returns:
         What must live as long as the world does.
     """
+    if not world.launcher.startswith("mpi"):
+        _check_name()
     with variables({name: os.environ.get(name, value) for name, value in _defaults(world, groups).items()}):
         if launched:
             start()
@@ -322,6 +324,17 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     ):
         start()
     return store
+
+
+def _check_name() -> None:
+    """Horovod 0.28.1 over Gloo looks up the host's own name, and crashes where that has no address."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError as error:
+        raise UserError(
+            f"this host's name {socket.gethostname()!r} has no address ({error}), and Horovod would crash: put it into "
+            "/etc/hosts, give the container a network, or use --backend torch"
+        ) from error
 
 
 def _obstacle() -> str | None:
