@@ -57,12 +57,25 @@ def require_horovod() -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("Horovod is not installed")
 
 
+#: The processes, once a test has asked for them.
+_POOLS: list[Pool] = []
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The processes of all worlds of processes."""
     pool = Pool(max(size for _, size in WORLDS))
+    _POOLS.append(pool)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def no_idle_world(request: pytest.FixtureRequest) -> None:
+    """Closes an open world before a whole job starts: its threads look for work all the time, and take the cores."""
+    if request.node.get_closest_marker("launch") and _place(request.node) < 0:
+        for pool in _POOLS:
+            pool.disconnect()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -128,18 +141,20 @@ def _place(item: pytest.Item) -> int:
     return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of one world together: opening another takes a moment.
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """With pytest-xdist's ``--dist loadgroup``, the tests of all worlds and whole jobs are one process's.
 
-    With pytest-xdist's ``--dist loadgroup`` those of all worlds, and whole jobs, are one process's, and the others run
-    beside them: both cores are busy, and no two worlds fight for them.
+    The others run beside them: both cores are busy, and no two worlds fight for them. Here, since xdist reads the marks
+    when all is collected, and not in an order with other hooks.
     """
+    if _place(item) >= WORLDS.index(REAL[0]) or item.get_closest_marker("launch"):
+        item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of one world together: opening another takes a moment."""
     spread = "PYTEST_XDIST_WORKER" in os.environ
     items.sort(key=lambda item: (spread and _place(item) < 0, _place(item)))
-    for item in items:
-        if _place(item) >= WORLDS.index(REAL[0]) or item.get_closest_marker("launch"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def _launcher_variables() -> dict[str, str]:
