@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import address, identity
+from dualtrain.backends.hosts import identity, listening_address
 from dualtrain.backends.watch import Watch
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
@@ -93,7 +93,7 @@ def connect(
     _compare(backend, world)
     _locate(backend)
     _take_device(backend)
-    backend.watch = Watch(backend, meeting_address(backend))
+    backend.watch = Watch(backend, listening_address(backend.world))
     backend.watch.guard()
     return backend
 
@@ -182,11 +182,3 @@ def _as_numbers(text: str) -> list[int]:
 
 def _as_text(numbers: Sequence[int]) -> str:
     return struct.pack("<4q", *numbers).rstrip(b"\0").decode(errors="replace")
-
-
-def meeting_address(backend: Backend) -> str:
-    """Where rank 0 listens: the loopback interface, or where other hosts reach it."""
-    if backend.world.single_host:
-        return "127.0.0.1"
-    # The rendezvous may be another host's: torchrun gives ranks to its hosts without regard to who serves it.
-    return address(backend.world.rendezvous[0] if backend.world.rendezvous else "")

@@ -23,7 +23,7 @@ import torch
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import address, interface, is_loopback, loopback, variables
+from dualtrain.backends.hosts import address, is_loopback, listening_address, listening_interface, variables
 from dualtrain.backends.http_store import HttpStore
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
@@ -244,7 +244,7 @@ class HorovodBackend(Backend):
     def _new_set(self, ranks: list[int]) -> Any:
         if self._launched or self.transport == "mpi":
             return self.library.add_process_set(ranks)
-        where = _listening_host(self.world), self.rank == 0
+        where = listening_address(self.world), self.rank == 0
         with _meeting_place(*where, share=self.broadcast_object, joined=self.barrier):
             return self.library.add_process_set(ranks)
 
@@ -320,7 +320,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)))}
     with (
         variables(limits | _description(world)),
-        _meeting_place(_listening_host(world), world.rank == 0, share, joined),
+        _meeting_place(listening_address(world), world.rank == 0, share, joined),
     ):
         start()
     return store
@@ -368,10 +368,6 @@ def _meeting_place(
             server.close()
 
 
-def _listening_host(world: World) -> str:
-    return "127.0.0.1" if world.single_host else address(world.rendezvous[0] if world.rendezvous else "")
-
-
 def _description(world: World) -> dict[str, str]:
     """Horovod's place, in the variables that its own launcher would have set."""
     place = {
@@ -385,7 +381,7 @@ def _description(world: World) -> dict[str, str]:
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
     }
-    name = loopback() if world.single_host else interface(address(world.rendezvous[0] if world.rendezvous else ""))
+    name = listening_interface(world)
     if name is not None and "HOROVOD_GLOO_IFACE" not in os.environ:
         place["GLOO_IFACE"] = name
     return {f"HOROVOD_{key}": str(value) for key, value in place.items()}

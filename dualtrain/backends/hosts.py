@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dualtrain.launchers import World
+
 
 def identity() -> int:
     """A number below 2**63 for this host, until it is started anew; containers count as hosts by their names."""
@@ -49,6 +51,21 @@ def address(towards: str = "") -> str:
     found += [_resolved(socket.gethostname()), _route("192.0.2.1")]  # RFC 5737: of no real host
     found += [ipv4(name) for _, name in socket.if_nameindex()]
     return next((each for each in found if each and not is_loopback(each)), "127.0.0.1")
+
+
+def listening_address(world: World) -> str:
+    """Where this host's ranks listen: the loopback interface, or where the other hosts of ``world`` reach it.
+
+    Its rendezvous may be another host's: torchrun gives ranks to its hosts without regard to who serves it.
+    """
+    if world.single_host:
+        return "127.0.0.1"
+    return address(world.rendezvous[0] if world.rendezvous else "")
+
+
+def listening_interface(world: World) -> str | None:
+    """The name of the interface that has :func:`listening_address`, if one has it."""
+    return loopback() if world.single_host else interface(listening_address(world))
 
 
 def interface(own: str) -> str | None:

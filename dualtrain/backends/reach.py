@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
-from dualtrain.backends.hosts import address
+from dualtrain.backends.hosts import listening_address
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 
@@ -20,7 +20,6 @@ _SECONDS = 10.0  # for one connection: a host that drops what it is sent never a
 def reach_all(
     world: World,
     hosts: Sequence[object],
-    towards: str,
     put: Callable[[str, str], object],
     take: Callable[[str], str],
     obstacle: str | None = None,
@@ -30,7 +29,6 @@ def reach_all(
     Args:
         world: this process's place.
         hosts: the host of each rank.
-        towards: a host that all can reach, for choosing this one's address.
         put: leaves a value under a key in the job's store.
         take: waits for one.
         obstacle: what this host's own state will keep the library from, if anything.
@@ -44,7 +42,7 @@ def reach_all(
     if world.rank not in leaders:
         _hear(leaders, take)
         return
-    with _listen(address(towards), len(leaders)) as server:
+    with _listen(listening_address(world), len(leaders)) as server:
         put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
         failed = [_try(world.rank, other, take) for other in leaders if other != world.rank]
         put(f"reach/result/{world.rank}", next(filter(None, [obstacle, *failed]), ""))

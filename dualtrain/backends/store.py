@@ -59,7 +59,6 @@ class StoreServer:
         self._size = size
         self._secret = secret
         self._values: dict[str, str] = {}
-        self._processes: set[str] = set()
         self._places: dict[tuple[str, int], tuple[str, str]] = {}  # of a world's name and a rank: process, and who that is
         self._greeted = 0  # that have not shown yet who they are
         self._closed = False
@@ -81,13 +80,12 @@ class StoreServer:
                 )
                 self._changed.notify_all()
                 return self._broken
-            self._processes.add(process)
         return None
 
     def close_if_complete(self) -> None:
         """Lets nobody in any more once all have joined."""
         with self._changed:
-            complete = len(self._processes) >= self._size
+            complete = len({process for process, _ in self._places.values()}) >= self._size
         if complete:
             self.close()
 
@@ -266,7 +264,7 @@ def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float
     deadline = time.monotonic() + timeout
     pause = 0.01
     while True:
-        reasons = []
+        reasons, final = [], False
         for port in ports:
             try:
                 return StoreClient(_greet((host, port), rank, world, secret, deadline))
@@ -274,9 +272,9 @@ def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float
                 raise  # refused: that does not change
             except _OtherJobError:
                 reasons.append("what listens there is not of this job: DUALTRAIN_SECRET must be the same for all its ranks")
+                final = len(ports) == 1  # else this job's may be at the next one
             except (OSError, ValueError, KeyError, TypeError) as error:
                 reasons.append(getattr(error, "strerror", None) or str(error))
-        final = len(ports) == 1 and reasons[0].startswith("what listens")
         if final or time.monotonic() > deadline:
             within = "" if final else f" within {timeout:g} s"
             raise UserError(

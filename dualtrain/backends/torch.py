@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import address, identity, interface, loopback
+from dualtrain.backends.hosts import identity, listening_address, listening_interface
 from dualtrain.backends.reach import reach_all
 from dualtrain.backends.rendezvous import join, leave, meeting_point
 from dualtrain.backends.store import Store, listen
@@ -225,7 +225,7 @@ def _initialise(world: World, device: torch.device, timeout: float) -> None:
         backend, store = "cpu:gloo,cuda:nccl", _for_nccl(store, world, timeout)
     # Gloo listens on one interface: the loopback alone where that is enough, and never what a host's own name leads to,
     # which may be a loopback address. Groups made later read this too.
-    name = loopback() if world.single_host else interface(address(_host_of(world)))
+    name = listening_interface(world)
     if name is not None and os.environ.get("GLOO_SOCKET_IFNAME") in (None, *_CHOSEN):
         os.environ["GLOO_SOCKET_IFNAME"] = name
         _CHOSEN.add(name)
@@ -266,23 +266,18 @@ def _gathered(store: dist.Store, world: World, timeout: float, deadline: float, 
                 "each with its own rank"
             ) from error
     world = world.placed(world.rank, hosts)
-    reach_all(world, hosts, _host_of(world), store.set, lambda key: bytes(store.get(key)).decode(), obstacle)
+    reach_all(world, hosts, store.set, lambda key: bytes(store.get(key)).decode(), obstacle)
     return world
 
 
-def _host_of(world: World) -> str:
-    return world.rendezvous[0] if world.rendezvous else ""
-
-
 def open_store(world: World, timeout: float) -> dist.Store:
-    """The key-value store in which the job's processes find each other: their parent's, or one that rank 0 serves.
+    """The key-value store at ``world``'s meeting point: its launcher's, its parent's, or one that rank 0 serves.
 
     Raises:
         UserError: the launcher names no address, it cannot be reached, or its port is taken.
     """
     if world.size == 1:
         return dist.HashStore()
-    world = meeting_point(world, timeout)
     if world.rendezvous is None:
         raise UserError(
             f"the torch backend has no address to meet the other {world.size - 1} processes at: {world.launcher} sets no "
@@ -315,7 +310,7 @@ def _for_nccl(store: dist.Store, world: World, timeout: float) -> dist.Store:
         return store
     wait = timedelta(seconds=timeout)
     if world.rank == 0:
-        host = "127.0.0.1" if world.single_host else address(_host_of(world))
+        host = listening_address(world)
         listening = listen(host, [0], world.size)
         port, beginning = int(listening.getsockname()[1]), secrets.token_hex(32)
         native = dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach())

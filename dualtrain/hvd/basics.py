@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend, connect
-from dualtrain.backends.factory import meeting_address
+from dualtrain.backends.hosts import listening_address
 from dualtrain.errors import UserError
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
@@ -53,7 +53,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         mention_others(os.environ)
         owned = not isinstance(comm, Backend)
         backend = _connect(comm, settings) if owned else comm
-        engine = Engine(backend, settings, meeting_address(backend))
+        engine = Engine(backend, settings, listening_address(backend.world))
         _generations += 1
         _current = _Current(engine, owned, _generations)
         atexit.register(shutdown)
