@@ -60,10 +60,10 @@ class StoreServer:
         self._secret = secret
         self._values: dict[str, str] = {}
         self._places: dict[tuple[str, int], tuple[str, str]] = {}  # of a world's name and a rank: process, and who that is
-        self._greeted = 0  # that have not shown yet who they are
+        self._connected = 0
+        self._greeted = 0  # of these, that have not shown yet who they are
         self._closed = False
         self._broken: str | None = None
-        self._connected = 0
         self._changed = threading.Condition()
         threading.Thread(target=self._accept, name="dualtrain-store", daemon=True).start()
 
@@ -147,6 +147,7 @@ class StoreServer:
             with self._changed:
                 welcome = self._greeted < _STRANGERS + self._size
                 self._greeted += welcome
+                self._connected += welcome
             if not welcome:
                 connection.close()
                 continue
@@ -154,28 +155,27 @@ class StoreServer:
             threading.Thread(target=self._serve, args=(connection,), name="dualtrain-store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        # What a stranger says may make anything of this fail.
-        with connection, suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-            line = Line(connection, rank=-1, longest=_GREETING_BYTES)
-            try:
-                self._welcome(line)
-            finally:
-                with self._changed:
-                    self._greeted -= 1
-            line.longest = LINE_BYTES
-            connection.settimeout(None)
-            self._count(1)
-            try:
-                while True:
-                    for what, key, value, wait in line.receive():
-                        line.send(self._answer(what, key, value, wait))
-            finally:
-                self._count(-1)
+        try:
+            # What a stranger says may make anything of this fail.
+            with connection, suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+                self._talk(connection)
+        finally:
+            with self._changed:
+                self._connected -= 1
+                self._changed.notify_all()
 
-    def _count(self, more: int) -> None:
-        with self._changed:
-            self._connected += more
-            self._changed.notify_all()
+    def _talk(self, connection: socket.socket) -> None:
+        try:
+            line = Line(connection, rank=-1, longest=_GREETING_BYTES)
+            self._welcome(line)
+        finally:
+            with self._changed:
+                self._greeted -= 1
+        line.longest = LINE_BYTES
+        connection.settimeout(None)
+        while True:
+            for what, key, value, wait in line.receive():
+                line.send(self._answer(what, key, value, wait))
 
     def _answer(self, what: str, key: str, value: Any, wait: float) -> dict[str, Any]:
         try:
