@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.wire import wire_dtype
 
@@ -66,11 +67,17 @@ class Bucket:
     """One flat buffer of gradients, and behind them ``extra`` numbers that travel for free.
 
     Gradients of 16 bits are summed in a second buffer of 32, and others in one of 16 bits if the transfer says so
-    (``wire``); otherwise ``wire`` is the buffer itself.
+    (``wire``); otherwise ``wire`` is the buffer itself. Collective to make: ``backend`` says where it lies.
     """
 
     def __init__(
-        self, name: str, slots: Sequence[Slot], like: torch.Tensor, extra: int, transfer: Transfer = AVERAGE
+        self,
+        name: str,
+        slots: Sequence[Slot],
+        like: torch.Tensor,
+        extra: int,
+        backend: Backend,
+        transfer: Transfer = AVERAGE,
     ) -> None:
         self.name = name
         self.slots = list(slots)
@@ -78,11 +85,14 @@ class Bucket:
         numel = sum(slot.param.numel() for slot in slots) * (2 if like.is_complex() else 1)
         real = like.dtype.to_real()
         narrow = transfer.dtype if transfer.dtype is not None and real.itemsize > transfer.dtype.itemsize else None
-        self.wire = torch.zeros(numel + extra, dtype=narrow or wire_dtype(real), device=like.device)
+        self.wire = backend.new_buffer(numel + extra, narrow or wire_dtype(real), like.device)
         self.extra = self.wire[numel:]
         #: The gradients as real numbers: the front of the wire itself, or a buffer of their own.
         self._values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
         self._staged = real != self.wire.dtype
+        self._factor = after(transfer, backend.size)
+        #: Whether the wire's dtype is the shorter one: the sum is scaled in the other.
+        self._narrow = self.wire.dtype.itemsize < real.itemsize
         flat = torch.view_as_complex(self._values.view(-1, 2)) if like.is_complex() else self._values
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
@@ -111,18 +121,22 @@ class Bucket:
         if self._staged:
             self.wire[: self._values.numel()].copy_(self._values)
 
+    def start(self, backend: Backend) -> None:
+        """Sends it: the sum over ranks, extra numbers excepted turned into the average, or what the transfer asks for."""
+        factor = 1.0 if self._narrow else self._factor
+        self.work = backend.start_sum(self.wire, self.name, factor, self.extra.numel())
+
     @torch.no_grad()
-    def scale(self, size: int) -> None:
-        """Turns the sum over ``size`` ranks, extra numbers excepted, into the average, or what the transfer asks for."""
-        total, factor = self.wire[: self._values.numel()], after(self._transfer, size)
-        if self._staged and total.dtype.itemsize < self._values.dtype.itemsize:
-            self._values.copy_(total)
-            self._values.mul_(factor)
-            return
-        if factor != 1:
-            total.mul_(factor)
+    def finish(self) -> None:
+        """Blocks until every gradient is there. Raises BackendError."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+        self.pending = len(self.slots)
         if self._staged:
-            self._values.copy_(total)
+            self._values.copy_(self.wire[: self._values.numel()])
+            if self._narrow and self._factor != 1:
+                self._values.mul_(self._factor)
 
 
 def after(transfer: Transfer, size: int) -> float:
@@ -130,14 +144,19 @@ def after(transfer: Transfer, size: int) -> float:
     return 1.0 / size if transfer.after is None else transfer.after
 
 
-def lay_out(slots: Sequence[Slot], extra: int, name: str = "gradients", transfer: Transfer = AVERAGE) -> list[Bucket]:
-    """The buckets ``name.0``, … for ``slots`` (in registration order); the last one carries ``extra`` numbers more."""
+def lay_out(
+    slots: Sequence[Slot], extra: int, backend: Backend, name: str = "gradients", transfer: Transfer = AVERAGE
+) -> list[Bucket]:
+    """The buckets ``name.0``, … for ``slots`` (in registration order); the last one carries ``extra`` numbers more.
+
+    Collective; blocks.
+    """
     groups = _partition(slots, transfer)
     likes: list[torch.Tensor] = [group[0].param for group in groups] or [torch.empty(0)] * bool(extra)
     last = len(likes) - 1
     parts = groups or [[]] * len(likes)
     return [
-        Bucket(f"{name}.{i}", part, like, extra if i == last else 0, transfer)
+        Bucket(f"{name}.{i}", part, like, extra if i == last else 0, backend, transfer)
         for i, (part, like) in enumerate(zip(parts, likes, strict=True))
     ]
 

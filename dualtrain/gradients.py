@@ -1,7 +1,7 @@
 """The heart: gradients are summed over the ranks while backward still runs.
 
 Autograd finishes a parameter's gradient → its hook ticks it off in its bucket → the bucket is full and next in line:
-one ``start_allreduce``, while backward goes on → at the end of backward: wait, scale by 1/size. From then on
+one ``start_sum``, while backward goes on → at the end of backward: wait; it was scaled by 1/size. From then on
 ``param.grad`` is the average on every rank, so that clipping, unscaling and looking at it need no further call.
 
 Every rank sends the same buckets in the same order, whatever order its own backward has: the k-th is sent when it is
@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dualtrain.backends import Backend, ReduceOp
+from dualtrain.backends import Backend
 from dualtrain.backends.agreement import agree_on_list
 from dualtrain.buckets import AVERAGE, Bucket, Slot, Transfer, after, lay_out
 from dualtrain.errors import BackendError
@@ -128,11 +128,7 @@ class GradientReducer:
         while self._next < len(self._buckets):
             self._send_next()
         for bucket in self._buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            bucket.work = None
-            bucket.scale(self.backend.size)
-            bucket.pending = len(bucket.slots)
+            bucket.finish()
         self._hand_out()
         self._reduce_sparse()
         self._next, self._seen, self._ending, self._reduced = 0, 0, None, True
@@ -214,7 +210,7 @@ class GradientReducer:
         if self._next == len(self._buckets):
             self._load(bucket)
         self.backend.settle()
-        bucket.work = self.backend.start_allreduce(bucket.wire, ReduceOp.SUM, bucket.name)
+        bucket.start(self.backend)
 
     def _arrived_twice(self, slot: Slot) -> None:
         if slot.bucket is not None and slot.bucket.work is not None:
@@ -277,7 +273,7 @@ class GradientReducer:
         for slot in self._slots:
             slot.bucket = None
         extra = self.cargo.numel() + len(self._slots) * (self.unused == "none")
-        self._buckets = lay_out(dense, extra, self.name, self.transfer)
+        self._buckets = lay_out(dense, extra, self.backend, self.name, self.transfer)
         self._next, self._laid_out = 0, True
 
     @torch.no_grad()

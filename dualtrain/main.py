@@ -51,7 +51,14 @@ def _run(config: Config, world: World) -> int:
     from dualtrain.training.loop import train
 
     try:
-        backend = connect(config.backend, world=world, device=config.device, timeout=config.timeout, groups=False)
+        backend = connect(
+            config.backend,
+            world=world,
+            device=config.device,
+            timeout=config.timeout,
+            groups=False,
+            transport=config.transport,
+        )
     except (UserError, BackendError) as error:
         say(error, world.rank, world.size)
         return 2 if isinstance(error, UserError) else 1

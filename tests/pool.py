@@ -227,7 +227,8 @@ def _serve(connection: Connection) -> None:
             if kind == "open":
                 name, size, port, rank = rest
                 world = World(rank, size, rank, size, launcher="environment", rendezvous=("127.0.0.1", port))
-                backend = connect(name, world=world, timeout=TIMEOUT)
+                transport = "shm" if name == "shm" else "native"
+                backend = connect(name.replace("shm", "torch"), world=world, timeout=TIMEOUT, transport=transport)
             elif kind == "call":
                 module, qualname, args = rest
                 value = attrgetter(qualname)(importlib.import_module(module))(backend, *args)

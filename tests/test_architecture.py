@@ -29,7 +29,9 @@ ROOMS += ["doctor"]
 BACKENDS = [
     {"base"},
     {"lines"},
-    {"watch", "agreement", "wire", "serial", "objects", "http_store", "store", "hosts"},
+    {"watch", "agreement", "wire", "serial", "objects", "http_store", "store", "hosts", "semaphores"},
+    {"segment"},
+    {"memory"},
     {"rendezvous", "reach"},
     {"collectives"},
     {"local", "torch", "horovod"},

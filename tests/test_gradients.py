@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dualtrain import BackendError, buckets
+from dualtrain.backends.local import LocalBackend
 from dualtrain.buckets import Transfer
 from dualtrain.gradients import GradientReducer
+from dualtrain.launchers import World
 from tests.models_for_tests import (
     EXACT,
     conv_net,
@@ -895,11 +897,15 @@ def test_a_pass_that_failed_after_sending_is_not_mixed_with_the_next(typical):
 # -- the buckets --------------------------------------------------------------------------------------------------
 
 
+def alone():
+    return LocalBackend(World(), torch.device("cpu"), 60.0)
+
+
 def test_buckets_are_in_reverse_registration_order_and_the_first_is_smaller():
     model = conv_net()
     with small_buckets((600, 4096)):
         slots = [buckets.Slot(name, p) for name, p in model.named_parameters()]
-        found = buckets.lay_out(slots, extra=2)
+        found = buckets.lay_out(slots, 2, alone())
     order = [slot.name for bucket in found for slot in bucket.slots]
     assert order == [name for name, _ in model.named_parameters()][::-1]
     sizes = [sum(slot.param.numel() * slot.param.element_size() for slot in bucket.slots) for bucket in found]
@@ -918,15 +924,15 @@ def test_buckets_are_in_reverse_registration_order_and_the_first_is_smaller():
 def test_the_default_buckets_are_of_megabytes():
     first, later = buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES
     params = [nn.Parameter(torch.empty(1 << 18, device="meta")) for _ in range(60)]
-    found = buckets.lay_out([buckets.Slot(str(i), p) for i, p in enumerate(params)], extra=0)
+    found = buckets.lay_out([buckets.Slot(str(i), p) for i, p in enumerate(params)], 0, alone())
     sizes = [sum(slot.param.numel() * slot.param.element_size() for slot in bucket.slots) for bucket in found]
     assert sizes[0] == first < later
     assert sizes[1:-1] == [later] * (len(sizes) - 2)
 
 
 def test_no_parameters_need_no_bucket_unless_numbers_travel():
-    assert buckets.lay_out([], extra=0) == []
-    (bucket,) = buckets.lay_out([], extra=3)
+    assert buckets.lay_out([], 0, alone()) == []
+    (bucket,) = buckets.lay_out([], 3, alone())
     assert bucket.extra.shape == (3,)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from dualtrain.backends.base import Primitives
 from dualtrain.errors import BackendError
 
 if TYPE_CHECKING:
@@ -59,20 +58,20 @@ class Call:
         return int.from_bytes(digest, "big") >> 1
 
 
-def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
+def agree(backend: Backend, call: Call, extent: int = 0) -> list[int]:
     """Every rank's ``extent``, in rank order, once all ranks were seen to make the same ``call``. Blocks.
 
     Raises:
         BackendError: on every rank, naming what each of them wanted, if the calls differ.
     """
-    rows = backend.exchange(torch.tensor([call.fingerprint(), extent]))
+    rows = backend.exchange_short(torch.tensor([call.fingerprint(), extent]))
     if bool((rows[:, 0] == rows[0, 0]).all()):
         extents: list[int] = rows[:, 1].tolist()
         return extents
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, call)}")
 
 
-def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
+def refuse(backend: Backend, call: Call, problem: ValueError) -> NoReturn:
     """Raises ``problem``, which this rank has with its own arguments, without leaving the others to wait for it.
 
     Raises:
@@ -83,15 +82,20 @@ def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
     raise problem
 
 
-def _differences(backend: Primitives, call: Call) -> str:
+def _differences(backend: Backend, call: Call) -> str:
     """``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
-    text = call.describe().encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
-    rows = backend.exchange(torch.frombuffer(bytearray(text), dtype=torch.int64))
+    said = exchange_text(backend, call.describe(), _DESCRIPTION_BYTES)
     wanted: dict[str, list[str]] = {}
-    for rank, row in enumerate(rows):
-        description = bytes(row.contiguous().view(torch.uint8).tolist()).decode(errors="replace").strip()
+    for rank, description in enumerate(said):
         wanted.setdefault(description, []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in wanted.items())
+
+
+def exchange_text(backend: Backend, text: str, nbytes: int) -> list[str]:
+    """Every rank's text, cut at ``nbytes`` (a multiple of 8) of UTF-8, in rank order. Collective; blocks."""
+    data = bytearray(text.encode()[:nbytes].ljust(nbytes))
+    rows = backend.exchange_short(torch.frombuffer(data, dtype=torch.int64))
+    return [bytes(row.contiguous().view(torch.uint8).tolist()).decode(errors="replace").strip() for row in rows]
 
 
 def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
@@ -101,7 +105,7 @@ def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
         BackendError: on every rank, naming the first entry in which rank 0 and another rank differ.
     """
     backend.settle()
-    rows = backend.exchange(torch.tensor([Call(what, repr(mine)).fingerprint()]))
+    rows = backend.exchange_short(torch.tensor([Call(what, repr(mine)).fingerprint()]))
     if bool((rows == rows[0]).all()):
         return
     lists = backend.allgather_object(mine, name=what)

@@ -80,7 +80,8 @@ class Primitives(ABC):
     Attributes:
         name: the backend's name on the command line.
         narrow: what ``start_allreduce`` carries besides the dtypes of ``REDUCIBLE``.
-        transport: what carries the bytes, for reports: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"none"``.
+        transport: what carries reductions, for reports: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"none"``, or where the
+            ranks of a host share memory, ``"shm"``; with several hosts ``"shm+gloo"`` or ``"shm+mpi"``.
         world: this process's place; for a group, the place inside the group.
         device: where this rank's tensors are expected to live.
         timeout: seconds that any wait lasts at most.
@@ -225,3 +226,22 @@ class Done(Work[None]):
 
     def done(self) -> bool:
         return True
+
+
+class Scaled(Work[None]):
+    """A reduction, and a multiplication of its result once it is there."""
+
+    def __init__(self, work: Work[None], result: torch.Tensor, factor: float) -> None:
+        self._work = work
+        self._result = result
+        self._factor = factor
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._factor != 1:
+            with torch.no_grad():
+                self._result.mul_(self._factor)
+            self._factor = 1.0
+
+    def done(self) -> bool:
+        return self._work.done()

@@ -16,8 +16,11 @@ import torch
 
 from dualtrain.backends import objects, wire
 from dualtrain.backends.agreement import Call, agree, refuse
-from dualtrain.backends.base import Primitives, ReduceOp, Work
+from dualtrain.backends.base import Primitives, ReduceOp, Scaled, Work
+from dualtrain.backends.memory import SharedMemory
+from dualtrain.backends.segment import UnsharedError
 from dualtrain.backends.serial import SerialQueue
+from dualtrain.console import say
 from dualtrain.errors import BackendError
 from dualtrain.launchers import World
 
@@ -66,6 +69,8 @@ class Backend(Primitives):
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:
         super().__init__(world, device, timeout)
         self.hosts: tuple[int, ...] = (0,) * world.size
+        #: What the ranks of a host share, if they do; the library is used for all else.
+        self.memory: SharedMemory | None = None
         self._queue = SerialQueue()
         self._open = True
 
@@ -239,6 +244,42 @@ class Backend(Primitives):
             raise ValueError(f"a group needs one or more different ranks from 0 to {self.size - 1}, not {list(ranks)}")
         return self._now(partial(self._group, members))
 
+    # -- the gradient path ----------------------------------------------------------------------------------------
+
+    def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros, (numel,), that :meth:`start_sum` takes with the fewest copies. Collective; blocks."""
+        if self.memory is not None and device.type == "cpu":
+            try:
+                return self.memory.new_buffer(numel, dtype)
+            except UnsharedError as reason:
+                if self.rank == 0:
+                    say(f"{numel * dtype.itemsize >> 20} MB are not shared ({reason}): they are copied for each reduction")
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
+        """Sums ``tensor`` over all ranks in place, then multiplies all but the last ``tail`` elements by ``factor``.
+
+        A primitive in every other way: see :meth:`start_allreduce`. Does not block.
+        """
+        return self._start_reduction(tensor, ReduceOp.SUM, name, factor, tail)
+
+    def _start_reduction(
+        self, tensor: torch.Tensor, op: ReduceOp, name: str, factor: float = 1.0, tail: int = 0
+    ) -> Work[None]:
+        if self.memory is not None and tensor.device.type == "cpu":
+            return self.memory.start(tensor, op, name, factor, tail)
+        work = self.start_allreduce(tensor, op, name)
+        return work if factor == 1 else Scaled(work, tensor.view(-1)[: tensor.numel() - tail], factor)
+
+    def exchange_short(self, row: torch.Tensor) -> torch.Tensor:
+        """:meth:`exchange`, through memory where there is some. Blocks."""
+        if self.memory is not None:
+            self.memory.finish()
+            rows = self.memory.exchange(row)
+            if rows is not None:
+                return rows
+        return self.exchange(row)
+
     # -- lifetime -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -297,7 +338,7 @@ class Backend(Primitives):
         primitive = self._primitive(tensor, op, call)
         agree(self, call)
         packed = wire.pack(tensor)
-        self.start_allreduce(packed, primitive, name or op.value).wait()
+        self._start_reduction(packed, primitive, name or op.value).wait()
         return wire.average_(packed, self.size) if op is ReduceOp.AVERAGE else packed
 
     def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:
@@ -378,7 +419,7 @@ class Backend(Primitives):
         except ValueError as problem:
             refuse(self, call, problem)
         agree(self, call)
-        received = self.exchange(torch.tensor(sent))[:, self.rank]
+        received = self.exchange_short(torch.tensor(sent))[:, self.rank]
         return self.deal(tensor.detach(), sent, received.tolist(), name or "alltoall"), received.to(torch.int32)
 
     def deal(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:

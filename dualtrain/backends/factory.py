@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import struct
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.hosts import identity, listening_address
+from dualtrain.backends.memory import SharedMemory
+from dualtrain.backends.segment import UnsharedError
 from dualtrain.backends.watch import Watch
+from dualtrain.console import say
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.version import __version__
 
 NAMES = ("auto", "torch", "horovod", "local")
+TRANSPORTS = ("auto", "shm", "native")
 
 
 def choose(name: str, world: World) -> str:
@@ -57,6 +62,7 @@ def connect(
     device: str | torch.device = "auto",
     timeout: float = 300.0,
     groups: bool = True,
+    transport: str = "auto",
 ) -> Backend:
     """Joins the world that this process was launched in. Collective: every process calls it, and blocks for the others.
 
@@ -67,17 +73,26 @@ def connect(
         timeout: seconds that any wait on the backend lasts at most.
         groups: whether ``group`` will be called. For that, Horovod compares notes in every cycle, under a lock that
             calls need: without, it is faster, and over MPI a lost rank does not hold the others up in that lock.
+        transport: what carries reductions of CPU tensors: ``"native"``, the library; ``"shm"``, memory that the ranks
+            of a host share (and the library between hosts), or, said in one line, the library where they cannot;
+            ``"auto"``, memory for the torch backend with all ranks on one host, else the library.
 
     Returns:
         The backend; close it, or use it in a ``with`` statement.
 
     Raises:
-        UserError: an unknown name, a library that is missing, a world that cannot be joined, or one of another size
-            than the launcher started.
+        UserError: an unknown name, a transport that the device does not have, a library that is missing, a world that
+            cannot be joined, or one of another size than the launcher started.
     """
     world = detect_world() if world is None else world
     name = choose(name, world)
     place = _device(device)
+    if transport not in TRANSPORTS:
+        raise UserError(f"no transport is called {transport!r}: choose one of {', '.join(TRANSPORTS)}")
+    if transport == "shm" and place.type != "cpu":
+        raise UserError(
+            "--transport shm is for tensors on the CPU, and this rank's are on a GPU: choose auto, or --device cpu"
+        )
     if name == "local":
         from dualtrain.backends.local import LocalBackend
 
@@ -89,12 +104,13 @@ def connect(
     else:
         from dualtrain.backends.horovod import HorovodBackend
 
-        backend = HorovodBackend(world, place, timeout, groups)
+        backend = HorovodBackend(world, place, timeout, groups or transport == "shm")
     _compare(backend, world)
     _locate(backend)
     _take_device(backend)
     backend.watch = Watch(backend, listening_address(backend.world))
     backend.watch.guard()
+    _share_memory(backend, transport)
     return backend
 
 
@@ -173,6 +189,39 @@ def _take_device(backend: Backend) -> None:
             f"ranks {' and '.join(map(str, mine))} of this host have the same GPU, {backend.device}, and NCCL takes one "
             "rank for each: start as many ranks on a host as it has GPUs, let each see another one, or give --device cpu"
         )
+
+
+def _share_memory(backend: Backend, transport: str) -> None:
+    """Has reductions go through memory that the ranks of a host share, if that is wanted, and can be had."""
+    several = len(set(backend.hosts)) > 1
+    automatic = transport == "auto" and backend.name == "torch" and backend.device.type == "cpu" and not several
+    if backend.name == "local" or not (automatic or transport == "shm"):
+        return
+    try:
+        if len(set(Counter(backend.hosts).values())) > 1:
+            raise UnsharedError("the hosts do not have equally many ranks")
+        across = _across(backend) if several else None
+        backend.memory = SharedMemory(backend, across)
+        backend.transport = f"shm+{backend.transport}" if several else "shm"
+    except UnsharedError as reason:
+        if backend.rank == 0:
+            say(f"shared memory cannot be used ({reason}): the reductions go over {backend.transport}, as with native")
+
+
+def _across(backend: Backend) -> Backend:
+    """The ranks that have this rank's number on their hosts. Collective."""
+    mine = None
+    for number in range(backend.local_size):
+        places = Counter[int]()
+        ranks = []
+        for rank, host in enumerate(backend.hosts):
+            if places[host] == number:
+                ranks.append(rank)
+            places[host] += 1
+        group = backend.group(ranks)
+        mine = group if group is not None else mine
+    assert mine is not None
+    return mine
 
 
 def _as_numbers(text: str) -> list[int]:

@@ -23,6 +23,10 @@ class Config:
     backend: str = _run(
         "auto", "auto (what the launcher implies), torch, horovod or local", one_of("auto", "torch", "horovod", "local")
     )
+    transport: str = _run(
+        "auto", "what carries gradients on CPUs: shm (memory that a host's ranks share), native (the library), or auto",
+        one_of("auto", "shm", "native"),
+    )  # fmt: skip
     nproc: int | None = _run(None, "start this many ranks on this host, without a launcher", at_least(1))
     data_parallel: bool = _run(False, "one process, all visible GPUs: torch's nn.DataParallel (with --backend local)")
     output_device: int | None = _run(None, "the GPU that nn.DataParallel gathers the outputs on", at_least(0))

@@ -58,7 +58,7 @@ def probe(name: str, world: World, timeout: float) -> Probe:
 
 def _join(found: Probe, world: World, timeout: float) -> None:
     try:
-        found.backend = connect(found.name, world=world, timeout=timeout, groups=False)
+        found.backend = connect(found.name, world=world, timeout=timeout, groups=False, transport="native")
     except Exception as error:  # whatever a library throws: this is what the doctor is there to report
         known = isinstance(error, UserError | BackendError)
         found.error = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())

@@ -70,7 +70,8 @@ def _connect(comm: Any, settings: Settings) -> Backend:
         world = _some_of(world, list(comm))
     # Bounds the start, and is behind the coordinator's own limit, whose message names the ranks.
     patience = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
-    return connect("torch" if world.size > 1 else "local", world=world, timeout=patience)
+    # Horovod's calls may come in another order on each rank, which the library sorts out in threads of its own.
+    return connect("torch" if world.size > 1 else "local", world=world, timeout=patience, transport="native")
 
 
 def _some_of(world: World, ranks: list[int]) -> World:

@@ -1,0 +1,82 @@
+"""Words between the processes of a host that order their accesses to the memory they share.
+
+A process that writes and then tells a word is seen to have written by the process that takes it: POSIX semaphores
+"synchronize memory with respect to other threads and processes" (POSIX.1-2017, 4.12), on x86-64, AArch64 and every other
+processor. Python has no atomics of its own. Each ordered pair of ranks has a semaphore for each kind of word, so that a
+quick rank's next word is never taken for a slow one's last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+
+LINE = 64  # bytes that processors exchange at once; glibc's sem_t has 32
+_SPINS = 200  # looks at a word before the wait goes to sleep: some tens of microseconds
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Semaphores:
+    """The words of ``size`` ranks, as rank ``rank`` tells and takes them; they lie at the beginning of ``memory``."""
+
+    def __init__(self, memory: mmap.mmap, kinds: int, size: int, rank: int) -> None:
+        held = ctypes.c_char.from_buffer(memory)  # while it lives, the memory stays mapped
+        self._held = held
+        self._count = kinds * size * size
+        self.others = [other for other in range(size) if other != rank]
+        # Nobody gains by looking where another rank needs the core to say the word.
+        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 1
+        first = ctypes.addressof(held)
+
+        def at(kind: int, source: int, target: int) -> ctypes.c_void_p:
+            return ctypes.c_void_p(first + ((kind * size + source) * size + target) * LINE)
+
+        self._all = [ctypes.c_void_p(first + number * LINE) for number in range(self._count)]
+        self._to = [[at(kind, rank, other) for other in self.others] for kind in range(kinds)]
+        self._from = [[at(kind, other, rank) for other in range(size)] for kind in range(kinds)]
+        # What does not wait keeps the interpreter's lock, which is quicker; what does wait lets other threads run.
+        quick, slow = ctypes.PyDLL(None), ctypes.CDLL(None)
+        self._init, self._post, self._try = quick.sem_init, quick.sem_post, quick.sem_trywait
+        # By a clock that nobody sets, where the C library has that (glibc 2.30).
+        self._by_clock = getattr(slow, "sem_clockwait", None)
+        self._by_time = slow.sem_timedwait
+
+    @staticmethod
+    def bytes_for(kinds: int, size: int) -> int:
+        """How much memory they take."""
+        return kinds * size * size * LINE
+
+    def initialise(self) -> None:
+        """By one rank, before any other uses them. Raises OSError if the system has none that processes can share."""
+        for each in self._all:
+            if self._init(each, 1, 0):
+                raise OSError("no semaphores that processes can share")
+
+    def tell(self, kind: int) -> None:
+        """Tells every other rank this word. Does not block."""
+        for each in self._to[kind]:
+            self._post(each)
+
+    def taken(self, kind: int, source: int) -> bool:
+        """Takes a word of ``source`` if it is there. Does not block."""
+        return bool(self._try(self._from[kind][source]) == 0)
+
+    def taken_within(self, kind: int, source: int, seconds: float) -> bool:
+        """Takes a word of ``source``: looks for it for a moment, then sleeps until it is there or the time is up."""
+        at = self._from[kind][source]
+        for _ in range(self._spins):
+            if self._try(at) == 0:
+                return True
+        if self._by_clock is not None:
+            return bool(self._by_clock(at, time.CLOCK_MONOTONIC, _until(time.CLOCK_MONOTONIC, seconds)) == 0)
+        return bool(self._by_time(at, _until(time.CLOCK_REALTIME, seconds)) == 0)
+
+
+def _until(clock: int, seconds: float) -> object:
+    whole, nanoseconds = divmod(time.clock_gettime_ns(clock) + int(seconds * 1e9), 10**9)
+    return ctypes.byref(_Timespec(whole, nanoseconds))
