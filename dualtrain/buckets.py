@@ -96,7 +96,7 @@ class Bucket:
         flat = torch.view_as_complex(self._values.view(-1, 2)) if like.is_complex() else self._values
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
-        offset = 0
+        offset = int(flat.storage_offset())  # which as_strided counts from
         for slot in self.slots:
             p = slot.param
             slot.bucket = self

@@ -17,10 +17,11 @@ from tests.threads import run_threads
 LOCAL = [("local", 1)]
 THREADS = [("threads", 2), ("threads", 3)]
 REAL = [(name, size) for name in ("torch", "horovod") for size in (2, 3, 4)]
-WORLDS = LOCAL + THREADS + REAL
+SHARED = [("shm", size) for size in (2, 3)]  # torch, with reductions through shared memory
+WORLDS = LOCAL + THREADS + REAL + SHARED
 # The sizes are spread over the kinds: each library is there twice; each size on both is what `real` is for.
-SPREAD = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 2)]
-TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 3)]
+SPREAD = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 2), ("shm", 2)]
+TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 3), ("shm", 3)]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -91,7 +92,7 @@ def _spmd(request: pytest.FixtureRequest) -> Spmd:
     name, size = request.param
     if name == "horovod":
         require_horovod()
-    return Spmd(name, size, request.getfixturevalue("pool") if (name, size) in REAL else None)
+    return Spmd(name, size, request.getfixturevalue("pool") if (name, size) in REAL + SHARED else None)
 
 
 def _worlds(worlds: list[tuple[str, int]]) -> dict[str, Any]:
@@ -122,6 +123,12 @@ def processes(request: pytest.FixtureRequest) -> Spmd:
     return _spmd(request)
 
 
+@pytest.fixture(**_worlds(SHARED))
+def shared(request: pytest.FixtureRequest) -> Spmd:
+    """Worlds of processes that share memory."""
+    return _spmd(request)
+
+
 # Four ranks on two cores are slow: they run with the whole jobs.
 _EACH = [pytest.param(one, marks=pytest.mark.launch if one[1] == 4 else ()) for one in REAL]
 
@@ -135,7 +142,7 @@ def real(request: pytest.FixtureRequest) -> Spmd:
 def _place(item: pytest.Item) -> int:
     """The number of the world that a test runs in; tests that use several count as of the first with processes."""
     params = getattr(getattr(item, "callspec", None), "params", {})
-    used = [params[name] for name in ("spmd", "typical", "many", "processes", "real") if name in params]
+    used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
     if used:
         return WORLDS.index(used[0])
     return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1

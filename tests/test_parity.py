@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dualtrain import weights_sha256
-from tests.conftest import REAL, THREADS, Spmd
+from tests.conftest import REAL, SHARED, THREADS, Spmd
 from tests.models_for_tests import DEFAULT_BUCKETS, SMALL_BUCKETS, conv_net, image_loss, images, small_buckets, wrap
 
 STEPS = 50
@@ -128,14 +128,14 @@ def test_torch_and_horovod_give_the_same_bits(real, case, hashes, pool):
         assert digest == our_hash(Spmd("torch", real.size, pool), case, hashes)
 
 
-@pytest.mark.parametrize("many", **of_two_ranks(THREADS + REAL), indirect=True)
+@pytest.mark.parametrize("many", **of_two_ranks(THREADS + REAL + SHARED), indirect=True)
 @cases
 def test_two_ranks_give_the_bits_of_the_other_libraries(many, case, hashes):
     digest = our_hash(many, case, hashes)
     if many.name == "threads":
         assert {digest} == {found for (_, size, of), found in hashes.items() if (size, of) == (many.size, case)}
     else:
-        theirs = many({"torch": ddp, "horovod": horovods}[many.name], case)
+        theirs = many({"torch": ddp, "shm": ddp, "horovod": horovods}[many.name], case)
         assert theirs == [digest] * many.size
 
 

@@ -23,23 +23,16 @@ import torch
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.segment import map_together
-from dualtrain.backends.semaphores import LINE, Semaphores
+from dualtrain.backends.semaphores import Semaphores
+from dualtrain.backends.shards import PAGE, Plan, Region
 
 if TYPE_CHECKING:
     from dualtrain.backends.collectives import Backend
 
-_PAGE = 4096
 _STAGE_BYTES = 1 << 20  # of the buffer through which tensors of other memory go, piece by piece
-_PIECE_BYTES = 256 << 10  # that are reduced at a time, so that they stay in the processor's cache
 _ROW_BYTES = 1 << 10  # the longest row that is exchanged
 _READY, _DONE, _ROW = range(3)
 _KINDS = 3
-_FOLD: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
 
 #: Something to wait for: called with whether to block, it tells whether it has come.
 Need = Callable[[bool], bool]
@@ -61,15 +54,17 @@ class SharedMemory:
     def __init__(self, backend: Backend, across: Backend | None = None) -> None:
         self._backend = backend
         self._across = across
+        self._host = backend.hosts[backend.rank]
         self.size, self.rank = backend.local_size, backend.local_rank
         words = map_together(backend, Semaphores.bytes_for(_KINDS, self.size))
         self._semaphores = Semaphores(words, _KINDS, self.size, self.rank)
         if self.rank == 0:
             self._semaphores.initialise()  # the next step has the others wait for this
-        self._stage = self._new_slots(_STAGE_BYTES)
-        self._rows = [slot.view(2, -1) for slot in self._new_slots(2 * _ROW_BYTES)]
+        #: The buffers that tensors of other memory go through.
+        self.stage = self._new_region(_STAGE_BYTES)
+        self._rows = [slot[: 2 * _ROW_BYTES].view(2, -1) for slot in self._new_region(2 * _ROW_BYTES).slots]
         self._turn = 0  # which of the two rows is next
-        self._slots: dict[int, list[torch.Tensor]] = {}  # of all ranks, by the address of this one's buffer
+        self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
         self._pending: deque[_Reduction] = deque()
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
@@ -78,10 +73,10 @@ class SharedMemory:
         """Zeros, (numel,), that :meth:`start` reduces where they lie. Collective; blocks. Raises UnsharedError."""
         if numel == 0:
             return torch.zeros(0, dtype=dtype)
-        slots = self._new_slots(numel * dtype.itemsize)
-        buffer: torch.Tensor = slots[self.rank][: numel * dtype.itemsize].view(dtype)
-        self._slots[buffer.data_ptr()] = slots
-        weakref.finalize(buffer, self._slots.pop, buffer.data_ptr(), None)
+        region = self._new_region(numel * dtype.itemsize)
+        buffer: torch.Tensor = region.slots[self.rank][: numel * dtype.itemsize].view(dtype)
+        self._regions[buffer.data_ptr()] = region
+        weakref.finalize(buffer, self._regions.pop, buffer.data_ptr(), None)
         return buffer
 
     def start(self, tensor: torch.Tensor, op: ReduceOp, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
@@ -93,7 +88,7 @@ class SharedMemory:
             work = _Reduction(self, tensor.view(-1), op, name, factor, tail)
             self._raise_failure(work.what)
             # Words are told in the order of the operations: not yet behind one that has more of its own to tell.
-            if work.slots is not None and all(earlier.told for earlier in self._pending):
+            if work.region is not None and all(earlier.told for earlier in self._pending):
                 self.tell_ready(work)
             self._pending.append(work)
             self.advance()
@@ -145,39 +140,31 @@ class SharedMemory:
                 raise
             return torch.stack(places).view(row.dtype)
 
+    @property
+    def failed(self) -> bool:
+        """Whether an operation could not end, so that none will."""
+        return self._failure is not None
+
     # -- what an operation is made of -----------------------------------------------------------------------------
 
-    def in_place(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """All ranks' buffers, if this is one of :meth:`new_buffer`."""
-        return self._slots.get(tensor.data_ptr())
-
-    @property
-    def stage(self) -> list[torch.Tensor]:
-        """All ranks' buffers for tensors of other memory."""
-        return self._stage
+    def region(self, tensor: torch.Tensor) -> Region | None:
+        """Where ``tensor`` lies, if it is one of :meth:`new_buffer`."""
+        return self._regions.get(tensor.data_ptr())
 
     def tell_ready(self, work: _Reduction) -> None:
         """Tells the others that this rank's part of ``work`` is in its buffer."""
-        work.told = work.slots is not None
+        work.told = work.region is not None
         self._semaphores.tell(_READY)
 
-    def reduce(self, parts: list[torch.Tensor], work: _Reduction, scaled: int) -> Iterator[Need]:
-        """Has every one of ``parts`` (the same elements of all ranks) be their reduction, the first ``scaled`` scaled."""
-        begin, end = self._shard(len(parts[0]))
-        mine = [part[begin:end] for part in parts]
-        scaled = min(max(scaled - begin, 0), end - begin)
+    def carry_out(self, plan: Plan, work: _Reduction) -> Iterator[Need]:
+        """This rank's share of a reduction, from "ready" to "done"."""
         yield from self.others(_READY, work.what)
         if self._across is None:
-            for pieces in _pieces(mine):
-                _fold(pieces, work.fold)
-                scaled = _hand_out(pieces, scaled, work.factor)
+            plan.reduce(work.op, work.factor)
         else:
-            for pieces in _pieces(mine):
-                _fold(pieces, work.fold)
-            between = self._across.start_allreduce(mine[0], work.op, work.name)
-            yield partial(_ended, between)
-            for pieces in _pieces(mine):
-                scaled = _hand_out(pieces, scaled, work.factor)
+            plan.gather(work.op)
+            yield partial(_ended, self._across.start_allreduce(plan.shard, work.op, work.name))
+            plan.hand_out(work.factor)
         self._semaphores.tell(_DONE)
         yield from self.others(_DONE, work.what)
 
@@ -186,21 +173,17 @@ class SharedMemory:
         return (partial(self._heard, kind, other, what) for other in self._semaphores.others)
 
     def _heard(self, kind: int, other: int, what: str, block: bool) -> bool:
-        if self._semaphores.taken(kind, other):
+        if self._semaphores.taken(kind, other, patient=block):
             return True
         if block:
+            missing = [rank for rank, host in enumerate(self._backend.hosts) if host == self._host][other]
+            what = f"{what} (waiting for rank {missing})"
             self._backend.await_bounded(what, partial(self._semaphores.taken_within, kind, other))
         return block
 
-    def _shard(self, count: int) -> tuple[int, int]:
-        """The elements that this rank reduces; whole lines, so that no two ranks write to one."""
-        lines = -(-count // LINE)
-        return min(count, lines * self.rank // self.size * LINE), min(count, lines * (self.rank + 1) // self.size * LINE)
-
-    def _new_slots(self, nbytes: int) -> list[torch.Tensor]:
-        stride = -(-nbytes // _PAGE) * _PAGE
-        memory = map_together(self._backend, self.size * stride)
-        return list(torch.frombuffer(memory, dtype=torch.uint8, count=self.size * stride).view(self.size, -1))
+    def _new_region(self, nbytes: int) -> Region:
+        nbytes = -(-nbytes // PAGE) * PAGE
+        return Region(map_together(self._backend, self.size * nbytes), nbytes, self.size, self.rank)
 
     def _raise_failure(self, what: str) -> None:
         if self._failure is not None:
@@ -215,12 +198,12 @@ class _Reduction(Work[None]):
     ) -> None:
         self._memory = memory
         self._tensor = tensor
-        self.slots = memory.in_place(tensor)
+        self.region = memory.region(tensor)
         self.told = False  # all that this rank has to tell of its readiness
-        self.op, self.fold = op, _FOLD[op]
-        self.name, self.what = name, f"{op.value} of {name!r}"
+        self.op, self.name = op, name
+        self.what = f"{op.value} of {name!r}"
         self.factor = factor
-        self._scaled = len(tensor) - tail
+        self._scaled = tensor.numel() - tail
         self.ended = False
         self._steps: Iterator[Need] = self._run()
         self._need: Need | None = None
@@ -232,7 +215,7 @@ class _Reduction(Work[None]):
     def done(self) -> bool:
         if not self.ended:
             self._memory.advance()
-        return self.ended
+        return self.ended or self._memory.failed
 
     def go_on(self, block: bool) -> bool:
         """Does what is left, until something is not there yet that it would have to wait for; whether it has ended."""
@@ -244,21 +227,21 @@ class _Reduction(Work[None]):
         return False
 
     def _run(self) -> Iterator[Need]:
-        memory, tensor = self._memory, self._tensor
-        if self.slots is not None:
+        memory, tensor, dtype = self._memory, self._tensor, self._tensor.dtype
+        if self.region is not None:
             if not self.told:
                 memory.tell_ready(self)
-            yield from memory.reduce([slot.view(tensor.dtype)[: len(tensor)] for slot in self.slots], self, self._scaled)
+            yield from memory.carry_out(self.region.plan(dtype, tensor.numel(), self._scaled), self)
             return
-        room = _STAGE_BYTES // tensor.element_size()
-        stage = [slot.view(tensor.dtype) for slot in memory.stage]
-        for first in range(0, len(tensor), room):
+        room = _STAGE_BYTES // dtype.itemsize
+        for first in range(0, tensor.numel(), room):
             piece = tensor[first : first + room]
-            parts = [slot[: len(piece)] for slot in stage]
-            parts[memory.rank].copy_(piece)
+            count = piece.numel()
+            plan = memory.stage.plan(dtype, count, min(max(self._scaled - first, 0), count))
+            plan.own.copy_(piece)
             memory.tell_ready(self)
-            yield from memory.reduce(parts, self, self._scaled - first)
-            piece.copy_(parts[memory.rank])
+            yield from memory.carry_out(plan, self)
+            piece.copy_(plan.own)
 
 
 def _ended(work: Work[None], block: bool) -> bool:
@@ -266,25 +249,3 @@ def _ended(work: Work[None], block: bool) -> bool:
         work.wait()
         return True
     return False
-
-
-def _pieces(parts: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """All parts piece by piece, each small enough for the cache."""
-    step = _PIECE_BYTES // parts[0].element_size()
-    for start in range(0, len(parts[0]), step):
-        yield [part[start : start + step] for part in parts]
-
-
-def _fold(parts: list[torch.Tensor], fold: Callable[..., torch.Tensor]) -> None:
-    """The reduction of ``parts``, in their order, into the first of them."""
-    for part in parts[1:]:
-        fold(parts[0], part, out=parts[0])
-
-
-def _hand_out(parts: list[torch.Tensor], scaled: int, factor: float) -> int:
-    """Scales the first elements of the first part, and copies it to the others; how many are left to scale behind it."""
-    if factor != 1 and scaled > 0:
-        parts[0][:scaled].mul_(factor)
-    for part in parts[1:]:
-        part.copy_(parts[0])
-    return scaled - len(parts[0])

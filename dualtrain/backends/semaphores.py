@@ -62,16 +62,14 @@ class Semaphores:
         for each in self._to[kind]:
             self._post(each)
 
-    def taken(self, kind: int, source: int) -> bool:
-        """Takes a word of ``source`` if it is there. Does not block."""
-        return bool(self._try(self._from[kind][source]) == 0)
+    def taken(self, kind: int, source: int, *, patient: bool) -> bool:
+        """Takes a word of ``source`` if it is there, or, ``patient``, comes in a moment. Does not sleep."""
+        at = self._from[kind][source]
+        return any(self._try(at) == 0 for _ in range(self._spins if patient else 1))
 
     def taken_within(self, kind: int, source: int, seconds: float) -> bool:
-        """Takes a word of ``source``: looks for it for a moment, then sleeps until it is there or the time is up."""
+        """Takes a word of ``source``; sleeps until it is there or the time is up."""
         at = self._from[kind][source]
-        for _ in range(self._spins):
-            if self._try(at) == 0:
-                return True
         if self._by_clock is not None:
             return bool(self._by_clock(at, time.CLOCK_MONOTONIC, _until(time.CLOCK_MONOTONIC, seconds)) == 0)
         return bool(self._by_time(at, _until(time.CLOCK_REALTIME, seconds)) == 0)

@@ -1,0 +1,296 @@
+"""Reductions through shared memory: the values, the order, what goes wrong, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from functools import reduce
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualtrain import BackendError, ReduceOp
+from dualtrain.backends import factory, segment
+from dualtrain.backends.memory import SharedMemory
+from dualtrain.backends.segment import UnsharedError
+from tests.patience import impatient
+from tests.threads import run_threads
+
+CPU = torch.device("cpu")
+#: Around the shards' and the stage's ends.
+SIZES = (1, 63, 64, 65, 129, 1000, 262143, 262144, 300001)
+FOLD = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+HOSTS = {"one host": (0, 0, 0), "two hosts": (0, 0, 1, 1), "two hosts, mixed": (0, 1, 1, 0, 0, 1)}
+
+
+def values(rank, count, dtype):
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator).to(dtype)
+    return torch.randint(-9, 9, (count,), generator=generator, dtype=dtype)
+
+
+def shares(backend, hosts):
+    """Has a backend of threads share memory, as on these hosts. They are one process: any can open its own."""
+    backend.hosts = hosts
+    backend.world = backend.world.placed(backend.rank, hosts)
+    factory._share_memory(backend, "shm")
+    assert backend.memory is not None
+
+
+def expected(backend, hosts, op, count, dtype):
+    """In rank order inside each host, then in the order of the hosts."""
+    parts = [values(rank, count, dtype) for rank in range(backend.size)]
+    inside = [reduce(FOLD[op], [p for p, h in zip(parts, hosts, strict=True) if h == host]) for host in sorted(set(hosts))]
+    return reduce(FOLD[op], inside)
+
+
+def reduces(backend, hosts, op, dtype):
+    if backend.name == "threads":
+        shares(backend, hosts)
+    for count, factor, tail in itertools.product(SIZES, (1.0, 0.25), (0, 1)):
+        if factor != 1 and not dtype.is_floating_point:
+            continue
+        want = expected(backend, hosts, op, count, dtype)
+        want[: count - tail] *= factor if dtype.is_floating_point else 1
+        buffer = backend.new_buffer(count, dtype, CPU)
+        assert not buffer.any()
+        for tensor in (buffer, torch.empty(count, dtype=dtype)):
+            tensor.copy_(values(backend.rank, count, dtype))
+            work = backend._start_reduction(tensor, op, "values", factor, tail)
+            work.wait()
+            work.wait()
+            assert work.done()
+            assert torch.equal(tensor, want), (count, factor, tail)
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS.keys())
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN])
+def test_the_values_are_those_of_the_rank_order(hosts, op):
+    run_threads(len(hosts), reduces, hosts, op, torch.float32)
+
+
+@pytest.mark.parametrize("op", FOLD)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16])
+def test_every_operation_on_every_dtype(shared, op, dtype):
+    shared(reduces, (0,) * shared.size, op, dtype)
+
+
+def bits_of(backend):
+    found = []
+    for count in (5, 1000, 70000):
+        tensor = values(backend.rank, count, torch.float32)
+        found.append(backend.allreduce(tensor, "average").tolist())
+    return found
+
+
+def test_two_ranks_have_the_bits_of_gloo(pool):
+    found = []
+    for name in ("torch", "shm"):
+        pool.connect(name, 2)
+        found.append(pool.run(bits_of))
+    assert found[0] == found[1]
+
+
+def interleaved(backend):
+    """Several under way, in place and not; each rank waits in an order of its own, and asks for others' rows between."""
+    generator = torch.Generator().manual_seed(backend.rank)
+    buffers = [backend.new_buffer(1000 + n, torch.float32, CPU) for n in range(4)]
+    for step in range(30):
+        tensors = [*buffers, torch.empty(400000), torch.empty(3)]
+        works = []
+        for n in (0, 4, 1, 2, 5, 3):
+            tensors[n].fill_(backend.rank + n + step)
+            works.append((n, backend.start_sum(tensors[n], f"t{n}")))
+        if step % 3 == 0:
+            assert backend.exchange_short(torch.tensor([backend.rank, step])).tolist() == [
+                [rank, step] for rank in range(backend.size)
+            ]
+        for place in torch.randperm(len(works), generator=generator).tolist():
+            n, work = works[place]
+            if step % 2:
+                while not work.done():
+                    time.sleep(0)
+            work.wait()
+            want = sum(rank + n + step for rank in range(backend.size))
+            assert bool((tensors[n] == want).all())
+    rows = backend.exchange_short(torch.full((1000,), backend.rank))  # longer than the place for rows
+    assert rows.tolist() == [[rank] * 1000 for rank in range(backend.size)]
+
+
+def test_operations_end_in_any_order_of_waiting(shared):
+    shared(interleaved)
+
+
+def threads_interleave(backend):
+    shares(backend, (0, 0, 1, 1))
+    interleaved(backend)
+
+
+def test_operations_between_hosts_end_in_any_order_of_waiting():
+    run_threads(4, threads_interleave)
+
+
+def held(kind):
+    if kind == "descriptors":
+        return sorted(os.listdir("/proc/self/fd"))[:-1]  # the last is that of the listing itself
+    return sum("memfd:dualtrain" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def lets_go(backend):
+    before = held("maps"), len(held("descriptors"))
+    buffers = [backend.new_buffer(1000, torch.float32, CPU) for _ in range(3)]
+    assert (held("maps"), len(held("descriptors"))) == (before[0] + 3, before[1])
+    for buffer in buffers:
+        backend.start_sum(buffer, "b").wait()
+    regions = len(backend.memory._regions)
+    del buffers, buffer
+    assert len(backend.memory._regions) == regions - 3
+    assert held("maps") == before[0]
+    return [name for name in os.listdir("/dev/shm") if "dualtrain" in name]
+
+
+def test_memory_is_given_back_and_has_no_name(shared):
+    assert shared(lets_go) == [[]] * shared.size
+
+
+def late(backend):
+    """Rank 0 does not come."""
+    backend.timeout = 1.0
+    tensor = torch.ones(3)
+    if backend.rank == 0:
+        time.sleep(2.0)
+        return
+    work = backend.start_sum(tensor, "t")
+    with pytest.raises(BackendError, match=r"sum of 't' \(waiting for rank 0\) failed on rank \d of \d: waited 1 s"):
+        work.wait()
+    assert work.done()
+    with pytest.raises(BackendError, match="waited 1 s"):
+        work.wait()
+    for call in (lambda: backend.start_sum(tensor, "next"), lambda: backend.exchange_short(torch.tensor([1]))):
+        with pytest.raises(BackendError, match="waited 1 s"):
+            call()
+
+
+def threads_late(backend):
+    shares(backend, (0,) * backend.size)
+    late(backend)
+
+
+def test_a_rank_that_does_not_come_is_named_in_time():
+    run_threads(2, threads_late)
+
+
+def late_for_rows(backend):
+    shares(backend, (0,) * backend.size)
+    backend.timeout = 1.0
+    if backend.rank == 0:
+        time.sleep(2.0)
+    else:
+        with pytest.raises(BackendError, match=r"comparing calls .*\(waiting for rank 0\)"):
+            backend.exchange_short(torch.tensor([1]))
+
+
+def test_a_rank_that_does_not_compare_is_named_in_time():
+    run_threads(2, late_for_rows)
+
+
+def dies(backend):
+    backend.start_sum(torch.ones(3), "first").wait()
+    if backend.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with impatient(backend), pytest.raises(BackendError, match=r"sum of 'last' .*rank 0"):
+        backend.start_sum(torch.ones(3), "last").wait()
+    assert time.monotonic() - began < backend.timeout / 2  # long before the time is up
+    raise BackendError("as it should be")
+
+
+def test_a_rank_that_dies_is_noticed(shared, pool):
+    pool.connect(shared.name, shared.size)
+    outcomes = pool.outcomes(dies)
+    assert "died with exit code -9" in outcomes[0].error
+    assert all("as it should be" in outcome.error for outcome in outcomes[1:])
+
+
+FAULTS = {
+    "no memory": (
+        "os.memfd_create",
+        OSError(12, "Cannot allocate memory"),
+        "cannot be had: Cannot allocate memory",
+    ),
+    "not all of it": (
+        "os.posix_fallocate",
+        OSError(28, "No space left on device"),
+        "cannot be had: No space left",
+    ),
+    "not the others'": ("_open", PermissionError(13, "Permission denied"), "cannot be opened: Permission denied"),
+    "another's": ("os.pread", b"\1" * 8, "cannot be opened: it is another process's here"),
+}
+
+
+def falls_back(backend, fault):
+    factory._share_memory(backend, "shm")
+    assert backend.memory is None
+    tensor = torch.full((3,), float(backend.rank))
+    backend.start_sum(tensor, "t").wait()
+    assert tensor.tolist() == [1.0] * 3
+    return backend.transport
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_without_shared_memory_the_library_carries_reductions_and_one_line_says_so(monkeypatch, capfd, fault):
+    name, result, said = FAULTS[fault]
+
+    def fails(*_):
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    monkeypatch.setattr(f"{segment.__name__}.{name}", fails)
+    assert run_threads(2, falls_back, fault) == ["memory"] * 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if "shared memory cannot be used" in line]
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def uneven(backend):
+    backend.hosts = (0, 0, 1)
+    backend.world = backend.world.placed(backend.rank, backend.hosts)
+    factory._share_memory(backend, "shm")
+    assert backend.memory is None
+
+
+def test_hosts_with_unequal_numbers_of_ranks_use_the_library(capfd):
+    run_threads(3, uneven)
+    assert "the hosts do not have equally many ranks" in capfd.readouterr().err
+
+
+def short(backend):
+    shares(backend, (0, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        if backend.rank == 0:
+            patch.setattr(SharedMemory, "_new_region", refuses)
+        backend.barrier()
+        buffer = backend.new_buffer(1000, torch.float32, CPU)
+        backend.barrier()
+    buffer.fill_(1.0)
+    backend.start_sum(buffer, "b").wait()
+    assert buffer.tolist() == [2.0] * 1000
+
+
+def refuses(memory, nbytes):
+    raise UnsharedError("rank 1: no more")
+
+
+def test_a_buffer_that_cannot_be_shared_is_copied(capfd):
+    run_threads(2, short)
+    assert "are not shared (rank 1: no more): they are copied" in capfd.readouterr().err
