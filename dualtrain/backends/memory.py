@@ -183,7 +183,7 @@ class SharedMemory:
 
     def _new_region(self, nbytes: int) -> Region:
         nbytes = -(-nbytes // PAGE) * PAGE
-        return Region(map_together(self._backend, self.size * nbytes), nbytes, self.size, self.rank)
+        return Region(map_together(self._backend, self.size * nbytes), self.size, self.rank)
 
     def _raise_failure(self, what: str) -> None:
         if self._failure is not None:

@@ -7,7 +7,6 @@ which containers keep small.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 from typing import TYPE_CHECKING
@@ -27,8 +26,8 @@ class UnsharedError(Exception):
     """Some rank could not share memory with those of its host; the reason, on every rank."""
 
 
-def map_together(backend: Backend, nbytes: int) -> mmap.mmap:
-    """``nbytes`` of zeros (and a little more behind them) that are the same memory for all ranks of a host.
+def map_together(backend: Backend, nbytes: int) -> torch.Tensor:
+    """``nbytes`` of zeros, uint8, that are the same memory for all ranks of a host.
 
     Collective over ``backend``, in which each host has its own; blocks.
 
@@ -45,16 +44,16 @@ def map_together(backend: Backend, nbytes: int) -> mmap.mmap:
                 # All of it now: what the system cannot give would else be a bus error later.
                 os.posix_fallocate(descriptor, 0, nbytes + _NONCE_BYTES)
                 os.pwrite(descriptor, nonce.to_bytes(_NONCE_BYTES, "little"), nbytes)
-                memory = mmap.mmap(descriptor, nbytes + _NONCE_BYTES)
-            except OSError as error:
-                problem = f"{nbytes >> 20} MB of shared memory cannot be had: {error.strerror or error}"
+                memory = _map(descriptor, nbytes)
+            except (OSError, RuntimeError) as error:
+                problem = f"{nbytes >> 20} MB of shared memory cannot be had: {_reason(error)}"
         row = torch.tensor([os.getpid(), descriptor, nonce, int(memory is not None)])
         pid, number, nonce, there = backend.exchange_short(row)[leader].tolist()
         if backend.rank != leader and there:
             try:
                 memory = _open(pid, number, nonce, nbytes)
-            except OSError as error:
-                problem = f"the memory of process {pid} cannot be opened: {error.strerror or error}"
+            except (OSError, RuntimeError) as error:
+                problem = f"the memory of process {pid} cannot be opened: {_reason(error)}"
         _agree(backend, memory is not None, problem)
     finally:
         if descriptor >= 0:
@@ -63,15 +62,24 @@ def map_together(backend: Backend, nbytes: int) -> mmap.mmap:
     return memory
 
 
-def _open(pid: int, number: int, nonce: int, nbytes: int) -> mmap.mmap:
+def _open(pid: int, number: int, nonce: int, nbytes: int) -> torch.Tensor:
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         # In a container of its own, another process has that number.
         if os.pread(descriptor, _NONCE_BYTES, nbytes) != nonce.to_bytes(_NONCE_BYTES, "little"):
             raise OSError("it is another process's here")
-        return mmap.mmap(descriptor, nbytes + _NONCE_BYTES)
+        return _map(descriptor, nbytes)
     finally:
         os.close(descriptor)
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    # Not Python's mmap, which keeps a descriptor open for each.
+    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or " ".join(str(error).split())
 
 
 def _agree(backend: Backend, there: bool, problem: str) -> None:

@@ -9,9 +9,10 @@ quick rank's next word is never taken for a slow one's last.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import time
+
+import torch
 
 LINE = 64  # bytes that processors exchange at once; glibc's sem_t has 32
 _SPINS = 200  # looks at a word before the wait goes to sleep: some tens of microseconds
@@ -24,14 +25,13 @@ class _Timespec(ctypes.Structure):
 class Semaphores:
     """The words of ``size`` ranks, as rank ``rank`` tells and takes them; they lie at the beginning of ``memory``."""
 
-    def __init__(self, memory: mmap.mmap, kinds: int, size: int, rank: int) -> None:
-        held = ctypes.c_char.from_buffer(memory)  # while it lives, the memory stays mapped
-        self._held = held
+    def __init__(self, memory: torch.Tensor, kinds: int, size: int, rank: int) -> None:
+        self._memory = memory  # stays mapped while it is held
         self._count = kinds * size * size
         self.others = [other for other in range(size) if other != rank]
         # Nobody gains by looking where another rank needs the core to say the word.
         self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 1
-        first = ctypes.addressof(held)
+        first = memory.data_ptr()
 
         def at(kind: int, source: int, target: int) -> ctypes.c_void_p:
             return ctypes.c_void_p(first + ((kind * size + source) * size + target) * LINE)

@@ -6,7 +6,6 @@ others', while they are in the processor's cache.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 
 import torch
@@ -28,10 +27,10 @@ _FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Region:
-    """A buffer of every rank; ``slots`` are their bytes, in rank order."""
+    """A buffer of every rank, one after another in ``memory`` (uint8); ``slots`` are their bytes, in rank order."""
 
-    def __init__(self, memory: mmap.mmap, nbytes: int, size: int, rank: int) -> None:
-        self.slots = list(torch.frombuffer(memory, dtype=torch.uint8, count=size * nbytes).view(size, nbytes))
+    def __init__(self, memory: torch.Tensor, size: int, rank: int) -> None:
+        self.slots = list(memory.view(size, -1))
         self._rank = rank
         self._plans: dict[tuple[torch.dtype, int, int], Plan] = {}
 
