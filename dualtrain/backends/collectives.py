@@ -465,6 +465,8 @@ class Backend(Primitives):
         assert isinstance(group, Backend)
         group.hosts, group.watch, group.on_wait = tuple(hosts), self.watch, self.on_wait
         group.members = tuple(members)
+        if self.memory is not None:
+            group.transport = self.memory.library_transport
         return group
 
 

@@ -54,6 +54,8 @@ class SharedMemory:
     def __init__(self, backend: Backend, across: Backend | None = None) -> None:
         self._backend = backend
         self._across = across
+        #: What carries all that does not go through memory.
+        self.library_transport = backend.transport
         self._host = backend.hosts[backend.rank]
         self.size, self.rank = backend.local_size, backend.local_rank
         words = map_together(backend, Semaphores.bytes_for(_KINDS, self.size))
