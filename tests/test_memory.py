@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import time
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 
 from dualtrain import BackendError, ReduceOp
 from dualtrain.backends import factory, segment
+from dualtrain.backends.agreement import agree_on_list
 from dualtrain.backends.memory import SharedMemory
 from dualtrain.backends.segment import UnsharedError
 from tests.patience import impatient
@@ -203,6 +204,78 @@ def test_a_rank_that_does_not_compare_is_named_in_time():
     run_threads(2, late_for_rows)
 
 
+def in_any_mode(backend):
+    tensor = torch.ones(500)
+    with torch.inference_mode():
+        inside = torch.full((500,), 1.0)
+        assert backend.allreduce(inside, "sum").tolist() == [backend.size] * 500
+        assert backend.allreduce_async(inside, "sum").wait().tolist() == [backend.size] * 500
+        buffer = backend.new_buffer(7, torch.float32, CPU)
+    assert backend.allreduce(tensor, "sum").tolist() == [backend.size] * 500
+    buffer.fill_(1.0)
+    backend.start_sum(buffer, "b").wait()
+    with torch.inference_mode():
+        backend.start_sum(buffer, "b").wait()
+    assert buffer.tolist() == [backend.size**2] * 7
+
+
+def test_inference_mode_is_left_as_it_was(shared):
+    shared(in_any_mode)
+
+
+def here_a_buffer(backend):
+    """The tensor of a public call may be a part of a buffer on one rank, and none on the others."""
+    buffer = backend.new_buffer(1000, torch.float32, CPU)
+    tensor = buffer[:3] if backend.rank == 0 else torch.empty(3)
+    tensor.fill_(backend.rank + 1)
+    backend.allreduce_(tensor, "sum")
+    assert tensor.tolist() == [sum(range(1, backend.size + 1))] * 3
+
+
+def test_public_calls_take_a_buffers_beginning_as_any_tensor(shared):
+    shared(here_a_buffer)
+
+
+def other_calls(backend):
+    call = backend.barrier if backend.rank == 0 else partial(agree_on_list, backend, "parameters", ["a"])
+    for _ in range(3):
+        with pytest.raises(BackendError, match="do not agree on a collective call"):
+            call()
+        assert backend.allreduce(torch.tensor([1]), "sum").tolist() == [backend.size]
+
+
+def test_ranks_in_different_comparisons_hear_of_it_and_go_on(shared):
+    shared(other_calls)
+
+
+def group_between(backend):
+    """One rank ends the sum before its group's call, the others after it."""
+    group = backend.group(range(backend.size))
+    tensor = torch.ones(5)
+    work = backend.start_sum(tensor, "t")
+    for step in ("wait", "call")[:: 1 if backend.rank == 0 else -1]:
+        if step == "wait":
+            work.wait()
+        else:
+            group.barrier()
+    assert tensor.tolist() == [backend.size] * 5
+
+
+def test_a_groups_call_keeps_nobody_from_ending_a_sum(shared):
+    shared(group_between)
+
+
+def closes(backend):
+    shares(backend, (0,) * backend.size)
+    backend.memory.close()
+    with pytest.raises(BackendError, match=r"sum of 't' cannot be done .*this backend is closed"):
+        backend.start_sum(torch.ones(3), "t")
+
+
+def test_a_closed_backend_starts_nothing():
+    run_threads(2, closes)
+
+
 def dies(backend):
     backend.start_sum(torch.ones(3), "first").wait()
     if backend.rank == 0:
@@ -293,4 +366,4 @@ def refuses(memory, nbytes):
 
 def test_a_buffer_that_cannot_be_shared_is_copied(capfd):
     run_threads(2, short)
-    assert "are not shared (rank 1: no more): they are copied" in capfd.readouterr().err
+    assert "no more memory can be shared (rank 1: no more)" in capfd.readouterr().err

@@ -71,6 +71,8 @@ class Backend(Primitives):
         self.hosts: tuple[int, ...] = (0,) * world.size
         #: What the ranks of a host share, if they do; the library is used for all else.
         self.memory: SharedMemory | None = None
+        self._parent: Backend | None = None  # of a group
+        self._copies_said = False
         self._queue = SerialQueue()
         self._open = True
 
@@ -252,27 +254,38 @@ class Backend(Primitives):
             try:
                 return self.memory.new_buffer(numel, dtype)
             except UnsharedError as reason:
-                if self.rank == 0:
-                    say(f"{numel * dtype.itemsize >> 20} MB are not shared ({reason}): they are copied for each reduction")
+                if self.rank == 0 and not self._copies_said:
+                    say(f"gradients are copied for each reduction: no more memory can be shared ({reason})")
+                self._copies_said = True
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sums ``tensor`` over all ranks in place, then multiplies all but the last ``tail`` elements by ``factor``.
 
-        A primitive in every other way: see :meth:`start_allreduce`. Does not block.
+        A primitive in every other way: see :meth:`start_allreduce`. Does not block. A tensor of :meth:`new_buffer` must be
+        one on every rank.
         """
         return self._start_reduction(tensor, ReduceOp.SUM, name, factor, tail)
 
     def _start_reduction(
-        self, tensor: torch.Tensor, op: ReduceOp, name: str, factor: float = 1.0, tail: int = 0
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        name: str,
+        factor: float = 1.0,
+        tail: int = 0,
+        *,
+        where_it_lies: bool = True,
     ) -> Work[None]:
         if self.memory is not None and tensor.device.type == "cpu":
-            return self.memory.start(tensor, op, name, factor, tail)
+            return self.memory.start(tensor, op, name, factor, tail, where_it_lies=where_it_lies)
         work = self.start_allreduce(tensor, op, name)
         return work if factor == 1 else Scaled(work, tensor.view(-1)[: tensor.numel() - tail], factor)
 
     def exchange_short(self, row: torch.Tensor) -> torch.Tensor:
         """:meth:`exchange`, through memory where there is some. Blocks."""
+        if self._parent is not None and self._parent.memory is not None:
+            self._parent.memory.finish()
         if self.memory is not None:
             self.memory.finish()
             rows = self.memory.exchange(row)
@@ -292,6 +305,8 @@ class Backend(Primitives):
             return
         self._open = False
         self._queue.close()
+        if self.memory is not None:
+            self.memory.close()
         lost = self.watch is not None and self.watch.loss is not None and not self.watch.loss.quiet
         if self.watch is not None and self.watch.backend is self:
             self.watch.leave()
@@ -338,7 +353,8 @@ class Backend(Primitives):
         primitive = self._primitive(tensor, op, call)
         agree(self, call)
         packed = wire.pack(tensor)
-        self._start_reduction(packed, primitive, name or op.value).wait()
+        # Not where it lies: on another rank, the tensor may be one that lies elsewhere.
+        self._start_reduction(packed, primitive, name or op.value, where_it_lies=False).wait()
         return wire.average_(packed, self.size) if op is ReduceOp.AVERAGE else packed
 
     def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:
@@ -465,6 +481,7 @@ class Backend(Primitives):
         assert isinstance(group, Backend)
         group.hosts, group.watch, group.on_wait = tuple(hosts), self.watch, self.on_wait
         group.members = tuple(members)
+        group._parent = self
         if self.memory is not None:
             group.transport = self.memory.library_transport
         return group

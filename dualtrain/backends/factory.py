@@ -15,7 +15,7 @@ from dualtrain.backends.memory import SharedMemory
 from dualtrain.backends.segment import UnsharedError
 from dualtrain.backends.watch import Watch
 from dualtrain.console import say
-from dualtrain.errors import UserError
+from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.version import __version__
 
@@ -104,7 +104,7 @@ def connect(
     else:
         from dualtrain.backends.horovod import HorovodBackend
 
-        backend = HorovodBackend(world, place, timeout, groups or transport == "shm")
+        backend = HorovodBackend(world, place, timeout, groups or (transport == "shm" and not world.single_host))
     _compare(backend, world)
     _locate(backend)
     _take_device(backend)
@@ -203,7 +203,7 @@ def _share_memory(backend: Backend, transport: str) -> None:
         across = _across(backend) if several else None
         backend.memory = SharedMemory(backend, across)
         backend.transport = f"shm+{backend.transport}" if several else "shm"
-    except UnsharedError as reason:
+    except (UnsharedError, BackendError, ValueError) as reason:  # the latter two: of groups between the hosts
         if backend.rank == 0:
             say(f"shared memory cannot be used ({reason}): the reductions go over {backend.transport}, as with native")
 

@@ -242,7 +242,7 @@ class HorovodBackend(Backend):
         return group
 
     def _new_set(self, ranks: list[int]) -> Any:
-        if self._launched or self.transport == "mpi":
+        if self._launched or self.library.mpi_enabled():
             return self.library.add_process_set(ranks)
         where = listening_address(self.world), self.rank == 0
         with _meeting_place(*where, share=self.broadcast_object, joined=self.barrier):

@@ -12,11 +12,14 @@ ranks that compute on all cores gain nothing from a thread beside them.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import suppress
+from functools import partial, reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,14 +28,16 @@ from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.segment import map_together
 from dualtrain.backends.semaphores import Semaphores
 from dualtrain.backends.shards import PAGE, Plan, Region
+from dualtrain.errors import BackendError
 
 if TYPE_CHECKING:
     from dualtrain.backends.collectives import Backend
 
 _STAGE_BYTES = 1 << 20  # of the buffer through which tensors of other memory go, piece by piece
-_ROW_BYTES = 1 << 10  # the longest row that is exchanged
+_ROW_BYTES = 1 << 10  # the longest row that is exchanged here
 _READY, _DONE, _ROW = range(3)
 _KINDS = 3
+_CPU_WORDS = 64  # of 62 bits, for the numbers of cores
 
 #: Something to wait for: called with whether to block, it tells whether it has come.
 Need = Callable[[bool], bool]
@@ -58,36 +63,51 @@ class SharedMemory:
         self.library_transport = backend.transport
         self._host = backend.hosts[backend.rank]
         self.size, self.rank = backend.local_size, backend.local_rank
-        words = map_together(backend, Semaphores.bytes_for(_KINDS, self.size))
-        self._semaphores = Semaphores(words, _KINDS, self.size, self.rank)
-        if self.rank == 0:
-            self._semaphores.initialise()  # the next step has the others wait for this
+        words = map_together(backend, Semaphores.bytes_for(_KINDS, self.size), Semaphores.initialise)
+        # Nobody gains by looking for a word where another rank needs the core to say it.
+        spin = _cores(backend) >= self.size
+        self._semaphores = Semaphores(words, _KINDS, self.size, self.rank, spin=spin)
         #: The buffers that tensors of other memory go through.
         self.stage = self._new_region(_STAGE_BYTES)
-        self._rows = [slot[: 2 * _ROW_BYTES].view(2, -1) for slot in self._new_region(2 * _ROW_BYTES).slots]
-        self._turn = 0  # which of the two rows is next
+        with torch.inference_mode(False):
+            rows = [slot.view(torch.int64).view(2, -1) for slot in self._new_region(2 * _ROW_BYTES).slots]
+        self._rows: list[torch.Tensor] = rows  # each with its length in front
+        self._turn = 0  # which of the two is next
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
         self._pending: deque[_Reduction] = deque()
         self._lock = threading.RLock()
-        self._failure: BaseException | None = None
+        self._failure: BackendError | None = None
 
     def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros, (numel,), that :meth:`start` reduces where they lie. Collective; blocks. Raises UnsharedError."""
         if numel == 0:
             return torch.zeros(0, dtype=dtype)
         region = self._new_region(numel * dtype.itemsize)
-        buffer: torch.Tensor = region.slots[self.rank][: numel * dtype.itemsize].view(dtype)
+        with torch.inference_mode(False):
+            buffer: torch.Tensor = region.slots[self.rank][: numel * dtype.itemsize].view(dtype)
         self._regions[buffer.data_ptr()] = region
         weakref.finalize(buffer, self._regions.pop, buffer.data_ptr(), None)
         return buffer
 
-    def start(self, tensor: torch.Tensor, op: ReduceOp, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
+    def start(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        name: str,
+        factor: float = 1.0,
+        tail: int = 0,
+        *,
+        where_it_lies: bool = True,
+    ) -> Work[None]:
         """Reduces ``tensor`` (contiguous, on the CPU) over all ranks, in place; does not block. Collective.
 
-        All elements but the last ``tail`` are then multiplied by ``factor``.
+        All elements but the last ``tail`` are then multiplied by ``factor``. With ``where_it_lies``, a buffer of
+        :meth:`new_buffer` must be one on every rank; without, it is copied as any other tensor.
         """
         with self._lock:
-            work = _Reduction(self, tensor.view(-1), op, name, factor, tail)
+            flat = tensor.view(-1)
+            region = self._regions.get(flat.data_ptr()) if where_it_lies else None
+            work = _Reduction(self, flat, region, op, name, factor, tail)
             self._raise_failure(work.what)
             # Words are told in the order of the operations: not yet behind one that has more of its own to tell.
             if work.region is not None and all(earlier.told for earlier in self._pending):
@@ -107,10 +127,8 @@ class SharedMemory:
                 try:
                     if not self._pending[0].go_on(block=until is not None):
                         return
-                except BaseException as error:
-                    self._failure = error
-                    self._pending.clear()
-                    raise
+                except Exception as error:
+                    raise self._fail(self._pending[0].what, error) from error
                 self._pending.popleft()
             if until is not None and not until.ended:
                 self._raise_failure(until.what)
@@ -122,25 +140,48 @@ class SharedMemory:
                 self.advance(self._pending[-1])
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor | None:
-        """As the backend's, where all ranks are on this host and the row is short; else None. Blocks."""
-        length = row.numel() * row.element_size()
-        if self._across is not None or length > _ROW_BYTES:
+        """As the backend's, where all ranks are on this host and the row (int64) is short; else None. Blocks.
+
+        Raises:
+            BackendError: on all ranks, if their rows differ in length: they are not in the same call.
+        """
+        if self._across is not None:
             return None
         what = "comparing calls with the other ranks"
         with self._lock:
             self._raise_failure(what)
             # The one after the next has this place again. Who tells of the next one is through with this.
-            places = [each[self._turn, :length] for each in self._rows]
+            places = [each[self._turn] for each in self._rows]
             self._turn = 1 - self._turn
-            places[self.rank].copy_(row.view(torch.uint8))
+            short = row.numel() < len(places[0])
+            places[self.rank][0] = row.numel()
+            if short:
+                places[self.rank][1 : 1 + row.numel()].copy_(row)
             self._semaphores.tell(_ROW)
             try:
                 for need in self.others(_ROW, what):
                     need(True)
-            except BaseException as error:
-                self._failure = error
-                raise
-            return torch.stack(places).view(row.dtype)
+            except Exception as error:
+                raise self._fail(what, error) from error
+            lengths = [int(place[0]) for place in places]
+            if len(set(lengths)) > 1:
+                raise BackendError(
+                    f"the ranks do not agree on a collective call: the rows that they compare have {lengths} numbers, in "
+                    "rank order; make the same calls in the same order on every rank"
+                )
+            return torch.stack(places)[:, 1 : 1 + row.numel()] if short else None
+
+    def close(self) -> None:
+        """Does what can be done at once; nothing can be started any more, and the memory is given back."""
+        with self._lock:
+            if self._failure is None:
+                with suppress(BackendError):
+                    self.advance()
+                self._failure = BackendError("this backend is closed: make its last call before close()")
+            self._pending.clear()
+            self._regions.clear()
+            self._rows.clear()
+            self.stage.slots.clear()
 
     @property
     def failed(self) -> bool:
@@ -148,10 +189,6 @@ class SharedMemory:
         return self._failure is not None
 
     # -- what an operation is made of -----------------------------------------------------------------------------
-
-    def region(self, tensor: torch.Tensor) -> Region | None:
-        """Where ``tensor`` lies, if it is one of :meth:`new_buffer`."""
-        return self._regions.get(tensor.data_ptr())
 
     def tell_ready(self, work: _Reduction) -> None:
         """Tells the others that this rank's part of ``work`` is in its buffer."""
@@ -185,22 +222,44 @@ class SharedMemory:
 
     def _new_region(self, nbytes: int) -> Region:
         nbytes = -(-nbytes // PAGE) * PAGE
-        return Region(map_together(self._backend, self.size * nbytes), self.size, self.rank)
+        with torch.inference_mode(False):
+            return Region(map_together(self._backend, self.size * nbytes), self.size, self.rank)
+
+    def _fail(self, what: str, error: Exception) -> BackendError:
+        """Ends all that is under way: the words of the ranks fit no more."""
+        self._failure = error if isinstance(error, BackendError) else self._backend.failure(what, error)
+        self._pending.clear()
+        return self._failure
 
     def _raise_failure(self, what: str) -> None:
         if self._failure is not None:
-            raise self._backend.failure(what, self._failure) from self._failure
+            raise BackendError(f"{what} cannot be done after an earlier failure: {self._failure}") from self._failure
+
+
+def _cores(backend: Backend) -> int:
+    """How many cores this host's ranks may use, each its own or all of them. Collective."""
+    mine = sum(1 << cpu for cpu in os.sched_getaffinity(0))
+    rows = backend.exchange_short(torch.tensor([mine >> 62 * n & (1 << 62) - 1 for n in range(_CPU_WORDS)])).tolist()
+    there = [row for row, host in zip(rows, backend.hosts, strict=True) if host == backend.hosts[backend.rank]]
+    return sum(reduce(or_, words).bit_count() for words in zip(*there, strict=True))
 
 
 class _Reduction(Work[None]):
     """One reduction over all ranks."""
 
     def __init__(
-        self, memory: SharedMemory, tensor: torch.Tensor, op: ReduceOp, name: str, factor: float, tail: int
+        self,
+        memory: SharedMemory,
+        tensor: torch.Tensor,
+        region: Region | None,
+        op: ReduceOp,
+        name: str,
+        factor: float,
+        tail: int,
     ) -> None:
         self._memory = memory
         self._tensor = tensor
-        self.region = memory.region(tensor)
+        self.region = region
         self.told = False  # all that this rank has to tell of its readiness
         self.op, self.name = op, name
         self.what = f"{op.value} of {name!r}"
@@ -221,11 +280,13 @@ class _Reduction(Work[None]):
 
     def go_on(self, block: bool) -> bool:
         """Does what is left, until something is not there yet that it would have to wait for; whether it has ended."""
-        while self._need is None or self._need(block):
-            self._need = next(self._steps, None)
-            if self._need is None:
-                self.ended = True
-                return True
+        # In one mode, whatever the caller's is: what was made in inference mode cannot be written outside of it.
+        with torch.inference_mode():
+            while self._need is None or self._need(block):
+                self._need = next(self._steps, None)
+                if self._need is None:
+                    self.ended = True
+                    return True
         return False
 
     def _run(self) -> Iterator[Need]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,8 +27,12 @@ class UnsharedError(Exception):
     """Some rank could not share memory with those of its host; the reason, on every rank."""
 
 
-def map_together(backend: Backend, nbytes: int) -> torch.Tensor:
+def map_together(
+    backend: Backend, nbytes: int, prepare: Callable[[torch.Tensor], None] = lambda memory: None
+) -> torch.Tensor:
     """``nbytes`` of zeros, uint8, that are the same memory for all ranks of a host.
+
+    The host's first rank has ``prepare`` write into them before the others have them.
 
     Collective over ``backend``, in which each host has its own; blocks.
 
@@ -44,15 +49,17 @@ def map_together(backend: Backend, nbytes: int) -> torch.Tensor:
                 # All of it now: what the system cannot give would else be a bus error later.
                 os.posix_fallocate(descriptor, 0, nbytes + _NONCE_BYTES)
                 os.pwrite(descriptor, nonce.to_bytes(_NONCE_BYTES, "little"), nbytes)
-                memory = _map(descriptor, nbytes)
-            except (OSError, RuntimeError) as error:
-                problem = f"{nbytes >> 20} MB of shared memory cannot be had: {_reason(error)}"
+                made = _map(descriptor, nbytes)
+                prepare(made)
+                memory = made
+            except Exception as error:  # the others wait for an answer, whatever it was
+                problem = f"{nbytes} bytes of shared memory cannot be had: {_reason(error)}"
         row = torch.tensor([os.getpid(), descriptor, nonce, int(memory is not None)])
         pid, number, nonce, there = backend.exchange_short(row)[leader].tolist()
         if backend.rank != leader and there:
             try:
                 memory = _open(pid, number, nonce, nbytes)
-            except (OSError, RuntimeError) as error:
+            except Exception as error:
                 problem = f"the memory of process {pid} cannot be opened: {_reason(error)}"
         _agree(backend, memory is not None, problem)
     finally:

@@ -9,7 +9,6 @@ quick rank's next word is never taken for a slow one's last.
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 
 import torch
@@ -25,23 +24,20 @@ class _Timespec(ctypes.Structure):
 class Semaphores:
     """The words of ``size`` ranks, as rank ``rank`` tells and takes them; they lie at the beginning of ``memory``."""
 
-    def __init__(self, memory: torch.Tensor, kinds: int, size: int, rank: int) -> None:
+    def __init__(self, memory: torch.Tensor, kinds: int, size: int, rank: int, *, spin: bool) -> None:
         self._memory = memory  # stays mapped while it is held
-        self._count = kinds * size * size
         self.others = [other for other in range(size) if other != rank]
-        # Nobody gains by looking where another rank needs the core to say the word.
-        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 1
+        self._spins = _SPINS if spin else 1
         first = memory.data_ptr()
 
         def at(kind: int, source: int, target: int) -> ctypes.c_void_p:
             return ctypes.c_void_p(first + ((kind * size + source) * size + target) * LINE)
 
-        self._all = [ctypes.c_void_p(first + number * LINE) for number in range(self._count)]
         self._to = [[at(kind, rank, other) for other in self.others] for kind in range(kinds)]
         self._from = [[at(kind, other, rank) for other in range(size)] for kind in range(kinds)]
         # What does not wait keeps the interpreter's lock, which is quicker; what does wait lets other threads run.
         quick, slow = ctypes.PyDLL(None), ctypes.CDLL(None)
-        self._init, self._post, self._try = quick.sem_init, quick.sem_post, quick.sem_trywait
+        self._post, self._try = quick.sem_post, quick.sem_trywait
         # By a clock that nobody sets, where the C library has that (glibc 2.30).
         self._by_clock = getattr(slow, "sem_clockwait", None)
         self._by_time = slow.sem_timedwait
@@ -51,10 +47,12 @@ class Semaphores:
         """How much memory they take."""
         return kinds * size * size * LINE
 
-    def initialise(self) -> None:
+    @staticmethod
+    def initialise(memory: torch.Tensor) -> None:
         """By one rank, before any other uses them. Raises OSError if the system has none that processes can share."""
-        for each in self._all:
-            if self._init(each, 1, 0):
+        initialise = ctypes.CDLL(None).sem_init
+        for offset in range(0, memory.numel(), LINE):
+            if initialise(ctypes.c_void_p(memory.data_ptr() + offset), 1, 0):
                 raise OSError("no semaphores that processes can share")
 
     def tell(self, kind: int) -> None:
