@@ -25,7 +25,7 @@ ROOMS = [
     "batchnorm",
 ]
 ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
-ROOMS += ["doctor"]
+ROOMS += ["doctor", "bench"]
 BACKENDS = [
     {"base"},
     {"lines"},
@@ -39,6 +39,8 @@ BACKENDS = [
 ]
 HEAVY = ["horovod", "torchvision", "sklearn", "tensorboard", "matplotlib", "mpi4py", "yaml", "tqdm"]
 FILES = sorted(PACKAGE.rglob("*.py"))
+#: Other people's training scripts, which the bench measures.
+SCRIPTS = PACKAGE / "bench" / "contenders"
 
 
 def module(path):
@@ -96,7 +98,9 @@ def test_rooms_import_one_way(path):
         other = room(name)
         assert other is None or ROOMS.index(other) <= ROOMS.index(own), f"{own} imports {name}"
         # The package's front door opens on rooms above.
-        assert other or not name.startswith("dualtrain") or own in ("training", "hvd", "main"), f"{own} imports {name}"
+        assert other or not name.startswith("dualtrain") or own in ("training", "hvd", "main", "bench"), (
+            f"{own} imports {name}"
+        )
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "backends").glob("[!_]*.py")), ids=module)
@@ -126,7 +130,8 @@ def uses_of(path, library):
 
 @pytest.mark.parametrize(("library", "file"), [("torch.distributed", "torch.py"), ("horovod", "horovod.py")])
 def test_each_communication_library_is_named_in_one_file(library, file):
-    users = {path.relative_to(PACKAGE).as_posix(): uses for path in FILES if (uses := uses_of(path, library))}
+    ours = [path for path in FILES if SCRIPTS not in path.parents]
+    users = {path.relative_to(PACKAGE).as_posix(): uses for path in ours if (uses := uses_of(path, library))}
     assert list(users) == [f"backends/{file}"], users
 
 

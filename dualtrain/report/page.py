@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dualtrain.report.picture import PANELS, picture
 from dualtrain.report.runs import Run, Table, differing_settings, results, same_weights, title
 
-_STYLE = """
+STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1500px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.15em; margin: 1.6em 0 .4em; }
@@ -37,7 +37,7 @@ def page(runs: Sequence[Run]) -> str:
     return "\n".join(
         [
             f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>',
-            f"<style>{_STYLE}</style></head><body>",
+            f"<style>{STYLE}</style></head><body>",
             f"<h1>{name}</h1>\n<p>{details}</p>",
             f"<h2>Results</h2>\n{_table(results(runs))}\n<p>{same_weights(runs)}</p>",
             f"<h2>Settings that differ</h2>\n{_table(differing)}" if differing else "",

@@ -1,0 +1,182 @@
+"""``python -m dualtrain.bench [--quick]``: which library is faster on this machine, and what a move from Horovod would win.
+
+Starts every contender in fresh processes, in rounds, so that each is measured beside its reference: torch's DDP, Horovod
+over Gloo and MPI, dualtrain on both, and, where they are installed, Accelerate, Lightning Fabric and ignite. Takes up to
+20 minutes, 3 with --quick (fewer contenders, workloads and pairs). Best with nothing else running. Writes bench.json,
+bench.html and bench.png into --out; the table's last line is the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dualtrain.bench.launch import Place
+from dualtrain.bench.measure import Asked, Results, measure
+from dualtrain.bench.plan import CURES, ENTRIES, EPOCH_SAMPLES, LENGTHS, MAIN, QUICK_ROUNDS, ROUNDS, STEPS
+from dualtrain.bench.rows import Row, rows_of, sweep_of
+from dualtrain.console import parser_of, say
+from dualtrain.errors import UserError
+from dualtrain.launchers import detect_world
+
+LIMIT_SECONDS, QUICK_SECONDS = 19 * 60.0, 170.0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of("dualtrain.bench", str(__doc__))
+    parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer contenders, workloads and pairs")
+    parser.add_argument("--nproc", type=_ranks, default=2, metavar="N", help="ranks on this host (default: 2)")
+    parser.add_argument(
+        "--launch",
+        metavar="COMMAND",
+        help="start every contender with this: 'mpirun -np 8 --host a,b'; --out must be shared",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs if there are any")
+    parser.add_argument("--contenders", metavar="A,B", help=f"only these of {', '.join(ENTRIES)}")
+    parser.add_argument("--workloads", metavar="A,B", help=f"these of {', '.join(LENGTHS)} (default: {', '.join(STEPS)})")
+    parser.add_argument(
+        "--pairs", type=_ranks, metavar="N", help=f"rounds (default: {ROUNDS}; {QUICK_ROUNDS} with --quick)"
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="where the results go (default: a new folder below runs/)")
+    return parser.parse_args(arguments)
+
+
+def _ranks(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _chosen(flag: str, text: str | None, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
+    if text is None:
+        return tuple(default)
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"{flag}: {unknown[0]!r} is not known: choose some of {', '.join(known)}")
+    return tuple(name for name in known if name in names)
+
+
+def _folder(text: str | None) -> Path:
+    folder = Path(text) if text is not None else Path("runs", f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        (folder / "work").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): name another folder") from error
+    return folder
+
+
+def _missing(names: Sequence[str], place: Place) -> dict[str, str]:
+    """The contenders that cannot be started here, and why."""
+    found = {}
+    for name in names:
+        entry = ENTRIES[name]
+        if entry.needs and importlib.util.find_spec(entry.needs) is None:
+            found[name] = f"{entry.needs} is not installed: {CURES.get(entry.needs, CURES[''])}"
+        elif place.prefix and entry.starter != "ranks" and not _starts(place.prefix, entry.starter):
+            found[name] = f"{place.prefix[0]} does not start it: give --launch '{entry.starter} …'"
+    return found
+
+
+def _starts(prefix: Sequence[str], starter: str) -> bool:
+    if Path(prefix[0]).name in ("mpirun", "mpiexec"):
+        return "--mpi" in starter
+    flag = starter.split()[1]
+    return Path(prefix[0]).name == "horovodrun" and (flag in prefix or (flag == "--gloo" and "--mpi" not in prefix))
+
+
+def _world(place: Place, results: Results) -> str:
+    from importlib.metadata import version
+
+    ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), place.ranks)
+    where = f"started by {shlex.join(place.prefix)}" if place.prefix else "on this host"
+    return (
+        f"{ranks} ranks {where}, {len(os.sched_getaffinity(0))} cores here, device {place.device}, one intra-op thread a "
+        f"rank, torch {version('torch')}, Python {platform.python_version()}"
+    )
+
+
+def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> list[Path]:
+    from dualtrain.bench.page import page
+    from dualtrain.bench.picture import picture
+    from dualtrain.bench.table import answer
+
+    png = picture(results, rows)
+    plain: dict[str, Any] = {
+        "world": world,
+        "answer": answer(results, rows),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    plain |= {"allreduce": sweep_of(results), **dataclasses.asdict(results)}
+    contents = {
+        "bench.json": json.dumps(plain, indent=1).encode(),
+        "bench.png": png,
+        "bench.html": page(results, rows, world, png).encode(),
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return [folder / name for name in contents]
+
+
+def _run(given: argparse.Namespace) -> None:
+    world = detect_world()
+    if world.launcher != "none":
+        raise UserError(
+            f"{world.launcher} has started this process, and the bench starts its contenders itself: run it once, without "
+            "a launcher, with --nproc or --launch"
+        )
+    workloads = _chosen("--workloads", given.workloads, list(LENGTHS), STEPS)
+    default = [name for name, entry in ENTRIES.items() if entry.quick or not given.quick]
+    names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
+    folder = _folder(given.out)
+    prefix = tuple(shlex.split(given.launch or ""))
+    place = Place(given.nproc, given.device, folder / "work", prefix)
+    missing = _missing(names, place)
+    for name, reason in missing.items():
+        print(f"{ENTRIES[name].title}: left out: {reason}", file=sys.stderr, flush=True)
+    entries = [name for name in names if name not in missing]
+    if any("feed" in ENTRIES[name].jobs or ENTRIES[name].module == MAIN for name in entries):
+        from dualtrain.bench.digits import write_mnist
+
+        write_mnist(place.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
+    rounds = given.pairs or (QUICK_ROUNDS if given.quick else ROUNDS)
+    asked = Asked(entries, workloads, rounds, given.quick, QUICK_SECONDS if given.quick else LIMIT_SECONDS)
+    results = measure(asked, place, lambda line: print(line, file=sys.stderr, flush=True))
+    results.missing = {**missing, **results.missing}
+    shutil.rmtree(place.folder, ignore_errors=True)
+    _conclude(folder, results, _world(place, results))
+
+
+def _conclude(folder: Path, results: Results, world: str) -> None:
+    from dualtrain.bench.table import text
+
+    rows = rows_of(results)
+    for path in _write(folder, results, rows, world):
+        print(path, file=sys.stderr)
+    print(text(results, rows, world))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; gives the exit status: 0, or 2 where the user can mend it."""
+    try:
+        _run(_parse(arguments))
+    except UserError as error:
+        say(error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

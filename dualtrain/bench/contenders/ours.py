@@ -1,0 +1,139 @@
+"""dualtrain, on either backend, with its transport of choice."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import dualtrain
+from dualtrain.backends import Backend, ReduceOp
+from dualtrain.bench.contenders import Contender
+from dualtrain.bench.workloads import Task, Tensors
+
+
+class Ours(Contender):
+    """The library's face, as the README shows it."""
+
+    def __init__(self, option: str, device: torch.device) -> None:
+        name, _, transport = option.partition("/")
+        self.backend = _connect(name, transport, device)
+        self.rank, self.size, self.device = self.backend.rank, self.backend.size, self.backend.device
+
+    def train(self, task: Task) -> torch.nn.Module:
+        """See the base class."""
+        model = task.model()
+        dualtrain.broadcast_parameters(model, self.backend)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
+        optimizer = dualtrain.DistributedOptimizer(optimizer, model.named_parameters(), backend=self.backend)
+        for inputs, targets in task.batches(self.rank):
+            optimizer.zero_grad()
+            with task.autocast():
+                loss = functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        return model
+
+    def allreduce(self, tensor: torch.Tensor) -> None:
+        """See the base class."""
+        self.backend.allreduce_(tensor, "sum")
+
+    def allreduce_buffer(self, tensor: torch.Tensor) -> None:
+        """By the primitive that gradients take."""
+        self.backend.start_allreduce(tensor, ReduceOp.SUM, "sweep").wait()
+
+    def buffer(self, numbers: int) -> torch.Tensor | None:
+        """What gradients lie in."""
+        if not hasattr(self.backend, "new_buffer"):
+            return torch.ones(numbers, device=self.device)
+        buffer: torch.Tensor = self.backend.new_buffer(numbers, torch.float32, self.device)
+        return buffer
+
+    def feed(self, folder: str, batch: int) -> int:
+        """See the base class."""
+        from dualtrain.data import Batch, load_data
+        from dualtrain.data.sampler import Sampler, share
+
+        train = load_data("mnist", folder).train
+        sampler = Sampler(len(train), batch * self.size, 0, False)
+        asked = (Batch(share(sampler.batch(0, n), self.rank, self.size), 0) for n in range(sampler.batches))
+        return sum(len(targets) for _, targets in train.stream(asked, self.device))
+
+    def stall(self, task: Task, folder: Path) -> float:
+        """What the loop waits for is the copy; the file is written beside it."""
+        from dualtrain.training.checkpoint import Packed
+        from dualtrain.training.writer import Writer
+
+        model = task.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
+        trainer = dualtrain.Trainer(model, optimizer, backend=self.backend)
+        writer = Writer(folder, 1, print, 60.0)
+        batches = list(task.batches(self.rank))
+        expected = len(batches[0][1]) * self.size
+
+        def steps(save: int) -> float:
+            began = time.perf_counter()
+            if save:
+                state = trainer.state_dict()
+                if self.rank == 0:
+                    writer.write(save, Packed(state), best=False)
+            for batch in batches:
+                trainer.step([batch], expected)
+            return time.perf_counter() - began
+
+        steps(save=0)
+        stalled = -steps(save=0) + steps(save=1)
+        writer.wait()
+        return stalled
+
+    def trainer(self, steps: int) -> dict[str, float]:
+        """In turns, block by block, in one process: other processes differ by more."""
+        batch = torch.ones(1, 1, device=self.device), torch.zeros(1, dtype=torch.int64, device=self.device)
+        ways = {"by hand": _by_hand(self.backend), "trainer": _by_trainer(self.backend)}
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        for name in islice(cycle(ways), 2 * 6):
+            for _ in range(steps // 5):
+                started = time.perf_counter()
+                ways[name](batch)
+                taken[name].append(time.perf_counter() - started)
+        return {name: statistics.median(seconds[steps // 5 :]) for name, seconds in taken.items()}
+
+    def close(self) -> None:
+        """See the base class."""
+        self.backend.close()
+
+
+def _by_hand(backend: Backend) -> Callable[[Tensors], object]:
+    model = torch.nn.Linear(1, 2, bias=False).to(backend.device)
+    optimizer = dualtrain.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), backend=backend)
+
+    def step(batch: Tensors) -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step
+
+
+def _by_trainer(backend: Backend) -> Callable[[Tensors], object]:
+    model = torch.nn.Linear(1, 2, bias=False).to(backend.device)
+    trainer = dualtrain.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), backend=backend)
+    return lambda batch: trainer.step([batch], backend.size)
+
+
+def _connect(name: str, transport: str, device: torch.device) -> Backend:
+    known = "transport" in inspect.signature(dualtrain.connect).parameters
+    options: dict[str, Any] = {"transport": transport} if known else {}
+    return dualtrain.connect(name, device=device, groups=False, **options)
+
+
+def start(option: str, device: torch.device) -> Contender:
+    """See the package."""
+    return Ours(option, device)

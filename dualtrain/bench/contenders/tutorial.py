@@ -1,0 +1,78 @@
+"""The MNIST script of the tutorials: torchvision's dataset and transforms, torch's DataLoader, DistributedDataParallel.
+
+With the ConvNet, the optimizer and the batch of the recipe ``mnist-convnet``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from dualtrain.bench.contenders import Contender
+from dualtrain.models.small import mnist_convnet
+from dualtrain.models.vision import torchvision
+
+
+class Tutorial(Contender):
+    """As one types it."""
+
+    def __init__(self, device: torch.device) -> None:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
+
+    def loader(self, folder: str, batch: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's share of the training samples."""
+        vision = torchvision()
+        data = vision.datasets.MNIST(folder, train=True, transform=vision.transforms.ToTensor())
+        sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=self.size, rank=self.rank)
+        return DataLoader(data, batch_size=batch, shuffle=False, num_workers=0, pin_memory=True, sampler=sampler)
+
+    def feed(self, folder: str, batch: int) -> int:
+        """See the base class."""
+        return sum(len(targets) for _, targets in self.loader(folder, batch))
+
+    def epoch(self, folder: str, batch: int, lr: float) -> dict[str, float]:
+        """One epoch: its seconds, and the accuracy on the test samples after it."""
+        torch.manual_seed(0)
+        model = DistributedDataParallel(mnist_convnet((1, 28, 28), 10).to(self.device))
+        criterion = nn.CrossEntropyLoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        loader = self.loader(folder, batch)
+        dist.barrier()
+        began = time.perf_counter()
+        for images, labels in loader:
+            images = images.to(self.device, non_blocking=True)
+            labels = labels.to(self.device, non_blocking=True)
+            outputs = model(images)
+            loss = criterion(outputs, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        float(loss)  # waits for a GPU
+        return {"seconds": time.perf_counter() - began, "accuracy": self._accuracy(model.module, folder)}
+
+    @torch.no_grad()
+    def _accuracy(self, model: nn.Module, folder: str) -> float:
+        vision = torchvision()
+        data = vision.datasets.MNIST(folder, train=False, transform=vision.transforms.ToTensor())
+        model.eval()
+        right = sum(
+            int((model(images.to(self.device)).argmax(1).cpu() == labels).sum()) for images, labels in DataLoader(data, 500)
+        )
+        return right / len(data)
+
+    def close(self) -> None:
+        """See the base class."""
+        dist.destroy_process_group()
+
+
+def start(option: str, device: torch.device) -> Contender:
+    """See the package."""
+    return Tutorial(device)

@@ -1,0 +1,41 @@
+"""Hugging Face's Accelerate."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from torch.nn import functional
+
+from dualtrain.bench.contenders import Contender
+from dualtrain.bench.workloads import Task
+
+
+class WithAccelerate(Contender):
+    """``prepare`` and ``accelerator.backward``; the device and the processes are its own to find."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.accelerator = Accelerator(cpu=device.type == "cpu")
+        self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
+        self.device = self.accelerator.device
+
+    def train(self, task: Task) -> torch.nn.Module:
+        """See the base class."""
+        model = task.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
+        model, optimizer = self.accelerator.prepare(model, optimizer)
+        for inputs, targets in task.batches(self.rank):
+            optimizer.zero_grad()
+            with task.autocast():
+                loss = functional.cross_entropy(model(inputs), targets)
+            self.accelerator.backward(loss)
+            optimizer.step()
+        return self.accelerator.unwrap_model(model)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """See the base class."""
+        self.accelerator.end_training()
+
+
+def start(option: str, device: torch.device) -> Contender:
+    """See the package."""
+    return WithAccelerate(device)

@@ -1,0 +1,136 @@
+"""Starts a contender in fresh processes and collects what its ranks say.
+
+Torch's contenders get the variables that torchrun sets, without torchrun's own start of some seconds; Horovod's are
+started by horovodrun; with --launch, all by the user's own command. Which it is makes no difference to a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from dualtrain.bench.plan import Entry
+from dualtrain.bench.worker import MARK
+
+PATIENCE_SECONDS = 240.0
+
+
+class LaunchError(Exception):
+    """A contender did not run: the reason in one line."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where contenders run: so many ranks on this host, or what ``prefix`` starts."""
+
+    ranks: int
+    device: str
+    folder: Path
+    prefix: tuple[str, ...] = ()
+    threads: int = 1
+
+
+def run_entry(entry: Entry, jobs: Sequence[str], place: Place, quick: bool) -> list[dict[str, Any]]:
+    """What every rank of a contender found, in no order. Blocks until its processes have ended.
+
+    Raises:
+        LaunchError: they failed, or took too long.
+    """
+    program = [sys.executable, "-m", "dualtrain.bench.worker", entry.module, ",".join(jobs)]
+    program += [f"--device={place.device}", f"--folder={place.folder.resolve()}", f"--launched={time.time()}"]
+    program += [f"--option={entry.option}"] * bool(entry.option) + ["--quick"] * quick
+    return found_in(run_program(program, entry.starter, place, meet=entry.starter == "ranks"))
+
+
+def run_program(program: Sequence[str], starter: str, place: Place, meet: bool = False) -> str:
+    """What the ranks of ``program`` wrote.
+
+    Raises:
+        LaunchError: they failed, or took too long.
+    """
+    if place.prefix:
+        told = [f"--meet=meet-{secrets.token_hex(4)}"] if meet else []
+        return _watched([([*place.prefix, *program, *told], {})], place)
+    if starter != "ranks":
+        command, *flags = starter.split()
+        return _watched([([_beside(command), *flags, "-np", str(place.ranks), *program], {})], place)
+    shared = {"WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.ranks, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
+    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(place.ranks)]
+    return _watched([(list(program), {name: str(value) for name, value in one.items()}) for one in ranks], place)
+
+
+def found_in(text: str) -> list[dict[str, Any]]:
+    """The results in what a launcher passed on of its ranks' output."""
+    return [json.loads(line) for line in re.findall(rf"{re.escape(MARK)}(\{{.*\}})", text)]
+
+
+def _watched(commands: Sequence[tuple[Sequence[str], dict[str, str]]], place: Place) -> str:
+    """Runs the commands side by side until all have ended or one fails; gives what they wrote."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    quiet = {"OMP_NUM_THREADS": str(place.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    with ExitStack() as stack:
+        log: IO[str] = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        jobs = [
+            subprocess.Popen(command, env={**os.environ, **quiet, **more}, stdout=log, stderr=log, start_new_session=True)
+            for command, more in commands
+        ]
+        try:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
+                if time.monotonic() > deadline:
+                    raise LaunchError(f"it did not end within {PATIENCE_SECONDS:g} s")
+                time.sleep(0.02)
+        finally:
+            for job in jobs:
+                _end(job)
+        log.seek(0)
+        text = log.read()
+    if any(job.returncode for job in jobs):
+        raise LaunchError(_reason(text) or f"it ended with status {next(job.returncode for job in jobs if job.returncode)}")
+    return text
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """Ends a job's processes, those that it started too."""
+    for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        if job.poll() is None:
+            os.killpg(job.pid, number)
+            try:
+                job.wait(seconds)
+            except subprocess.TimeoutExpired:
+                pass
+
+
+def _reason(text: str) -> str:
+    """The line of an output that says most: the first error, else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]
+    errors = [line for line in lines if re.search(r"(Error|error|refused|not found)\b.*:|: error", line)]
+    return (errors or lines or [""])[0 if errors else -1][:300]
+
+
+def _beside(command: str) -> str:
+    """The program of this environment, else that of the PATH."""
+    own = Path(sys.executable).parent / command
+    return str(own) if own.exists() else shutil.which(command) or command
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port

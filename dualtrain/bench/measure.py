@@ -1,0 +1,145 @@
+"""Runs the rounds: every contender in turn, each time in fresh processes, and keeps what each of them found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dualtrain.bench.launch import LaunchError, Place, run_entry, run_program
+from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, MAIN, Entry, jobs_of
+
+_IMPORT = """
+import time, torch
+began = time.perf_counter()
+import dualtrain
+dualtrain.connect, dualtrain.DistributedOptimizer, dualtrain.broadcast_parameters
+print(time.perf_counter() - began)
+"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one start of a contender found: seconds by job, hashes of the weights by workload, an accuracy."""
+
+    seconds: dict[str, float]
+    sha256: dict[str, str] = field(default_factory=dict)
+    accuracy: float | None = None
+    ranks: int = 1
+
+
+@dataclass
+class Results:
+    """All samples, by contender and round (``None``: it failed), and why contenders are missing."""
+
+    samples: dict[str, list[Sample | None]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    rounds: int = 0
+
+    def pairs(self, one: str, other: str) -> list[tuple[Sample, Sample]]:
+        """The samples of two contenders from rounds in which both ran."""
+        both = zip(self.samples.get(one, ()), self.samples.get(other, ()), strict=False)
+        return [(a, b) for a, b in both if a is not None and b is not None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure: contenders, workloads, rounds; none is begun that would not end within ``seconds``."""
+
+    entries: Sequence[str]
+    workloads: tuple[str, ...]
+    rounds: int
+    quick: bool
+    seconds: float
+
+
+def measure(asked: Asked, place: Place, say: Callable[[str], None]) -> Results:
+    """Runs the rounds; for how long is ``asked``. Contenders that fail are left out from then on."""
+    results, began, slowest = Results(), time.monotonic(), 0.0
+    for number in range(asked.rounds):
+        started = time.monotonic()
+        if number and started + slowest > began + asked.seconds:
+            say(f"{number} of {asked.rounds} rounds: another would not end within {asked.seconds / 60:g} minutes")
+            break
+        for name in asked.entries if number % 2 == 0 else reversed(asked.entries):
+            if name not in results.missing:
+                _run_one(name, asked, place, results, number, say)
+        results.rounds = number + 1
+        slowest = max(slowest, time.monotonic() - started)
+    return results
+
+
+def _run_one(name: str, asked: Asked, place: Place, results: Results, number: int, say: Callable[[str], None]) -> None:
+    entry, started = ENTRIES[name], time.monotonic()
+    column = results.samples.setdefault(name, [])
+    column += [None] * (number + 1 - len(column))
+    try:
+        column[number] = _sample(entry, asked, place)
+    except LaunchError as error:
+        results.missing[name] = str(error)
+        say(f"{entry.title}: failed, left out: {error}")
+    else:
+        say(f"round {number + 1} of {asked.rounds}: {entry.title}, {time.monotonic() - started:.1f} s")
+
+
+def _sample(entry: Entry, asked: Asked, place: Place) -> Sample:
+    if entry.module == IMPORT:
+        return Sample({"import": _import_seconds()})
+    if not entry.steps and not place.prefix:
+        # The command line shares the cores out among the ranks: the script that it is compared with gets as many.
+        place = replace(place, threads=max(1, len(os.sched_getaffinity(0)) // place.ranks))
+    if entry.module == MAIN:
+        return _main(entry, place)
+    found = run_entry(entry, jobs_of(entry, asked.quick, asked.workloads), place, asked.quick)
+    if not found:
+        raise LaunchError("its ranks said nothing")
+    return sample_of(found)
+
+
+def sample_of(found: Sequence[dict[str, Any]]) -> Sample:
+    """The lines of all ranks as one: what the slowest took, and rank 0's weights."""
+    seconds: dict[str, float] = {}
+    for one in found:
+        key, taken = _keyed(one)
+        seconds[key] = max(taken, seconds.get(key, taken))
+    first = [one for one in found if one["rank"] == 0]
+    starts = [one["first"] for one in first if "first" in one]
+    if starts:
+        seconds["start"] = starts[0]
+    accuracies = [one["accuracy"] for one in first if "accuracy" in one]
+    return Sample(
+        seconds,
+        {one["job"]: one["sha256"] for one in first if one.get("sha256")},
+        accuracies[0] if accuracies else None,
+        found[0]["size"],
+    )
+
+
+def _keyed(one: dict[str, Any]) -> tuple[str, float]:
+    if one["job"] == "sweep":
+        return f"sweep/{one['bytes']}" + ("" if one["way"] == "buffer" else "/tensor"), one["seconds"]
+    if one["job"] == "trainer":
+        return "trainer", one["trainer"] - one["by hand"]
+    return one["job"], one["seconds"]
+
+
+def _import_seconds() -> float:
+    done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(done.stderr.strip().rpartition("\n")[2])
+    return float(done.stdout)
+
+
+def _main(entry: Entry, place: Place) -> Sample:
+    """A whole run of the command line, as a user starts it. Its epoch's seconds are the summary's."""
+    run = place.folder / f"run-{time.monotonic_ns()}"
+    flags = ["--recipe=mnist-convnet", f"--data-dir={place.folder}", f"--run-dir={run}", "--epochs=1", "--backend=torch"]
+    flags += [f"--batch-size={EPOCH_BATCH}", f"--lr={EPOCH_LR}", f"--device={place.device}", *entry.option.split()]
+    run_program([sys.executable, "-m", "dualtrain.main", *flags], entry.starter, place)
+    summary = json.loads((run / "summary.json").read_text())
+    return Sample({"epoch": summary["seconds"]}, {}, summary["val_accuracy"], summary["world_size"])

@@ -1,0 +1,40 @@
+"""Torch's processes meet under any launcher: rank 0 writes its address into a file that all hosts see."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+from dualtrain.errors import UserError
+from dualtrain.launchers import detect_world
+
+PATIENCE_SECONDS = 60.0
+
+
+def meet(path: Path) -> None:
+    """Sets the variables that torchrun sets, from what this process's launcher says. Blocks for rank 0.
+
+    Raises:
+        UserError: the file does not appear: the folder is not shared.
+    """
+    world = detect_world()
+    os.environ.update({"RANK": str(world.rank), "WORLD_SIZE": str(world.size)})
+    os.environ.update({"LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.local_size)})
+    if world.rendezvous is not None:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.rendezvous[0], str(world.rendezvous[1])
+        return
+    if world.rank == 0:
+        with socket.socket() as one:
+            one.bind(("", 0))
+            address = f"{socket.gethostname() if world.local_size < world.size else '127.0.0.1'} {one.getsockname()[1]}"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(address)
+        temporary.replace(path)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise UserError(f"rank 0 wrote no {str(path)!r}: give --out in a folder that all hosts share")
+        time.sleep(0.05)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = path.read_text().split()

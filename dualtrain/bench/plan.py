@@ -1,0 +1,144 @@
+"""What is measured, against what, and what it should come to. Numbers that a run finds are nowhere in here.
+
+A round starts every contender once, in fresh processes, and each measures its whole list of jobs in one go: starting
+takes longer than the steps. A row compares two contenders of the same round, so that with rounds A B … A B … every row
+has one pair a round, a minute or so apart; rounds go forth and back in turns, and drift cancels out. The reference of
+most rows, tuned DDP, runs twice a round: the two are equal, and what they differ by is the noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Steps of each workload: discarded, timed (half as many with --quick).
+LENGTHS = {
+    "tiny": (2, 4),
+    "empty": (50, 250),
+    "small": (10, 60),
+    "convnet": (4, 20),
+    "resnet18": (2, 8),
+    "mlp": (2, 5),
+    "resnet18-cl": (2, 6),
+    "resnet18-bf16-cl": (2, 6),
+}
+STEPS = ("small", "convnet", "resnet18", "mlp", "empty")
+LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
+ROUNDS, QUICK_ROUNDS = 7, 3
+EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05
+SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 100_000_000, 256 << 20)  # bytes, of the sweep
+QUICK_SIZES = SIZES[:-1]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender: which file it is in, what starts it, and what else it measures beside the steps.
+
+    ``starter`` is ``"ranks"`` for the variables that torchrun sets, else the command that Horovod is started with. With
+    ``steps``, the workloads come first.
+    """
+
+    title: str
+    module: str
+    option: str = ""
+    starter: str = "ranks"
+    jobs: tuple[str, ...] = ()
+    needs: str = ""
+    quick: bool = True
+    steps: bool = True
+
+
+GLOO, MPI = "horovodrun --gloo", "horovodrun --mpi"
+TUNED, AGAIN = "ddp-tuned", "ddp-tuned-again"
+MAIN, IMPORT = "the command line", "an import"  # in place of a module: no contender's file
+
+#: In the order of a round: neighbours are compared with each other.
+ENTRIES = {
+    "alone": Entry("no communication", "alone", jobs=LAYOUTS),
+    "shm": Entry(
+        "dualtrain torch, shared memory", "ours", "torch/shm", jobs=(*LAYOUTS, "sweep", "trainer", "stall", "feed")
+    ),
+    TUNED: Entry("raw DDP tuned", "ddp", "tuned", jobs=(*LAYOUTS, "sweep")),
+    "native": Entry("dualtrain torch, native", "ours", "torch/native", jobs=(*LAYOUTS, "sweep")),
+    AGAIN: Entry("raw DDP tuned, again", "ddp", "tuned"),
+    "ddp": Entry("raw DDP", "ddp", "plain", jobs=("stall",), quick=False),
+    "hvd-gloo": Entry("raw Horovod Gloo", "raw_horovod", "", GLOO, ("sweep",), "horovod"),
+    "ours-gloo": Entry("dualtrain horovod Gloo", "ours", "horovod/native", GLOO, ("sweep",), "horovod"),
+    "hvd-mpi": Entry("raw Horovod MPI", "raw_horovod", "", MPI, ("sweep",), "horovod", quick=False),
+    "ours-mpi": Entry("dualtrain horovod MPI", "ours", "horovod/native", MPI, ("sweep",), "horovod", quick=False),
+    "accelerate": Entry("Accelerate", "with_accelerate", needs="accelerate", quick=False),
+    "fabric": Entry("Lightning Fabric", "with_fabric", needs="lightning_fabric", quick=False),
+    "ignite": Entry("ignite.distributed", "with_ignite", needs="ignite", quick=False),
+    "tutorial": Entry("tutorial script", "tutorial", jobs=("feed", "epoch"), quick=False, steps=False),
+    "main": Entry("dualtrain.main", MAIN, "", quick=False, steps=False),
+    "main-bf16": Entry(
+        "dualtrain.main, bf16 + channels_last", MAIN, "--amp bf16 --channels-last", quick=False, steps=False
+    ),
+    "import": Entry("import dualtrain", IMPORT, steps=False),
+}
+#: How a contender is got that is missing.
+CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of throughput, one for each job that both have: ``one`` over ``other``.
+
+    ``targets`` are what the lower end of a job's interval should reach, ``"*"`` that of the other workloads. ``aside``
+    leaves the noise floor out of it: then an interval may lie below by what two equal contenders differ.
+    """
+
+    one: str
+    other: str
+    targets: dict[str, float]
+    aside: bool = False
+
+
+COMPARISONS = (
+    Comparison(AGAIN, TUNED, {}),
+    Comparison("shm", TUNED, {"resnet18": 1.30, "mlp": 1.15, "small": 1.40, "sweep/100000000": 5.0}),
+    Comparison("shm", "alone", {"resnet18": 0.95, "mlp": 0.90, "convnet": 0.97}),
+    Comparison("native", TUNED, {"*": 1.00}, aside=True),
+    Comparison("ours-gloo", "hvd-gloo", {"*": 1.00, "small": 1.30}),
+    Comparison("ours-mpi", "hvd-mpi", {"*": 1.00}),
+    Comparison("shm", "ddp", {}),
+    Comparison("shm", "hvd-gloo", {}),
+    Comparison("shm", "hvd-mpi", {}),
+    Comparison("native", "hvd-gloo", {}),
+    Comparison("native", "hvd-mpi", {}),
+    Comparison(TUNED, "hvd-gloo", {}),
+    Comparison(TUNED, "hvd-mpi", {}),
+    *(Comparison("shm", peer, {"*": 1.00}) for peer in ("accelerate", "fabric", "ignite")),
+    Comparison("shm", "tutorial", {"feed": 30.0}),
+    Comparison("main", "tutorial", {"epoch": 1.6}),
+    Comparison("main-bf16", "tutorial", {"epoch": 2.5}),
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A row of a time: what ``job`` takes ``one``, beyond what it takes ``other`` if there is one; at most ``target``."""
+
+    title: str
+    one: str
+    job: str
+    unit: str
+    target: float | None
+    other: str = ""
+
+
+COSTS = (
+    Cost("allreduce of 4 KB, shared memory", "shm", "sweep/4096", "µs", 30.0),
+    Cost("allreduce of 4 KB, native", "native", "sweep/4096", "µs", None),
+    Cost("allreduce of 4 KB, raw Gloo", TUNED, "sweep/4096", "µs", None),
+    Cost("a step of the trainer, beyond one by hand (empty model)", "shm", "trainer", "µs", 20.0),
+    Cost("import dualtrain, beyond import torch", "import", "import", "ms", 50.0),
+    Cost("launch to first step, beyond raw DDP tuned", "native", "start", "ms", 100.0, TUNED),
+    Cost("stall of a checkpoint (ResNet-18)", "shm", "stall", "ms", None),
+    Cost("stall of torch.save in a raw DDP script", "ddp", "stall", "ms", None),
+)
+
+
+def jobs_of(entry: Entry, quick: bool, workloads: tuple[str, ...] = STEPS) -> tuple[str, ...]:
+    """What this contender measures, in order. The first one also gives the time from launch to the first step."""
+    jobs = (workloads if entry.steps else ()) + entry.jobs
+    return tuple(job for job in jobs if not quick or job not in (*LAYOUTS, "mlp", "stall", "feed"))

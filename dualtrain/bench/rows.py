@@ -1,0 +1,110 @@
+"""From samples to rows: ratios of throughput and costs in time, each with its interval, its target and its judgement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dualtrain.bench.measure import Results, Sample
+from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, TUNED, Comparison, Cost
+from dualtrain.bench.statistics import Estimate, estimate
+
+RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")  # whose weights are what they should be
+UNITS = {"ms": 1e3, "µs": 1e6}
+SAME, OTHER, NONE = "same", "other numerics", "–"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. A ratio has the median seconds of both; a cost is in its ``unit``."""
+
+    group: str
+    job: str
+    found: Estimate
+    unit: str = "×"
+    seconds: tuple[float, ...] = ()
+    weights: str = NONE
+    target: float | None = None
+    met: bool | None = None
+    note: str = ""
+    one: str = ""
+    other: str = ""
+
+
+def rows_of(results: Results) -> list[Row]:
+    """All rows that there are samples for, comparisons first."""
+    rows: list[Row] = []
+    for comparison in COMPARISONS:
+        pairs = results.pairs(comparison.one, comparison.other)
+        jobs = [job for job in pairs[0][0].seconds if job in pairs[0][1].seconds] if pairs else []
+        rows += [_ratio(comparison, job, results, rows) for job in jobs if _compared(comparison, job)]
+    return rows + [row for cost in COSTS if (row := _cost(cost, results)) is not None]
+
+
+def _compared(comparison: Comparison, job: str) -> bool:
+    """Starts and stalls are costs; a sweep's sizes have a table of their own, but for those with a target."""
+    return job not in ("start", "stall", "trainer") and (not job.startswith("sweep") or job in comparison.targets)
+
+
+def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]) -> Row:
+    one, other = comparison.one, comparison.other
+    pairs = [(a, b) for a, b in results.pairs(one, other) if job in a.seconds and job in b.seconds]
+    found = estimate([b.seconds[job] / a.seconds[job] for a, b in pairs])
+    weights = _weights(job, pairs, results)
+    target = comparison.targets.get(job, comparison.targets.get("*") if weights != NONE else None)
+    met, note = None, ""
+    if target is not None:
+        floor = noise_floor(before, job) if comparison.aside else 0.0
+        met = weights != OTHER and found.low >= target * (1 - floor)
+        note = f"within the noise of {100 * floor:.0f} %" if met and found.low < target else ""
+    if job == "epoch":
+        means = [sum(s.accuracy or 0.0 for s in side) / len(pairs) for side in zip(*pairs, strict=True)]
+        note = f"accuracy {means[0]:.3f} and {means[1]:.3f}"
+    taken = tuple(estimate([s.seconds[job] for s in side]).value for side in zip(*pairs, strict=True))
+    group = f"{ENTRIES[one].title} / {ENTRIES[other].title}"
+    return Row(group, job, found, "×", taken, weights, target, met, note, one, other)
+
+
+def _weights(job: str, pairs: list[tuple[Sample, Sample]], results: Results) -> str:
+    """Whether both ended with the raw script's weights; a dash for what trains nothing, or alone."""
+    raw = {s.sha256[job] for name in RAW for s in results.samples.get(name, ()) if s is not None and job in s.sha256}
+    if not raw or any(job not in s.sha256 for pair in pairs for s in pair):
+        return NONE
+    alone = {s.sha256[job] for s in results.samples.get("alone", ()) if s is not None and job in s.sha256}
+    found = {s.sha256[job] for pair in pairs for s in pair} - alone
+    return SAME if len(raw | found) == 1 else OTHER
+
+
+def noise_floor(rows: list[Row], job: str) -> float:
+    """How far from 1 the interval of two equal contenders reaches."""
+    found = [row.found for row in rows if row.one == AGAIN and row.job == job]
+    return max(0.0, 1 - found[0].low, found[0].high - 1) if found else 0.0
+
+
+def _cost(cost: Cost, results: Results) -> Row | None:
+    if cost.other:
+        pairs = results.pairs(cost.one, cost.other)
+        values = [
+            a.seconds[cost.job] - b.seconds[cost.job] for a, b in pairs if cost.job in a.seconds and cost.job in b.seconds
+        ]
+    else:
+        samples = results.samples.get(cost.one, ())
+        values = [s.seconds[cost.job] for s in samples if s is not None and cost.job in s.seconds]
+    if not values:
+        return None
+    found = estimate([value * UNITS[cost.unit] for value in values])
+    met = None if cost.target is None else found.high <= cost.target
+    return Row("costs", cost.title, found, cost.unit, (), NONE, cost.target, met, "", cost.one, cost.other)
+
+
+def sweep_of(results: Results) -> dict[str, dict[int, float]]:
+    """Median seconds of an allreduce, by contender and bytes: on plain tensors, and on buffers of the library's own."""
+    found: dict[str, dict[int, float]] = {}
+    for name, column in results.samples.items():
+        samples = [s for s in column if s is not None]
+        for key in samples[0].seconds if samples else ():
+            kind, _, rest = key.partition("/")
+            size, _, way = rest.partition("/")
+            if kind == "sweep" and (way or ENTRIES[name].module == "ours"):
+                title = ENTRIES[name].title + ("" if way else ", its buffers")
+                found.setdefault(title, {})[int(size)] = estimate([s.seconds[key] for s in samples]).value
+    return found

@@ -1,0 +1,142 @@
+"""What is trained: models and batches that are the same for every contender, and the clock that every step runs under."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from dualtrain.bench.plan import LENGTHS
+
+DISTINCT = 4  # batches of a rank, taken in turn
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and what one rank gives it in a step."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    bf16: bool = False
+    channels_last: bool = False
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        shortcut = [nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)]
+        self.downsample = nn.Sequential(*shortcut) if stride != 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        same = x if self.downsample is None else self.downsample(x)
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        return torch.relu(x + same)
+
+
+def resnet18() -> nn.Module:
+    """torchvision's, layer for layer: its import would take longer than the steps that are measured."""
+    widths = (64, 64, 128, 256, 512)
+    blocks = [
+        nn.Sequential(_Block(before, width, 1 if width == before else 2), _Block(width, width, 1))
+        for before, width in pairwise(widths)
+    ]
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
+
+
+def _small() -> nn.Module:
+    layers = [layer for _ in range(99) for layer in (nn.Linear(68, 68), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(68, 10))
+
+
+def _convnet() -> nn.Module:
+    from dualtrain.models.small import mnist_convnet
+
+    return mnist_convnet((1, 28, 28), 10)
+
+
+WORKLOADS = {
+    "tiny": Workload(lambda: nn.Linear(8, 2), (4, 8)),
+    "empty": Workload(lambda: nn.Linear(1, 2, bias=False), (1, 1)),
+    "small": Workload(_small, (32, 68)),
+    "convnet": Workload(_convnet, (100, 1, 28, 28)),
+    "resnet18": Workload(resnet18, (32, 3, 32, 32)),
+    "mlp": Workload(_mlp, (128, 784)),
+    "resnet18-cl": Workload(resnet18, (32, 3, 32, 32), channels_last=True),
+    "resnet18-bf16-cl": Workload(resnet18, (32, 3, 32, 32), bf16=True, channels_last=True),
+}
+
+
+class Task:
+    """One workload as a contender meets it: the model, the batches of a rank, and the time that its steps took."""
+
+    lr = 0.01
+
+    def __init__(self, name: str, device: torch.device, quick: bool) -> None:
+        self.workload = WORKLOADS[name]
+        self.device = device
+        self.warmup, self.steps = LENGTHS[name]
+        if quick:
+            self.steps = max(1, self.steps // 2)
+        self.first_step_ended = 0.0  # time.time()
+        self._seconds: list[float] = []
+        self._total = 0.0
+
+    def model(self) -> nn.Module:
+        """The same weights in every process and for every contender."""
+        torch.manual_seed(0)
+        layout = torch.channels_last if self.workload.channels_last else torch.preserve_format
+        return self.workload.build().to(device=self.device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Mixed precision, where the workload has it."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.workload.bf16)
+
+    def batches(self, rank: int) -> Iterator[Tensors]:
+        """The batches of all steps. What happens from getting one to asking for the next is a step, and timed."""
+        ready = list(self._ready(rank))
+        for number in range(self.warmup + self.steps):
+            if number == self.warmup:
+                self._synchronize()
+                began = time.perf_counter()
+            started = time.perf_counter()
+            yield ready[number % DISTINCT]
+            self._seconds.append(time.perf_counter() - started)
+            if number == 0:
+                self.first_step_ended = time.time()
+        self._synchronize()
+        self._total = time.perf_counter() - began
+
+    def step_seconds(self) -> float:
+        """The median of the timed steps; on a GPU, which runs behind, their mean."""
+        if self.device.type == "cuda":
+            return self._total / self.steps
+        return statistics.median(self._seconds[self.warmup :])
+
+    def _ready(self, rank: int) -> Iterator[Tensors]:
+        drawn = torch.Generator().manual_seed(1 + rank)
+        layout = torch.channels_last if self.workload.channels_last else torch.contiguous_format
+        for _ in range(DISTINCT):
+            inputs = torch.randn(self.workload.shape, generator=drawn)
+            targets = torch.randint(2, self.workload.shape[:1], generator=drawn)
+            yield inputs.to(self.device).contiguous(memory_format=layout), targets.to(self.device)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
