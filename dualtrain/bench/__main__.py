@@ -69,6 +69,16 @@ def _chosen(flag: str, text: str | None, known: Sequence[str], default: Sequence
     return tuple(name for name in known if name in names)
 
 
+def _prefix(text: str | None) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text or ""))
+    except ValueError as error:
+        raise UserError(f"--launch {text!r} cannot be split into words ({error}): mend its quotes") from None
+    if words and shutil.which(words[0]) is None:
+        raise UserError(f"--launch: there is no program {words[0]!r}: give the command that starts your jobs")
+    return words
+
+
 def _folder(text: str | None) -> Path:
     folder = Path(text) if text is not None else Path("runs", f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
@@ -140,8 +150,8 @@ def _run(given: argparse.Namespace) -> None:
     workloads = _chosen("--workloads", given.workloads, list(LENGTHS), STEPS)
     default = [name for name, entry in ENTRIES.items() if entry.quick or not given.quick]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
+    prefix = _prefix(given.launch)
     folder = _folder(given.out)
-    prefix = tuple(shlex.split(given.launch or ""))
     place = Place(given.nproc, given.device, folder / "work", prefix)
     missing = _missing(names, place)
     for name, reason in missing.items():

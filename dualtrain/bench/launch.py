@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from dualtrain.bench.plan import Entry
+from dualtrain.bench.plan import OURS, Entry
 from dualtrain.bench.worker import MARK
 
 PATIENCE_SECONDS = 240.0
@@ -53,7 +53,7 @@ def run_entry(entry: Entry, jobs: Sequence[str], place: Place, quick: bool) -> l
     program = [sys.executable, "-m", "dualtrain.bench.worker", entry.module, ",".join(jobs)]
     program += [f"--device={place.device}", f"--folder={place.folder.resolve()}", f"--launched={time.time()}"]
     program += [f"--option={entry.option}"] * bool(entry.option) + ["--quick"] * quick
-    return found_in(run_program(program, entry.starter, place, meet=entry.starter == "ranks"))
+    return found_in(run_program(program, entry.starter, place, meet=entry.needs != "horovod" and entry.module != OURS))
 
 
 def run_program(program: Sequence[str], starter: str, place: Place, meet: bool = False) -> str:

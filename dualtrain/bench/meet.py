@@ -22,6 +22,7 @@ def meet(path: Path) -> None:
     world = detect_world()
     os.environ.update({"RANK": str(world.rank), "WORLD_SIZE": str(world.size)})
     os.environ.update({"LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.local_size)})
+    os.environ["TORCHELASTIC_RUN_ID"] = "bench"
     if world.rendezvous is not None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.rendezvous[0], str(world.rendezvous[1])
         return

@@ -49,22 +49,21 @@ class Entry:
 
 GLOO, MPI = "horovodrun --gloo", "horovodrun --mpi"
 TUNED, AGAIN = "ddp-tuned", "ddp-tuned-again"
+OURS = "ours"
 MAIN, IMPORT = "the command line", "an import"  # in place of a module: no contender's file
 
 #: In the order of a round: neighbours are compared with each other.
 ENTRIES = {
     "alone": Entry("no communication", "alone", jobs=LAYOUTS),
-    "shm": Entry(
-        "dualtrain torch, shared memory", "ours", "torch/shm", jobs=(*LAYOUTS, "sweep", "trainer", "stall", "feed")
-    ),
+    "shm": Entry("dualtrain torch, shared memory", OURS, "torch/shm", jobs=(*LAYOUTS, "sweep", "trainer", "stall", "feed")),
     TUNED: Entry("raw DDP tuned", "ddp", "tuned", jobs=(*LAYOUTS, "sweep")),
-    "native": Entry("dualtrain torch, native", "ours", "torch/native", jobs=(*LAYOUTS, "sweep")),
+    "native": Entry("dualtrain torch, native", OURS, "torch/native", jobs=(*LAYOUTS, "sweep")),
     AGAIN: Entry("raw DDP tuned, again", "ddp", "tuned"),
     "ddp": Entry("raw DDP", "ddp", "plain", jobs=("stall",), quick=False),
     "hvd-gloo": Entry("raw Horovod Gloo", "raw_horovod", "", GLOO, ("sweep",), "horovod"),
-    "ours-gloo": Entry("dualtrain horovod Gloo", "ours", "horovod/native", GLOO, ("sweep",), "horovod"),
+    "ours-gloo": Entry("dualtrain horovod Gloo", OURS, "horovod/native", GLOO, ("sweep",), "horovod"),
     "hvd-mpi": Entry("raw Horovod MPI", "raw_horovod", "", MPI, ("sweep",), "horovod", quick=False),
-    "ours-mpi": Entry("dualtrain horovod MPI", "ours", "horovod/native", MPI, ("sweep",), "horovod", quick=False),
+    "ours-mpi": Entry("dualtrain horovod MPI", OURS, "horovod/native", MPI, ("sweep",), "horovod", quick=False),
     "accelerate": Entry("Accelerate", "with_accelerate", needs="accelerate", quick=False),
     "fabric": Entry("Lightning Fabric", "with_fabric", needs="lightning_fabric", quick=False),
     "ignite": Entry("ignite.distributed", "with_ignite", needs="ignite", quick=False),
@@ -132,7 +131,7 @@ COSTS = (
     Cost("allreduce of 4 KB, raw Gloo", TUNED, "sweep/4096", "µs", None),
     Cost("a step of the trainer, beyond one by hand (empty model)", "shm", "trainer", "µs", 20.0),
     Cost("import dualtrain, beyond import torch", "import", "import", "ms", 50.0),
-    Cost("launch to first step, beyond raw DDP tuned", "native", "start", "ms", 100.0, TUNED),
+    Cost("launch to first step, beyond raw DDP tuned", "shm", "start", "ms", 100.0, TUNED),
     Cost("stall of a checkpoint (ResNet-18)", "shm", "stall", "ms", None),
     Cost("stall of torch.save in a raw DDP script", "ddp", "stall", "ms", None),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dualtrain.bench.measure import Results, Sample
-from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, TUNED, Comparison, Cost
+from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, TUNED, Comparison, Cost
 from dualtrain.bench.statistics import Estimate, estimate
 
 RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")  # whose weights are what they should be
@@ -75,8 +75,9 @@ def _weights(job: str, pairs: list[tuple[Sample, Sample]], results: Results) -> 
 
 
 def noise_floor(rows: list[Row], job: str) -> float:
-    """How far from 1 the interval of two equal contenders reaches."""
-    found = [row.found for row in rows if row.one == AGAIN and row.job == job]
+    """How far from 1 the interval of two equal contenders reaches; of a layout, that of its model."""
+    model = job.partition("-")[0]
+    found = [row.found for row in rows if row.one == AGAIN and row.job == model]
     return max(0.0, 1 - found[0].low, found[0].high - 1) if found else 0.0
 
 
@@ -104,7 +105,7 @@ def sweep_of(results: Results) -> dict[str, dict[int, float]]:
         for key in samples[0].seconds if samples else ():
             kind, _, rest = key.partition("/")
             size, _, way = rest.partition("/")
-            if kind == "sweep" and (way or ENTRIES[name].module == "ours"):
+            if kind == "sweep" and (way or ENTRIES[name].module == OURS):
                 title = ENTRIES[name].title + ("" if way else ", its buffers")
                 found.setdefault(title, {})[int(size)] = estimate([s.seconds[key] for s in samples]).value
     return found

@@ -65,9 +65,10 @@ def _sweep(results: Results) -> Iterator[str]:
 
 def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
     """What a reader must know beside the numbers."""
+    pairs = f"{results.rounds} pair{'s' * (results.rounds > 1)} of fresh processes"
     yield (
-        f"ratios are of throughput, the first over the second: the median of {results.rounds} pairs of fresh processes, "
-        "bootstrap 95 % interval; a target is met if the lower end reaches it, the upper end of a time"
+        f"ratios are of throughput, the first over the second: the median of {pairs} and its bootstrap 95 % interval; a "
+        "target is met if the interval's lower end reaches it, of a time the upper end"
     )
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"

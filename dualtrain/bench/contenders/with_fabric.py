@@ -7,7 +7,6 @@ import os
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
-from lightning_fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from torch.nn import functional
 
 from dualtrain.bench.contenders import Contender
@@ -19,14 +18,8 @@ class WithFabric(Contender):
 
     def __init__(self, device: torch.device) -> None:
         local = int(os.environ["LOCAL_WORLD_SIZE"])
-        place = TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
-        self.fabric = Fabric(
-            accelerator=device.type,
-            strategy="ddp",
-            devices=local,
-            num_nodes=int(os.environ["WORLD_SIZE"]) // local,
-            plugins=[place],
-        )
+        hosts = int(os.environ["WORLD_SIZE"]) // local
+        self.fabric = Fabric(accelerator=device.type, strategy="ddp", devices=local, num_nodes=hosts)
         self.fabric.launch()
         self.rank, self.size, self.device = self.fabric.global_rank, self.fabric.world_size, self.fabric.device
 

@@ -1,0 +1,386 @@
+"""The bench: what it makes of measurements, and one small real run. Nothing here depends on how fast a machine is."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualtrain.bench import measure
+from dualtrain.bench.__main__ import main
+from dualtrain.bench.digits import write_mnist
+from dualtrain.bench.launch import LaunchError, Place, found_in, run_program
+from dualtrain.bench.measure import Asked, Results, Sample, sample_of
+from dualtrain.bench.page import page
+from dualtrain.bench.picture import picture
+from dualtrain.bench.plan import COMPARISONS, COSTS, ENTRIES, LENGTHS, ROUNDS, TUNED, jobs_of
+from dualtrain.bench.rows import rows_of, sweep_of
+from dualtrain.bench.statistics import estimate
+from dualtrain.bench.table import answer, bytes_of, text
+from dualtrain.bench.worker import MARK
+from dualtrain.bench.workloads import DISTINCT, WORKLOADS, Task, resnet18
+from tests.conftest import require_horovod
+from tests.pool import ROOT
+
+CPU = torch.device("cpu")
+
+
+# -- statistics ---------------------------------------------------------------------------------------------------
+
+
+def test_of_equal_values_the_interval_is_a_point():
+    assert estimate([1.5] * 7) == estimate([1.5] * 7)
+    found = estimate([1.5] * 7)
+    assert (found.value, found.low, found.high, found.pairs) == (1.5, 1.5, 1.5, 7)
+
+
+def test_the_interval_holds_the_median_and_lies_within_the_values():
+    values = [0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 9.0]
+    found = estimate(values)
+    assert found.value == 1.2
+    assert min(values) <= found.low < 1.2 < found.high <= max(values)
+    # Of 7 values, an end is the smallest or largest in less than 2.5 of 100 draws.
+    assert found.low > 0.9
+    assert found.high < 9.0
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    drawn = random.Random(1)
+    samples = [[drawn.gauss(1.0, 0.05) for _ in range(ROUNDS)] for _ in range(100)]
+    covered = sum(one.low <= 1.0 <= one.high for one in map(estimate, samples))
+    assert covered >= 85
+    assert abs(sum(estimate(one).value for one in samples) / 100 - 1.0) < 0.01
+
+
+def test_one_pair_has_no_width():
+    assert estimate([2.0]).low == estimate([2.0]).high == 2.0
+
+
+# -- rows, the table and the answer -------------------------------------------------------------------------------
+
+
+def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
+    """Seven rounds in which every contender takes its seconds, and the slower the later, alike for all."""
+    found = Results(missing=missing or {}, rounds=ROUNDS)
+    for name, taken in seconds.items():
+        name = name.replace("_", "-")
+        sha = (weights or {}).get(name, "alone" if name == "alone" else "raw")
+        jobs = {"resnet18": taken, "small": taken / 10}
+        found.samples[name] = [
+            Sample({job: s * (1 + 0.1 * number) for job, s in jobs.items()}, dict.fromkeys(jobs, sha), None, 2)
+            for number in range(ROUNDS)
+        ]
+    return found
+
+
+def row(rows, one, other, job="resnet18"):
+    (found,) = [r for r in rows if (r.one, r.other, r.job) == (one, other, job)]
+    return found
+
+
+def test_ratios_are_of_pairs_so_that_drift_cancels_out():
+    rows = rows_of(results(shm=0.1, alone=0.08, ddp_tuned=0.15))
+    found = row(rows, "shm", TUNED)
+    assert found.found.value == pytest.approx(1.5)
+    assert found.found.high - found.found.low < 1e-9
+    assert found.found.pairs == ROUNDS
+    assert (found.weights, found.met, found.target) == ("same", True, 1.3)
+    assert row(rows, "shm", "alone").weights == "same"
+    assert row(rows, "shm", "alone").met is False
+
+
+def test_equal_contenders_have_a_ratio_of_one():
+    rows = rows_of(results(ddp_tuned=0.1, ddp_tuned_again=0.1))
+    assert row(rows, "ddp-tuned-again", TUNED).found.value == 1.0
+
+
+def test_a_speed_with_other_weights_meets_no_target():
+    rows = rows_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
+    found = row(rows, "shm", TUNED)
+    assert (found.weights, found.met) == ("other numerics", False)
+    assert "meets no target" in text(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9), rows, "here")
+
+
+def test_the_noise_floor_is_left_out_where_the_target_says_so():
+    quiet = results(native=0.1010, ddp_tuned=0.1, ddp_tuned_again=0.1)
+    assert row(rows_of(quiet), "native", TUNED).met is False
+    noisy = results(native=0.1010, ddp_tuned=0.1, ddp_tuned_again=0.103)
+    found = row(rows_of(noisy), "native", TUNED)
+    assert found.met
+    assert "noise" in found.note
+
+
+def test_what_is_a_cost_must_stay_below():
+    found = results(shm=0.1, ddp_tuned=0.1)
+    for number, sample in enumerate(found.samples["shm"]):
+        sample.seconds.update({"trainer": 15e-6, "start": 3.5 + number, "sweep/4096": 50e-6})
+        found.samples[TUNED][number].seconds["start"] = 3.45 + number
+    costs = {r.job: r for r in rows_of(found) if r.group == "costs"}
+    assert {title: r.met for title, r in costs.items()} == {
+        "allreduce of 4 KB, shared memory": False,
+        "a step of the trainer, beyond one by hand (empty model)": True,
+        "launch to first step, beyond raw DDP tuned": True,
+    }
+    assert costs["launch to first step, beyond raw DDP tuned"].found.value == pytest.approx(50)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "word"),
+    [
+        ({"shm": 0.1, "hvd_gloo": 0.2, "ddp_tuned": 0.15}, "Yes: with 2 ranks here"),
+        ({"shm": 0.1, "hvd_gloo": 0.2, "hvd_mpi": 0.05}, "Yes, but for"),
+        ({"native": 0.2, "hvd_gloo": 0.1}, "No: "),
+        ({"shm": 0.1, "hvd_gloo": 0.1}, "it makes no difference"),
+        ({"shm": 0.1}, "Not answered: Horovod or dualtrain was not among"),
+    ],
+)
+def test_the_answer_follows_the_numbers(seconds, word):
+    found = results(**seconds)
+    said = answer(found, rows_of(found))
+    assert word in said
+    assert "\n" not in said
+    assert text(found, rows_of(found), "here").splitlines()[-1] == said
+
+
+def test_the_answer_names_the_ratios_and_the_weights():
+    found = results(shm=0.1, hvd_gloo=0.2, ddp_tuned=0.16)
+    said = answer(found, rows_of(found))
+    assert "2.00 (resnet18)" in said
+    assert "the same weights" in said
+    assert "raw DDP takes 1.25" in said
+    found = results({"hvd-gloo": "other"}, shm=0.1, hvd_gloo=0.2, ddp_tuned=0.16)
+    assert "differ in rounding" in answer(found, rows_of(found))
+
+
+def test_a_contender_that_is_missing_is_said_and_its_cure():
+    found = results(shm=0.1, missing={"hvd-gloo": "horovod is not installed", "fabric": "it broke"})
+    said = text(found, rows_of(found), "here")
+    assert "Lightning Fabric: not measured: it broke" in said
+    assert said.splitlines()[-1].endswith("bash launch/setup.sh installs it.")
+
+
+class Page(HTMLParser):
+    """Which tags there are, and the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_page_and_picture_show_the_rows():
+    found = results(shm=0.1, alone=0.09, ddp_tuned=0.15, hvd_gloo=0.2)
+    for sample in found.samples["shm"]:
+        sample.seconds.update({"sweep/4": 1e-5, "sweep/4/tensor": 2e-5})
+    png = picture(found, rows_of(found))
+    assert png.startswith(b"\x89PNG")
+    shown = Page(page(found, rows_of(found), "two <ranks>", png))
+    assert answer(found, rows_of(found)) in shown.text
+    assert "two <ranks>" in shown.text
+    assert "dualtrain torch, shared memory / raw DDP tuned" in shown.text
+    assert "img" in shown.tags
+    assert set(sweep_of(found)) == {"dualtrain torch, shared memory", "dualtrain torch, shared memory, its buffers"}
+
+
+def test_sizes_are_said_as_people_do():
+    assert [bytes_of(size) for size in (4, 4096, 1 << 20, 256 << 20, 100_000_000)] == [
+        "4 B",
+        "4 KB",
+        "1 MB",
+        "256 MB",
+        "100 MB (10⁶)",
+    ]
+
+
+# -- the plan and the workloads -----------------------------------------------------------------------------------
+
+
+def test_what_is_compared_is_measured():
+    assert set(LENGTHS) == set(WORKLOADS)
+    for comparison in COMPARISONS:
+        one, other = (
+            {job.partition("/")[0] for job in jobs_of(ENTRIES[name], quick=False)} | {"epoch"}
+            for name in (comparison.one, comparison.other)
+        )
+        assert {job.partition("/")[0] for job in comparison.targets} - {"*"} <= one & other, comparison
+    assert {cost.one for cost in COSTS} | {c.other for c in COSTS} <= {*ENTRIES, ""}
+    modules = {entry.module for entry in ENTRIES.values() if " " not in entry.module}
+    files = {path.stem for path in (ROOT / "dualtrain" / "bench" / "contenders").glob("[!_]*.py")}
+    assert modules == files
+
+
+def test_resnet18_is_torchvisions():
+    from dualtrain.models.vision import torchvision
+
+    ours, theirs = resnet18().eval(), torchvision().models.resnet18(num_classes=10).eval()
+    shapes = [[tuple(t.shape) for t in model.state_dict().values()] for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    ours.load_state_dict(dict(zip(ours.state_dict(), theirs.state_dict().values(), strict=True)))
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.allclose(ours(images), theirs(images), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "convnet"])
+def test_everyone_meets_the_same_task(name):
+    tasks = [Task(name, CPU, quick=True) for _ in range(2)]
+    weights = [[p.detach().clone() for p in task.model().parameters()] for task in tasks]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    first, same, other = (
+        list(task.batches(rank)) for task, rank in ((tasks[0], 0), (tasks[1], 0), (Task(name, CPU, True), 1))
+    )
+    assert len(first) == sum((tasks[0].warmup, tasks[0].steps))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, same, strict=True))
+    assert not torch.equal(first[0][0], other[0][0])
+    assert len({id(inputs) for inputs, _ in first}) == DISTINCT
+    assert tasks[0].step_seconds() > 0
+    assert tasks[0].first_step_ended > 0
+
+
+def test_the_generated_samples_are_in_mnists_format(tmp_path):
+    from dualtrain.data.mnist import read_mnist
+
+    write_mnist(tmp_path, 50, 20)
+    (train, labels), (val, _) = read_mnist("mnist", str(tmp_path))
+    assert train.shape == (50, 1, 28, 28)
+    assert train.dtype == torch.uint8
+    assert val.shape == (20, 1, 28, 28)
+    assert set(labels.tolist()) <= set(range(10))
+    before = (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").read_bytes()
+    write_mnist(tmp_path, 50, 20)
+    assert (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").read_bytes() == before
+
+
+# -- launching ----------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_ranks_are_found_behind_a_launchers_prefix():
+    said = f'[1]<stdout>:{MARK}{{"rank": 1}}\nnoise\n{MARK}{{"rank": 0}}\n'
+    assert found_in(said) == [{"rank": 1}, {"rank": 0}]
+
+
+def test_a_sample_is_the_slowest_ranks_and_has_rank_0s_weights():
+    lines = [
+        {"rank": 0, "size": 2, "job": "small", "seconds": 1.0, "first": 5.0, "sha256": "a"},
+        {"rank": 1, "size": 2, "job": "small", "seconds": 2.0, "first": 6.0, "sha256": None},
+        {"rank": 0, "size": 2, "job": "trainer", "trainer": 3.0, "by hand": 2.0},
+        {"rank": 0, "size": 2, "job": "sweep", "bytes": 4, "way": "tensor", "seconds": 0.5},
+    ]
+    found = sample_of(lines)
+    assert found.seconds == {"small": 2.0, "trainer": 1.0, "sweep/4/tensor": 0.5, "start": 5.0}
+    assert (found.sha256, found.ranks) == ({"small": "a"}, 2)
+
+
+def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
+    program = "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(100)"
+    with pytest.raises(LaunchError, match="ZeroDivisionError: division by zero"):
+        run_program([sys.executable, "-c", program], "ranks", Place(2, "cpu", tmp_path))
+
+
+def test_a_contender_that_fails_is_left_out_of_later_rounds(tmp_path, monkeypatch):
+    calls = []
+
+    def run_entry(entry, jobs, place, quick):
+        calls.append(entry.title)
+        if entry.module == "alone":
+            raise LaunchError("no luck")
+        return [{"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}]
+
+    monkeypatch.setattr(measure, "run_entry", run_entry)
+    said: list[str] = []
+    asked = Asked(["alone", TUNED], ("tiny",), 3, True, 1000)
+    found = measure.measure(asked, Place(2, "cpu", tmp_path), said.append)
+    assert calls.count("no communication") == 1
+    assert calls.count("raw DDP tuned") == 3
+    assert found.missing == {"alone": "no luck"}
+    assert any("failed, left out: no luck" in line for line in said)
+    assert len(found.pairs(TUNED, TUNED)) == 3
+
+
+def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
+    line = {"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}
+    monkeypatch.setattr(measure, "run_entry", lambda *_: [line])
+    said: list[str] = []
+    found = measure.measure(Asked([TUNED], ("tiny",), 7, True, 0.0), Place(2, "cpu", tmp_path), said.append)
+    assert found.rounds == 1
+    assert "1 of 7 rounds" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nproc", "0"], "--nproc"),
+        (["--pairs", "few"], "--pairs"),
+        (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose some of alone"),
+        (["--workloads", "vgg"], "--workloads: 'vgg' is not known"),
+        (["--out", "/dev/null/bench"], "cannot be written (Not a directory)"),
+        (["--device", "tpu"], "--device"),
+        (["--launch", "mpirun 'open"], "--launch"),
+        (["extra"], "unrecognized"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments, words, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dualtrain: error: ")
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_it_is_no_rank_itself(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([]) == 2
+    assert "run it once, without a launcher" in capsys.readouterr().err
+
+
+@pytest.mark.launch
+def test_a_small_run_writes_everything_and_all_end_with_the_same_weights(tmp_path):
+    require_horovod()
+    contenders = f"alone,{TUNED},native,hvd-gloo,ours-gloo,hvd-mpi,ours-mpi,fabric,import"
+    command = [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--workloads", "tiny,small"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    end = subprocess.run(
+        [*command, "--contenders", contenders, "--out", str(tmp_path / "out")],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert end.returncode == 0, end.stderr
+    found = json.loads((tmp_path / "out" / "bench.json").read_text())
+    there = {name for name, column in found["samples"].items() if column[0] is not None}
+    assert there | {"fabric"} == set(contenders.split(",")), end.stderr
+    compared = [r for r in found["rows"] if r["job"] in ("tiny", "small")]
+    assert len(compared) >= 2 * 5
+    assert {r["weights"] for r in compared} == {"same"}
+    assert end.stdout.splitlines()[-1] == found["answer"]
+    assert found["answer"].startswith("Should we move from Horovod to torch? ")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bench.html", "bench.json", "bench.png"]
+    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.launch
+def test_any_launcher_can_start_the_contenders(tmp_path):
+    torchrun = Path(sys.executable).with_name("torchrun")
+    prefix = f"{torchrun} --standalone --nproc_per_node=2 --no-python"
+    flags = ["--contenders", f"{TUNED},native,hvd-mpi", "--launch", prefix, "--out", str(tmp_path)]
+    end = subprocess.run(
+        [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--workloads", "tiny", *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert end.returncode == 0, end.stderr
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert set(found["samples"]) == {TUNED, "native"}, end.stderr
+    assert "does not start it" in found["missing"]["hvd-mpi"] or "not installed" in found["missing"]["hvd-mpi"]
+    assert "2 ranks started by" in found["world"]
