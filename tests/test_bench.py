@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from dualtrain.bench.launch import LaunchError, Place, found_in, run_program
 from dualtrain.bench.measure import Asked, Results, Sample, sample_of
 from dualtrain.bench.page import page
 from dualtrain.bench.picture import picture
-from dualtrain.bench.plan import COMPARISONS, COSTS, ENTRIES, LENGTHS, ROUNDS, TUNED, jobs_of
+from dualtrain.bench.plan import COMPARISONS, COSTS, ENTRIES, JOBS, LENGTHS, ROUNDS, TUNED, jobs_of
 from dualtrain.bench.rows import rows_of, sweep_of
 from dualtrain.bench.statistics import estimate
 from dualtrain.bench.table import answer, bytes_of, text
@@ -213,8 +212,7 @@ def test_what_is_compared_is_measured():
     assert set(LENGTHS) == set(WORKLOADS)
     for comparison in COMPARISONS:
         one, other = (
-            {job.partition("/")[0] for job in jobs_of(ENTRIES[name], quick=False)} | {"epoch"}
-            for name in (comparison.one, comparison.other)
+            {job.partition("/")[0] for job in jobs_of(ENTRIES[name], JOBS)} for name in (comparison.one, comparison.other)
         )
         assert {job.partition("/")[0] for job in comparison.targets} - {"*"} <= one & other, comparison
     assert {cost.one for cost in COSTS} | {c.other for c in COSTS} <= {*ENTRIES, ""}
@@ -325,7 +323,8 @@ def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
         (["--nproc", "0"], "--nproc"),
         (["--pairs", "few"], "--pairs"),
         (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose some of alone"),
-        (["--workloads", "vgg"], "--workloads: 'vgg' is not known"),
+        (["--jobs", "vgg"], "--jobs: 'vgg' is not known"),
+        (["--jobs", "stall", "--contenders", "alone"], "none of the contenders alone has any of the jobs stall"),
         (["--out", "/dev/null/bench"], "cannot be written (Not a directory)"),
         (["--device", "tpu"], "--device"),
         (["--launch", "mpirun 'open"], "--launch"),
@@ -351,11 +350,10 @@ def test_it_is_no_rank_itself(monkeypatch, capsys):
 def test_a_small_run_writes_everything_and_all_end_with_the_same_weights(tmp_path):
     require_horovod()
     contenders = f"alone,{TUNED},native,hvd-gloo,ours-gloo,hvd-mpi,ours-mpi,fabric,import"
-    command = [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--workloads", "tiny,small"]
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--jobs", "tiny,small,import"]
     end = subprocess.run(
         [*command, "--contenders", contenders, "--out", str(tmp_path / "out")],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=280,
+        cwd=ROOT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert end.returncode == 0, end.stderr
     found = json.loads((tmp_path / "out" / "bench.json").read_text())
@@ -376,7 +374,7 @@ def test_any_launcher_can_start_the_contenders(tmp_path):
     prefix = f"{torchrun} --standalone --nproc_per_node=2 --no-python"
     flags = ["--contenders", f"{TUNED},native,hvd-mpi", "--launch", prefix, "--out", str(tmp_path)]
     end = subprocess.run(
-        [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--workloads", "tiny", *flags],
+        [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--jobs", "tiny", *flags],
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert end.returncode == 0, end.stderr

@@ -24,7 +24,7 @@ from typing import Any
 
 from dualtrain.bench.launch import Place
 from dualtrain.bench.measure import Asked, Results, measure
-from dualtrain.bench.plan import CURES, ENTRIES, EPOCH_SAMPLES, LENGTHS, MAIN, QUICK_ROUNDS, ROUNDS, STEPS
+from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, JOBS, QUICK, QUICK_ROUNDS, ROUNDS, jobs_of
 from dualtrain.bench.rows import Row, rows_of, sweep_of
 from dualtrain.console import parser_of, say
 from dualtrain.errors import UserError
@@ -44,7 +44,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument("--contenders", metavar="A,B", help=f"only these of {', '.join(ENTRIES)}")
-    parser.add_argument("--workloads", metavar="A,B", help=f"these of {', '.join(LENGTHS)} (default: {', '.join(STEPS)})")
+    parser.add_argument("--jobs", metavar="A,B", help=f"only these of {', '.join(JOBS)}")
     parser.add_argument(
         "--pairs", type=_ranks, metavar="N", help=f"rounds (default: {ROUNDS}; {QUICK_ROUNDS} with --quick)"
     )
@@ -147,7 +147,7 @@ def _run(given: argparse.Namespace) -> None:
             f"{world.launcher} has started this process, and the bench starts its contenders itself: run it once, without "
             "a launcher, with --nproc or --launch"
         )
-    workloads = _chosen("--workloads", given.workloads, list(LENGTHS), STEPS)
+    jobs = _chosen("--jobs", given.jobs, JOBS, QUICK if given.quick else DEFAULT)
     default = [name for name, entry in ENTRIES.items() if entry.quick or not given.quick]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
     prefix = _prefix(given.launch)
@@ -156,13 +156,15 @@ def _run(given: argparse.Namespace) -> None:
     missing = _missing(names, place)
     for name, reason in missing.items():
         print(f"{ENTRIES[name].title}: left out: {reason}", file=sys.stderr, flush=True)
-    entries = [name for name in names if name not in missing]
-    if any("feed" in ENTRIES[name].jobs or ENTRIES[name].module == MAIN for name in entries):
+    entries = [name for name in names if name not in missing and jobs_of(ENTRIES[name], jobs)]
+    if not entries:
+        raise UserError(f"none of the contenders {', '.join(names)} has any of the jobs {', '.join(jobs)}: choose others")
+    if any({"feed", "epoch"} & {*jobs_of(ENTRIES[name], jobs)} for name in entries):
         from dualtrain.bench.digits import write_mnist
 
         write_mnist(place.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
     rounds = given.pairs or (QUICK_ROUNDS if given.quick else ROUNDS)
-    asked = Asked(entries, workloads, rounds, given.quick, QUICK_SECONDS if given.quick else LIMIT_SECONDS)
+    asked = Asked(entries, jobs, rounds, given.quick, QUICK_SECONDS if given.quick else LIMIT_SECONDS)
     results = measure(asked, place, lambda line: print(line, file=sys.stderr, flush=True))
     results.missing = {**missing, **results.missing}
     shutil.rmtree(place.folder, ignore_errors=True)

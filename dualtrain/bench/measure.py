@@ -49,10 +49,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure: contenders, workloads, rounds; none is begun that would not end within ``seconds``."""
+    """What to measure: contenders, jobs, rounds; none is begun that would not end within ``seconds``."""
 
     entries: Sequence[str]
-    workloads: tuple[str, ...]
+    jobs: tuple[str, ...]
     rounds: int
     quick: bool
     seconds: float
@@ -95,7 +95,7 @@ def _sample(entry: Entry, asked: Asked, place: Place) -> Sample:
         place = replace(place, threads=max(1, len(os.sched_getaffinity(0)) // place.ranks))
     if entry.module == MAIN:
         return _main(entry, place)
-    found = run_entry(entry, jobs_of(entry, asked.quick, asked.workloads), place, asked.quick)
+    found = run_entry(entry, jobs_of(entry, asked.jobs), place, asked.quick)
     if not found:
         raise LaunchError("its ranks said nothing")
     return sample_of(found)

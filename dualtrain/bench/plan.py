@@ -8,6 +8,7 @@ most rows, tuned DDP, runs twice a round: the two are equal, and what they diffe
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 #: Steps of each workload: discarded, timed (half as many with --quick).
@@ -21,8 +22,10 @@ LENGTHS = {
     "resnet18-cl": (2, 6),
     "resnet18-bf16-cl": (2, 6),
 }
-STEPS = ("small", "convnet", "resnet18", "mlp", "empty")
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
+JOBS = (*LENGTHS, "sweep", "trainer", "stall", "feed", "epoch", "import")
+DEFAULT = tuple(job for job in JOBS if job != "tiny")
+QUICK = ("empty", "small", "convnet", "resnet18", "sweep", "trainer", "import")
 ROUNDS, QUICK_ROUNDS = 7, 3
 EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 100_000_000, 256 << 20)  # bytes, of the sweep
@@ -68,11 +71,16 @@ ENTRIES = {
     "fabric": Entry("Lightning Fabric", "with_fabric", needs="lightning_fabric", quick=False),
     "ignite": Entry("ignite.distributed", "with_ignite", needs="ignite", quick=False),
     "tutorial": Entry("tutorial script", "tutorial", jobs=("feed", "epoch"), quick=False, steps=False),
-    "main": Entry("dualtrain.main", MAIN, "", quick=False, steps=False),
+    "main": Entry("dualtrain.main", MAIN, jobs=("epoch",), quick=False, steps=False),
     "main-bf16": Entry(
-        "dualtrain.main, bf16 + channels_last", MAIN, "--amp bf16 --channels-last", quick=False, steps=False
+        "dualtrain.main, bf16 + channels_last",
+        MAIN,
+        "--amp bf16 --channels-last",
+        jobs=("epoch",),
+        quick=False,
+        steps=False,
     ),
-    "import": Entry("import dualtrain", IMPORT, steps=False),
+    "import": Entry("import dualtrain", IMPORT, jobs=("import",), steps=False),
 }
 #: How a contender is got that is missing.
 CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"}
@@ -137,7 +145,7 @@ COSTS = (
 )
 
 
-def jobs_of(entry: Entry, quick: bool, workloads: tuple[str, ...] = STEPS) -> tuple[str, ...]:
+def jobs_of(entry: Entry, chosen: Collection[str]) -> tuple[str, ...]:
     """What this contender measures, in order. The first one also gives the time from launch to the first step."""
-    jobs = (workloads if entry.steps else ()) + entry.jobs
-    return tuple(job for job in jobs if not quick or job not in (*LAYOUTS, "mlp", "stall", "feed"))
+    steps = tuple(job for job in LENGTHS if job not in LAYOUTS) if entry.steps else ()
+    return tuple(job for job in steps + entry.jobs if job in chosen)
