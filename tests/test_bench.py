@@ -288,7 +288,7 @@ def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
         run_program([sys.executable, "-c", program], "ranks", Place(2, "cpu", tmp_path))
 
 
-def test_a_contender_that_fails_is_left_out_of_later_rounds(tmp_path, monkeypatch):
+def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monkeypatch):
     calls = []
 
     def run_entry(entry, jobs, place, quick):
@@ -301,11 +301,29 @@ def test_a_contender_that_fails_is_left_out_of_later_rounds(tmp_path, monkeypatc
     said: list[str] = []
     asked = Asked(["alone", TUNED], ("tiny",), 3, True, 1000)
     found = measure.measure(asked, Place(2, "cpu", tmp_path), said.append)
-    assert calls.count("no communication") == 1
+    assert calls.count("no communication") == 2
     assert calls.count("raw DDP tuned") == 3
     assert found.missing == {"alone": "no luck"}
+    assert found.failures == {"alone": ["no luck", "no luck"]}
     assert any("failed, left out: no luck" in line for line in said)
     assert len(found.pairs(TUNED, TUNED)) == 3
+
+
+def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
+    line = {"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}
+    ends: list[object] = [LaunchError("no luck"), [line]]
+
+    def run_entry(*_):
+        end = ends.pop(0)
+        if isinstance(end, LaunchError):
+            raise end
+        return end
+
+    monkeypatch.setattr(measure, "run_entry", run_entry)
+    found = measure.measure(Asked([TUNED], ("tiny",), 1, True, 1000), Place(2, "cpu", tmp_path), lambda _: None)
+    assert found.missing == {}
+    assert found.samples[TUNED][0] is not None
+    assert "failed 1 times and was started again: no luck" in text(found, rows_of(found), "here")
 
 
 def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):

@@ -39,6 +39,7 @@ class Results:
 
     samples: dict[str, list[Sample | None]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, list[str]] = field(default_factory=dict)  # those that another start made up for, too
     rounds: int = 0
 
     def pairs(self, one: str, other: str) -> list[tuple[Sample, Sample]]:
@@ -59,7 +60,7 @@ class Asked:
 
 
 def measure(asked: Asked, place: Place, say: Callable[[str], None]) -> Results:
-    """Runs the rounds; for how long is ``asked``. Contenders that fail are left out from then on."""
+    """Runs the rounds; for how long is ``asked``. Contenders that fail twice in a round are left out from then on."""
     results, began, slowest = Results(), time.monotonic(), 0.0
     for number in range(asked.rounds):
         started = time.monotonic()
@@ -78,13 +79,17 @@ def _run_one(name: str, asked: Asked, place: Place, results: Results, number: in
     entry, started = ENTRIES[name], time.monotonic()
     column = results.samples.setdefault(name, [])
     column += [None] * (number + 1 - len(column))
-    try:
-        column[number] = _sample(entry, asked, place)
-    except LaunchError as error:
-        results.missing[name] = str(error)
-        say(f"{entry.title}: failed, left out: {error}")
-    else:
-        say(f"round {number + 1} of {asked.rounds}: {entry.title}, {time.monotonic() - started:.1f} s")
+    for last in (False, True):
+        try:
+            column[number] = _sample(entry, asked, place)
+        except LaunchError as error:
+            say(f"{entry.title}: failed, {'left out' if last else 'started again'}: {error}")
+            results.failures.setdefault(name, []).append(str(error))
+            if last:
+                results.missing[name] = str(error)
+        else:
+            say(f"round {number + 1} of {asked.rounds}: {entry.title}, {time.monotonic() - started:.1f} s")
+            return
 
 
 def _sample(entry: Entry, asked: Asked, place: Place) -> Sample:

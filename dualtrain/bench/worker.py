@@ -94,7 +94,7 @@ def _sweep(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
 
 def _allreduce_seconds(allreduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> float:
     size = tensor.numel() * tensor.element_size()
-    repetitions = 100 if size <= 1 << 20 else 8 if size <= 16 << 20 else 3
+    repetitions = 100 if size <= 1 << 20 else 7 if size <= 16 << 20 else 3
     taken = []
     for number in range(1 + repetitions):
         if number % 20 == 0:

@@ -62,6 +62,9 @@ def _mlp() -> nn.Module:
 
 def _small() -> nn.Module:
     layers = [layer for _ in range(99) for layer in (nn.Linear(68, 68), nn.ReLU())]
+    for layer in layers[::2]:
+        # torch's own first weights shrink a gradient in every layer, until its numbers are denormal: slow, and no model.
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # type: ignore[arg-type]
     return nn.Sequential(*layers, nn.Linear(68, 10))
 
 
