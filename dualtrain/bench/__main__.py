@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -187,8 +188,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(error)
         return 2
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 128 + signal.SIGINT
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the ranks are ended too
     sys.exit(main())

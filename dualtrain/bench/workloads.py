@@ -89,7 +89,7 @@ WORKLOADS = {
 class Task:
     """One workload as a contender meets it: the model, the batches of a rank, and the time that its steps took."""
 
-    lr = 0.01
+    lr = 0.001
 
     def __init__(self, name: str, device: torch.device, quick: bool) -> None:
         self.workload = WORKLOADS[name]
