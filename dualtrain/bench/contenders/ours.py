@@ -17,6 +17,7 @@ import dualtrain
 from dualtrain.backends import Backend, ReduceOp
 from dualtrain.bench.contenders import Contender
 from dualtrain.bench.workloads import Task, Tensors
+from dualtrain.errors import UserError
 
 
 class Ours(Contender):
@@ -131,7 +132,10 @@ def _by_trainer(backend: Backend) -> Callable[[Tensors], object]:
 def _connect(name: str, transport: str, device: torch.device) -> Backend:
     known = "transport" in inspect.signature(dualtrain.connect).parameters
     options: dict[str, Any] = {"transport": transport} if known else {}
-    return dualtrain.connect(name, device=device, groups=False, **options)
+    backend = dualtrain.connect(name, device=device, groups=False, **options)
+    if known and transport == "shm" and not backend.transport.startswith("shm"):
+        raise UserError(f"there is no shared memory for these ranks and device: dualtrain runs over {backend.transport}")
+    return backend
 
 
 def start(option: str, device: torch.device) -> Contender:
