@@ -367,7 +367,7 @@ def test_it_is_no_rank_itself(monkeypatch, capsys):
 @pytest.mark.launch
 def test_a_small_run_writes_everything_and_all_end_with_the_same_weights(tmp_path):
     require_horovod()
-    contenders = f"alone,{TUNED},native,hvd-gloo,ours-gloo,hvd-mpi,ours-mpi,fabric,import"
+    contenders = f"alone,{TUNED},native,hvd-gloo,ours-mpi,fabric,import"
     command = [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--jobs", "tiny,small,import"]
     end = subprocess.run(
         [*command, "--contenders", contenders, "--out", str(tmp_path / "out")],
@@ -378,7 +378,7 @@ def test_a_small_run_writes_everything_and_all_end_with_the_same_weights(tmp_pat
     there = {name for name, column in found["samples"].items() if column[0] is not None}
     assert there | {"fabric"} == set(contenders.split(",")), end.stderr
     compared = [r for r in found["rows"] if r["job"] in ("tiny", "small")]
-    assert len(compared) >= 2 * 5
+    assert len(compared) >= 2 * 3
     assert {r["weights"] for r in compared} == {"same"}
     assert end.stdout.splitlines()[-1] == found["answer"]
     assert found["answer"].startswith("Should we move from Horovod to torch? ")
