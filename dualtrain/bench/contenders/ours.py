@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
 from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional
 
 import dualtrain
-from dualtrain.backends import Backend, ReduceOp
+from dualtrain.backends import Backend
 from dualtrain.bench.contenders import Contender
 from dualtrain.bench.workloads import Task, Tensors
 from dualtrain.errors import UserError
@@ -48,17 +46,11 @@ class Ours(Contender):
 
     def allreduce_buffer(self, tensor: torch.Tensor) -> None:
         """By the primitive that gradients take."""
-        if hasattr(self.backend, "start_sum"):
-            self.backend.start_sum(tensor, "sweep").wait()
-        else:
-            self.backend.start_allreduce(tensor, ReduceOp.SUM, "sweep").wait()
+        self.backend.start_sum(tensor, "sweep").wait()
 
     def buffer(self, numbers: int) -> torch.Tensor | None:
         """What gradients lie in."""
-        if not hasattr(self.backend, "new_buffer"):
-            return torch.ones(numbers, device=self.device)
-        buffer: torch.Tensor = self.backend.new_buffer(numbers, torch.float32, self.device)
-        return buffer
+        return self.backend.new_buffer(numbers, torch.float32, self.device)
 
     def feed(self, folder: str, batch: int) -> int:
         """See the base class."""
@@ -133,10 +125,8 @@ def _by_trainer(backend: Backend) -> Callable[[Tensors], object]:
 
 
 def _connect(name: str, transport: str, device: torch.device) -> Backend:
-    known = "transport" in inspect.signature(dualtrain.connect).parameters
-    options: dict[str, Any] = {"transport": transport} if known else {}
-    backend = dualtrain.connect(name, device=device, groups=False, **options)
-    if known and transport == "shm" and not backend.transport.startswith("shm"):
+    backend = dualtrain.connect(name, device=device, groups=False, transport=transport)
+    if transport == "shm" and not backend.transport.startswith("shm"):
         raise UserError(f"there is no shared memory for these ranks and device: dualtrain runs over {backend.transport}")
     return backend
 
