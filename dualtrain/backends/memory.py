@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial, reduce
-from operator import or_
+from operator import attrgetter, or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,7 @@ _STAGE_BYTES = 1 << 20  # of the buffer through which tensors of other memory go
 _ROW_BYTES = 1 << 10  # the longest row that is exchanged here
 _READY, _DONE, _ROW = range(3)
 _KINDS = 3
+_COMPARING = "comparing calls with the other ranks"
 _CPU_WORDS = 64  # of 62 bits, for the numbers of cores
 
 #: Something to wait for: called with whether to block, it tells whether it has come.
@@ -67,6 +68,8 @@ class SharedMemory:
         # Nobody gains by looking for a word where another rank needs the core to say it.
         spin = _cores(backend) >= self.size
         self._semaphores = Semaphores(words, _KINDS, self.size, self.rank, spin=spin)
+        #: Of each kind, those of all other ranks.
+        self._words = [[partial(self._heard, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
         #: The buffers that tensors of other memory go through.
         self.stage = self._new_region(_STAGE_BYTES)
         with torch.inference_mode(False):
@@ -108,9 +111,10 @@ class SharedMemory:
             flat = tensor.view(-1)
             region = self._regions.get(flat.data_ptr()) if where_it_lies else None
             work = _Reduction(self, flat, region, op, name, factor, tail)
-            self._raise_failure(work.what)
+            if self._failure is not None:
+                self._raise_failure(work.what)
             # Words are told in the order of the operations: not yet behind one that has more of its own to tell.
-            if work.region is not None and all(earlier.told for earlier in self._pending):
+            if region is not None and all(map(_has_told, self._pending)):
                 self.tell_ready(work)
             self._pending.append(work)
             self.advance()
@@ -147,7 +151,7 @@ class SharedMemory:
         """
         if self._across is not None:
             return None
-        what = "comparing calls with the other ranks"
+        what = _COMPARING
         with self._lock:
             self._raise_failure(what)
             # The one after the next has this place again. Who tells of the next one is through with this.
@@ -159,7 +163,7 @@ class SharedMemory:
                 places[self.rank][1 : 1 + row.numel()].copy_(row)
             self._semaphores.tell(_ROW)
             try:
-                for need in self.others(_ROW, what):
+                for need in self._words[_ROW]:
                     need(True)
             except Exception as error:
                 raise self._fail(what, error) from error
@@ -197,7 +201,7 @@ class SharedMemory:
 
     def carry_out(self, plan: Plan, work: _Reduction) -> Iterator[Need]:
         """This rank's share of a reduction, from "ready" to "done"."""
-        yield from self.others(_READY, work.what)
+        yield from self._words[_READY]
         if self._across is None:
             plan.reduce(work.op, work.factor)
         else:
@@ -205,17 +209,14 @@ class SharedMemory:
             yield partial(_ended, self._across.start_allreduce(plan.shard, work.op, work.name))
             plan.hand_out(work.factor)
         self._semaphores.tell(_DONE)
-        yield from self.others(_DONE, work.what)
+        yield from self._words[_DONE]
 
-    def others(self, kind: int, what: str) -> Iterator[Need]:
-        """The word of every other rank of this host."""
-        return (partial(self._heard, kind, other, what) for other in self._semaphores.others)
-
-    def _heard(self, kind: int, other: int, what: str, block: bool) -> bool:
+    def _heard(self, kind: int, other: int, block: bool) -> bool:
         if self._semaphores.taken(kind, other, patient=block):
             return True
         if block:
             missing = [rank for rank, host in enumerate(self._backend.hosts) if host == self._host][other]
+            what = _COMPARING if kind == _ROW else self._pending[0].what
             what = f"{what} (waiting for rank {missing})"
             self._backend.await_bounded(what, partial(self._semaphores.taken_within, kind, other))
         return block
@@ -262,12 +263,16 @@ class _Reduction(Work[None]):
         self.region = region
         self.told = False  # all that this rank has to tell of its readiness
         self.op, self.name = op, name
-        self.what = f"{op.value} of {name!r}"
         self.factor = factor
         self._scaled = tensor.numel() - tail
         self.ended = False
         self._steps: Iterator[Need] = self._run()
         self._need: Need | None = None
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"{self.op.value} of {self.name!r}"
 
     def wait(self) -> None:
         if not self.ended:
@@ -280,13 +285,11 @@ class _Reduction(Work[None]):
 
     def go_on(self, block: bool) -> bool:
         """Does what is left, until something is not there yet that it would have to wait for; whether it has ended."""
-        # In one mode, whatever the caller's is: what was made in inference mode cannot be written outside of it.
-        with torch.inference_mode():
-            while self._need is None or self._need(block):
-                self._need = next(self._steps, None)
-                if self._need is None:
-                    self.ended = True
-                    return True
+        while self._need is None or self._need(block):
+            self._need = next(self._steps, None)
+            if self._need is None:
+                self.ended = True
+                return True
         return False
 
     def _run(self) -> Iterator[Need]:
@@ -304,7 +307,11 @@ class _Reduction(Work[None]):
             plan.own.copy_(piece)
             memory.tell_ready(self)
             yield from memory.carry_out(plan, self)
-            piece.copy_(plan.own)
+            with torch.inference_mode(piece.is_inference()):  # such a tensor cannot be written otherwise
+                piece.copy_(plan.own)
+
+
+_has_told = attrgetter("told")
 
 
 def _ended(work: Work[None], block: bool) -> bool:

@@ -40,7 +40,9 @@ class Region:
         if key not in self._plans:
             if len(self._plans) == _PLANS:
                 self._plans.clear()
-            self._plans[key] = Plan([slot[: count * dtype.itemsize].view(dtype) for slot in self.slots], self._rank, scaled)
+            with torch.inference_mode(False):  # they are used again, in any mode
+                buffers = [slot[: count * dtype.itemsize].view(dtype) for slot in self.slots]
+                self._plans[key] = Plan(buffers, self._rank, scaled)
         return self._plans[key]
 
 
