@@ -226,7 +226,8 @@ class GradientReducer:
     def _load(self, bucket: Bucket) -> None:
         """Fills the numbers behind the last bucket: the caller's, then 1 for each parameter that this rank used."""
         carry = self.cargo.numel()
-        bucket.extra[:carry] = self.cargo
+        if carry:
+            bucket.extra[:carry] = self.cargo
         if self.unused == "none":
             used = [float(slot.param.grad is not None) for slot in self._slots]
             bucket.extra[carry:] = torch.tensor(used, dtype=bucket.extra.dtype)
@@ -234,8 +235,10 @@ class GradientReducer:
     def _hand_out(self) -> None:
         carry = self.cargo.numel()
         extra = self._buckets[-1].extra if self._buckets else self.cargo
-        self.cargo.copy_(extra[:carry])
-        used: Sequence[float] = extra[carry:].tolist() or [1.0] * len(self._slots)
+        if carry:
+            self.cargo.copy_(extra[:carry])
+        counted = extra[carry:].tolist() if self.unused == "none" else []
+        used: Sequence[float] = counted or [1.0] * len(self._slots)
         for number, (slot, ranks) in enumerate(zip(self._slots, used, strict=True)):
             slot.fired = False
             if slot.bucket is not None:

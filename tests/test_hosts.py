@@ -92,10 +92,11 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run's folder of the same job, by as many ranks of one host."""
+    """The run's folder of the same job, by as many ranks of one host, whose sums the library makes as between hosts."""
     require_hosts()
     folder = tmp_path_factory.mktemp("alone") / "run"
-    end = run(torchrun(4, "--backend", "torch", "--epochs", EPOCHS, "--run-dir", str(folder)))
+    flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder)]
+    end = run(torchrun(4, *flags))
     assert end.returncode == 0, end.stderr
     return folder
 

@@ -50,8 +50,7 @@ def cross_entropy(
         best = logits.topk(min(5, logits.shape[1]), 1).indices
         right = (best == targets[:, None]) & counted[:, None]
         # Of each sample in double precision, so that the sum hardly depends on how ranks and batches split them.
-        sums = [losses.double().sum(), counted.sum(), right[:, 0].sum(), right.sum()]
-        return losses, torch.stack([one.double() for one in sums])
+        return losses, torch.stack([one.sum(dtype=torch.float64) for one in (losses, counted, right[:, 0], right)])
 
 
 class CrossEntropy:

@@ -6,9 +6,10 @@ It knows a ``Backend`` and a ``DistributedOptimizer``, and never which backend i
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,7 +93,8 @@ class Trainer:
         broadcast_parameters(model, backend)
         # The sums, the ranks whose loss is not finite, and the caller's news travel with the gradients; not where those
         # are rounded to 16 bits on their way.
-        self._numbers = torch.zeros(len(NAMES) + 1 + NEWS, dtype=torch.float64)
+        # A few numbers are added up faster outside of tensors, and to the same bits.
+        self._numbers = [0.0] * (len(NAMES) + 1 + NEWS)
         self.optimizer = DistributedOptimizer(
             optimizer,
             model.named_parameters(),
@@ -120,53 +122,60 @@ class Trainer:
             BackendError: a rank was lost, or the time ran out.
         """
         self.optimizer.zero_grad()
-        numbers = self._numbers.zero_()
-        numbers[-NEWS:] = torch.tensor(news, dtype=torch.float64)
+        self._numbers = [0.0] * (len(NAMES) + 1) + list(news)
         self._load_numbers()  # a rank without samples has no last pass
         for (inputs, targets), last in _with_last(batches):
             self._pass(inputs, targets, expected, last=last)
         self.optimizer.synchronize()
-        total = self.backend.allreduce(numbers, "sum", name="metrics") if self._compressed else self.optimizer.cargo
-        sums, broken, news_of_all = total[: len(NAMES)].clone(), float(total[len(NAMES)]), total[-NEWS:].tolist()
+        total = self._total()
+        sums, broken, news_of_all = total[: len(NAMES)], total[len(NAMES)], total[-NEWS:]
         if broken:
-            raise DivergedError(self._who(numbers[len(NAMES)].item() > 0))
+            raise DivergedError(self._who(self._numbers[len(NAMES)] > 0))
         if sums[1] > 0:
-            self._take(expected / float(sums[1]))
-        return Step(sums, news_of_all)
+            self._take(expected / sums[1])
+        return Step(torch.tensor(sums, dtype=torch.float64), news_of_all)
 
     def _pass(self, inputs: torch.Tensor, targets: torch.Tensor, expected: float, *, last: bool) -> None:
         with nullcontext() if last else self.optimizer.no_sync():
             with self.precision.autocast():
                 loss, sums = self._measure(inputs, targets)
-            self._numbers[: len(NAMES)] += sums
-            self._numbers[len(NAMES)] = float(self._numbers[len(NAMES)] > 0 or not sums.isfinite().all())
+            found = sums.tolist()
+            for place, number in enumerate(found):
+                self._numbers[place] += number
+            if not all(map(math.isfinite, found)):
+                self._numbers[len(NAMES)] = 1.0
             if last:
                 self._load_numbers()
             # The ranks' gradients are averaged; the mean over all weighs each batch by what counts in it.
-            share = float(sums[1]) * self.backend.size / expected
+            share = found[1] * self.backend.size / expected
             self.precision.scaler.scale(loss * share).backward()
 
     def _load_numbers(self) -> None:
         """Has the numbers travel with this step's gradients."""
         if not self._compressed:
-            self.optimizer.cargo.copy_(self._numbers)
+            self.optimizer.cargo.copy_(torch.tensor(self._numbers, dtype=torch.float64))
+
+    def _total(self) -> list[float]:
+        """The numbers' sums over all ranks, once the gradients are there. Collective."""
+        if not self._compressed:
+            return self.optimizer.cargo.tolist()
+        mine = torch.tensor(self._numbers, dtype=torch.float64)
+        return self.backend.allreduce(mine, "sum", name="metrics").tolist()
 
     def _take(self, factor: float) -> None:
         """Steps on the gradients, which are the same on every rank from here on."""
-        scaler, parameters = self.precision.scaler, [p for g in self.optimizer.param_groups for p in g["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        scaler, groups = self.precision.scaler, self.optimizer.param_groups
         if factor != 1:
-            for gradient in gradients:
+            for gradient in [p.grad for group in groups for p in group["params"] if p.grad is not None]:
                 gradient.mul_(factor)
         if self.clip_norm is not None:
             scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+            nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], self.clip_norm)
         scaler.step(self.optimizer)
         scaler.update()
         if self.schedule is not None:
-            with warnings.catch_warnings():
-                # A first step that overflows is skipped, and torch takes that for a wrong order.
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            # Only where it is needed: to catch warnings takes longer than many a step.
+            with _order_unwatched() if scaler.is_enabled() else nullcontext():
                 self.schedule.step()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
@@ -305,6 +314,14 @@ def _objective(loss: Loss | Objective | None) -> Objective:
     if isinstance(loss, nn.CrossEntropyLoss):
         return OfTorch(loss)
     return loss if isinstance(loss, CrossEntropy | MeanLoss | OfTorch) else MeanLoss(loss)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _order_unwatched() -> Iterator[None]:
+    """A first step that overflows is skipped, and torch takes that for a wrong order of calls."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        yield
 
 
 def _with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
