@@ -44,7 +44,7 @@ class Transfer:
 AVERAGE = Transfer()
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Slot:
     """The place of one parameter's gradient in its bucket."""
 
@@ -53,7 +53,8 @@ class Slot:
     #: The part of the bucket that holds the gradient, in the parameter's own strides (channels_last included).
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     bucket: Bucket | None = None
-    fired: bool = False
+    #: The reducer's round in which its gradient has last come.
+    ticked: int = 0
     #: Backward passes that have reached it; for who wants to count them.
     passes: int = 0
 
@@ -109,11 +110,13 @@ class Bucket:
         views, grads = [], []
         for slot in self.slots:
             grad = slot.param.grad
+            if grad is slot.view:
+                continue
             if grad is None:
                 slot.view.zero_()
-            elif grad.is_sparse or grad.data_ptr() != slot.view.data_ptr():
-                views.append(slot.view)
-                grads.append(grad.to_dense() if grad.is_sparse else grad)
+                continue
+            views.append(slot.view)
+            grads.append(grad.to_dense() if grad.is_sparse else grad)
         if views:
             torch._foreach_copy_(views, grads)
         if self._transfer.before != 1:
@@ -137,6 +140,15 @@ class Bucket:
             self._values.copy_(self.wire[: self._values.numel()])
             if self._narrow and self._factor != 1:
                 self._values.mul_(self._factor)
+
+    def hand_out(self) -> None:
+        """Makes every gradient the part of the buffer that is its own."""
+        for slot in self.slots:
+            p, view = slot.param, slot.view
+            grad = p.grad
+            # Frozen since the buckets were laid out, a parameter takes part as zeros and gets nothing.
+            if grad is not view and (grad is not None or p.requires_grad):
+                p.grad = view
 
 
 def after(transfer: Transfer, size: int) -> float:

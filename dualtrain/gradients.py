@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -77,6 +78,7 @@ class GradientReducer:
         self._frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[Bucket] = []
+        self._carried = self.cargo  # the place of the cargo behind the last bucket, once there is one
         self._sparse: dict[int, int] = {}  # slot number → number of sparse dimensions
         self._sparse_again: dict[int, int] = {}  # the same, of those that travel as dense ones
         self._laid_out = False
@@ -84,6 +86,7 @@ class GradientReducer:
         self._seen = 0  # backward passes since the last reduction
         #: What runs when the pass that goes on has ended; dead where that pass failed: autograd has dropped it then.
         self._ending: weakref.ref[Callable[[], None]] | None = None
+        self._round = 1  # of the exchanges, and of their buckets: what a slot was ticked off in
         self._reduced = False
         self._paused = False
         self.add(named_parameters)
@@ -131,7 +134,11 @@ class GradientReducer:
             bucket.finish()
         self._hand_out()
         self._reduce_sparse()
-        self._next, self._seen, self._ending, self._reduced = 0, 0, None, True
+        self._start_over(reduced=True)
+
+    def _start_over(self, *, reduced: bool) -> None:
+        self._next, self._seen, self._ending, self._reduced = 0, 0, None, reduced
+        self._round += 1
 
     def _prepare(self) -> None:
         """Before the rest is sent: buckets for all parameters that there are now."""
@@ -147,19 +154,18 @@ class GradientReducer:
         """Drops an exchange that failed, and goes on with another backend: layouts are compared anew."""
         self.backend = backend
         self._buckets, self._laid_out = [], False
-        self._next, self._seen, self._ending, self._reduced = 0, 0, None, False
+        self._start_over(reduced=False)
         for slot in self._slots:
-            slot.fired, slot.bucket = False, None
+            slot.bucket = None
 
     # -- during backward ------------------------------------------------------------------------------------------
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         # Keeps the reducer alive as long as the parameter: nobody else needs to hold it.
-        return lambda _: self.gradient_is_there(number)
+        return partial(self.gradient_is_there, self._slots[number])
 
-    def gradient_is_there(self, number: int) -> None:
-        """Autograd has finished the gradient of the parameter of this number."""
-        slot = self._slots[number]
+    def gradient_is_there(self, slot: Slot, _: Any = None) -> None:
+        """Autograd has finished the gradient of this slot's parameter. All that is done for each of them in a step."""
         self._reduced = False
         if self._paused:
             return
@@ -170,10 +176,14 @@ class GradientReducer:
         bucket = slot.bucket
         if bucket is None:
             return  # sparse: it travels at the end
-        if slot.fired:
+        if slot.ticked == self._round:
             self._arrived_twice(slot)
-        slot.fired = True
+        slot.ticked = self._round
         bucket.pending -= 1
+        if not bucket.pending:
+            self._send_full()
+
+    def _send_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._send_next()
 
@@ -200,8 +210,7 @@ class GradientReducer:
             )
         for bucket in self._buckets:
             bucket.pending = len(bucket.slots)
-        for slot in self._slots:
-            slot.fired = False
+        self._round += 1
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
@@ -225,28 +234,26 @@ class GradientReducer:
 
     def _load(self, bucket: Bucket) -> None:
         """Fills the numbers behind the last bucket: the caller's, then 1 for each parameter that this rank used."""
-        carry = self.cargo.numel()
-        if carry:
-            bucket.extra[:carry] = self.cargo
+        if len(self._carried):
+            self._carried.copy_(self.cargo)
         if self.unused == "none":
             used = [float(slot.param.grad is not None) for slot in self._slots]
-            bucket.extra[carry:] = torch.tensor(used, dtype=bucket.extra.dtype)
+            bucket.extra[len(self.cargo) :] = torch.tensor(used, dtype=bucket.extra.dtype)
 
     def _hand_out(self) -> None:
-        carry = self.cargo.numel()
-        extra = self._buckets[-1].extra if self._buckets else self.cargo
-        if carry:
-            self.cargo.copy_(extra[:carry])
-        counted = extra[carry:].tolist() if self.unused == "none" else []
-        used: Sequence[float] = counted or [1.0] * len(self._slots)
-        for number, (slot, ranks) in enumerate(zip(self._slots, used, strict=True)):
-            slot.fired = False
-            if slot.bucket is not None:
-                # Frozen since the buckets were laid out, it takes part as zeros and gets nothing.
-                frozen = not slot.param.requires_grad and slot.param.grad is None
-                slot.param.grad = slot.view if ranks and not frozen else None
-                if number in self._sparse_again and slot.param.grad is not None:
-                    slot.param.grad = slot.view.to_sparse(self._sparse_again[number])
+        if len(self._carried):
+            self.cargo.copy_(self._carried)
+        for bucket in self._buckets:
+            bucket.hand_out()
+        if self.unused == "none" and self._buckets:
+            used = self._buckets[-1].extra[len(self.cargo) :].tolist()
+            for slot, ranks in zip(self._slots, used, strict=True):
+                if slot.bucket is not None and not ranks:
+                    slot.param.grad = None
+        for number, dims in self._sparse_again.items():
+            slot = self._slots[number]
+            if slot.param.grad is not None:
+                slot.param.grad = slot.view.to_sparse(dims)
 
     # -- the layout -----------------------------------------------------------------------------------------------
 
@@ -277,6 +284,7 @@ class GradientReducer:
             slot.bucket = None
         extra = self.cargo.numel() + len(self._slots) * (self.unused == "none")
         self._buckets = lay_out(dense, extra, self.backend, self.name, self.transfer)
+        self._carried = self._buckets[-1].extra[: len(self.cargo)] if self._buckets else self.cargo
         self._next, self._laid_out = 0, True
 
     @torch.no_grad()

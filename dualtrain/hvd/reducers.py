@@ -132,13 +132,12 @@ class ChannelReducer(GradientReducer):
 
         def hook(_: torch.Tensor) -> None:
             if (there := ref()) is not None:
-                there.gradient_is_there(number)
+                there.gradient_is_there(there._slots[number])
 
         return hook
 
-    def gradient_is_there(self, number: int) -> None:
-        """Autograd has finished the gradient of the parameter of this number, in one of its passes."""
-        slot = self._slots[number]
+    def gradient_is_there(self, slot: Slot, _: Any = None) -> None:
+        """Autograd has finished the gradient of this slot's parameter, in one of its passes."""
         self._reduced, self.dirty = False, True
         slot.passes += 1
         if slot.passes > self.passes:
@@ -159,8 +158,7 @@ class ChannelReducer(GradientReducer):
         if slot.bucket is None:
             return  # sparse: it travels at the end
         slot.bucket.pending -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-            self._send_next()
+        self._send_full()
 
     def _send_next(self) -> None:
         with _horovods_errors():

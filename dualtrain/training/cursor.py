@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from dualtrain.training.objective import NAMES, metrics
 
@@ -25,15 +24,15 @@ class Cursor:
     stale: int = 0  # evaluations since then
     judged: int = 0  # the step of the last evaluation
 
-    def count(self, sums: torch.Tensor, samples: int, seconds: float) -> None:
+    def count(self, sums: Sequence[float], samples: int, seconds: float) -> None:
         """One more step is done."""
         self.step, self.batch, self.samples = self.step + 1, self.batch + 1, self.samples + samples
         self.seconds += seconds
-        self.sums = [old + new for old, new in zip(self.sums, sums.tolist(), strict=True)]
+        self.sums = [old + new for old, new in zip(self.sums, sums, strict=True)]
 
     def judge(self, evaluation: dict[str, float], measure: str) -> bool:
         """Notes an evaluation; gives whether it is the best so far: the lowest loss, or the highest accuracy."""
-        self.last = {**metrics(torch.tensor(self.sums, dtype=torch.float64), "train_"), **evaluation}
+        self.last = {**metrics(self.sums, "train_"), **evaluation}
         self.judged = self.step
         sign = -1 if measure.endswith("loss") else 1
         better = not self.best or sign * evaluation[measure] > sign * self.best[measure]

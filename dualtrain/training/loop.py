@@ -200,8 +200,8 @@ class Run:
             done = self.trainer.step(self._batches(passes), samples * self._counts(), self.signals.take())
         except DivergedError as error:
             self._diverge(str(error), step=cursor.step + 1)
-        cursor.count(done.sums, samples, time.perf_counter() - started)
-        values = metrics(done.sums, "")
+        cursor.count(done.totals, samples, time.perf_counter() - started)
+        values = metrics(done.totals, "")
         self.records.step(cursor.step, cursor.epoch, samples, {**values, "lr": lr})
         return done.news
 

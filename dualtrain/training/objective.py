@@ -6,7 +6,7 @@ Sums and not means: those of any batches on any ranks add up to the mean over al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -39,18 +39,27 @@ def cross_entropy(
         The losses, (n,), with their gradient, 0 where a target does not count; and the sums of ``NAMES``, float64, (4,), on
         the logits' device. Does not wait for the device.
     """
-    logits = logits.flatten(0, -2)
-    targets = targets.flatten().to(logits.device)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits, targets = _rows(logits, targets)
     losses = functional.cross_entropy(
         logits, targets, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing
     )
     with torch.no_grad():
-        counted = targets != IGNORED
-        best = logits.topk(min(5, logits.shape[1]), 1).indices
-        right = (best == targets[:, None]) & counted[:, None]
-        # Of each sample in double precision, so that the sum hardly depends on how ranks and batches split them.
-        return losses, torch.stack([one.sum(dtype=torch.float64) for one in (losses, counted, right[:, 0], right)])
+        # Of each sample in double precision, so that the sum hardly depends on how it is split.
+        total = losses.sum(dtype=torch.float64)
+        counted, right = _counted(logits, targets)
+        return losses, torch.stack([total, counted, right[0], right.sum()])
+
+
+def _rows(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = logits.flatten(0, -2)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten().to(logits.device)
+
+
+def _counted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many targets count, and how many are right in each of the first 5 places, (5,) or fewer."""
+    best = logits.topk(min(5, logits.shape[1]), 1).indices
+    # No class has the number of what does not count.
+    return torch.count_nonzero(targets != IGNORED), (best == targets.unsqueeze(1)).sum(0)
 
 
 class CrossEntropy:
@@ -60,11 +69,18 @@ class CrossEntropy:
         self.label_smoothing = label_smoothing
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Objective`."""
-        losses, found = cross_entropy(outputs, targets, self.label_smoothing)
-        sums = found.cpu()
-        # Nothing counts where a rank's few tokens all go unmasked: a mean of 0, not 0/0.
-        return losses.sum() / max(sums[1].item(), 1.0), sums
+        """See :class:`Objective`. In as few operations as can be: each takes longer than a tiny model leaves."""
+        logits, targets = _rows(outputs, targets)
+        loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
+        with torch.no_grad():
+            parts: tuple[torch.Tensor, ...] = (loss, *_counted(logits, targets))
+            if loss.device.type != "cpu":
+                parts = torch.hstack([part.double() for part in parts]).cpu().tensor_split([1, 2])  # one wait
+            mean, counted, *right = (float(number) for part in parts for number in part.flatten().tolist())
+        if not counted:
+            # Where a rank's few tokens all go unmasked: a mean of 0, not 0/0.
+            loss, mean = logits.sum() * 0.0, 0.0
+        return loss, torch.tensor([mean * counted, counted, right[0], sum(right)], dtype=torch.float64)
 
 
 class MeanLoss:
@@ -94,8 +110,8 @@ class OfTorch:
         return self._other(outputs, targets)
 
 
-def metrics(sums: torch.Tensor, prefix: str) -> dict[str, float]:
+def metrics(sums: torch.Tensor | Sequence[float], prefix: str) -> dict[str, float]:
     """``sums`` of ``NAMES`` over all ranks as means, by the names that they are written under."""
-    loss, weight, correct, top5 = sums.tolist()
+    loss, weight, correct, top5 = map(float, sums)
     whole = weight or math.nan  # of nothing there is no mean
     return {f"{prefix}loss": loss / whole, f"{prefix}accuracy": correct / whole, f"{prefix}top5": top5 / whole}

@@ -6,7 +6,7 @@ same step and has the same scale: the decision needs no message of its own.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,4 +36,5 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For the forward pass and the loss."""
-        return torch.autocast(self._kind, self._dtype, enabled=self._dtype is not None)
+        # Not autocast that is off: entering it takes longer than many an operation.
+        return torch.autocast(self._kind, self._dtype) if self._dtype is not None else nullcontext()

@@ -40,13 +40,18 @@ NEWS = 3  # numbers of the caller's own that travel with a step
 class Step:
     """What a step came to, over all ranks: the sums of ``objective.NAMES``, and the caller's news."""
 
-    sums: torch.Tensor
+    totals: list[float]
     news: list[float]
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """The totals as a tensor, float64, (4,)."""
+        return torch.tensor(self.totals, dtype=torch.float64)
 
     @property
     def loss(self) -> float:
         """The mean loss."""
-        return metrics(self.sums, "")["loss"]
+        return metrics(self.totals, "")["loss"]
 
 
 class Trainer:
@@ -102,6 +107,7 @@ class Trainer:
             carry=0 if self._compressed else len(self._numbers),
             transfer=Transfer(dtype=DTYPES[compress] if self._compressed else None),
         )
+        self._cargo = self.optimizer.cargo.numpy()
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -133,32 +139,32 @@ class Trainer:
             raise DivergedError(self._who(self._numbers[len(NAMES)] > 0))
         if sums[1] > 0:
             self._take(expected / sums[1])
-        return Step(torch.tensor(sums, dtype=torch.float64), news_of_all)
+        return Step(sums, news_of_all)
 
     def _pass(self, inputs: torch.Tensor, targets: torch.Tensor, expected: float, *, last: bool) -> None:
         with nullcontext() if last else self.optimizer.no_sync():
             with self.precision.autocast():
                 loss, sums = self._measure(inputs, targets)
             found = sums.tolist()
-            for place, number in enumerate(found):
-                self._numbers[place] += number
+            self._numbers[: len(NAMES)] = _added(self._numbers[: len(NAMES)], found)
             if not all(map(math.isfinite, found)):
                 self._numbers[len(NAMES)] = 1.0
             if last:
                 self._load_numbers()
             # The ranks' gradients are averaged; the mean over all weighs each batch by what counts in it.
             share = found[1] * self.backend.size / expected
-            self.precision.scaler.scale(loss * share).backward()
+            self.precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def _load_numbers(self) -> None:
         """Has the numbers travel with this step's gradients."""
         if not self._compressed:
-            self.optimizer.cargo.copy_(torch.tensor(self._numbers, dtype=torch.float64))
+            self._cargo[:] = self._numbers
 
     def _total(self) -> list[float]:
         """The numbers' sums over all ranks, once the gradients are there. Collective."""
         if not self._compressed:
-            return self.optimizer.cargo.tolist()
+            total: list[float] = self._cargo.tolist()
+            return total
         mine = torch.tensor(self._numbers, dtype=torch.float64)
         return self.backend.allreduce(mine, "sum", name="metrics").tolist()
 
@@ -206,9 +212,9 @@ class Trainer:
             history.append(metrics(self._epoch(loader), ""))
         return history
 
-    def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
+    def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> list[float]:
         self.model.train()
-        total, batches, expected = torch.zeros(len(NAMES), dtype=torch.float64), _with_last(loader), 0.0
+        total, batches, expected = [0.0] * len(NAMES), _with_last(loader), 0.0
         more = True
         while more:
             batch, last = next(batches, (None, True))
@@ -217,7 +223,7 @@ class Trainer:
                 expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
             mine = [] if batch is None else [self.to_device(batch)]
             step = self.step(mine, expected or 1.0, [float(not last), 0.0, 0.0])
-            total += step.sums
+            total = _added(total, step.totals)
             more = step.news[0] > 0
         return total
 
@@ -245,7 +251,7 @@ class Trainer:
         model = self.evaluated
         forward = self._forward if self.ema is None else model
         objective = objective or self.objective
-        sums = torch.zeros(len(NAMES), dtype=torch.float64)
+        total = [0.0] * len(NAMES)
         with averaged_buffers(model, self.backend):
             training = model.training
             model.eval()
@@ -253,9 +259,10 @@ class Trainer:
                 inputs, targets = self.to_device(batch)
                 if len(targets):
                     with self.precision.autocast():
-                        sums += objective(forward(inputs), targets)[1]
+                        total = _added(total, objective(forward(inputs), targets)[1].tolist())
             model.train(training)
-        return metrics(self.backend.allreduce(sums, "sum", name="evaluation"), prefix)
+        sums = torch.tensor(total, dtype=torch.float64)
+        return metrics(self.backend.allreduce(sums, "sum", name="evaluation").tolist(), prefix)
 
     @property
     def evaluated(self) -> nn.Module:
@@ -306,6 +313,10 @@ class Trainer:
         """
         state = checkpoint.load(Path(path))
         self.load_state_dict(state.get("trainer", state))
+
+
+def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def _objective(loss: Loss | Objective | None) -> Objective:
