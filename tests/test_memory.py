@@ -112,9 +112,7 @@ def interleaved(backend):
             tensors[n].fill_(backend.rank + n + step)
             works.append((n, backend.start_sum(tensors[n], f"t{n}")))
         if step % 3 == 0:
-            assert backend.exchange_short(torch.tensor([backend.rank, step])).tolist() == [
-                [rank, step] for rank in range(backend.size)
-            ]
+            assert backend.exchange_short([backend.rank, step]) == [[rank, step] for rank in range(backend.size)]
         for place in torch.randperm(len(works), generator=generator).tolist():
             n, work = works[place]
             if step % 2:
@@ -123,8 +121,8 @@ def interleaved(backend):
             work.wait()
             want = sum(rank + n + step for rank in range(backend.size))
             assert bool((tensors[n] == want).all())
-    rows = backend.exchange_short(torch.full((1000,), backend.rank))  # longer than the place for rows
-    assert rows.tolist() == [[rank] * 1000 for rank in range(backend.size)]
+    rows = backend.exchange_short([backend.rank] * 1000)  # longer than the place for rows
+    assert rows == [[rank] * 1000 for rank in range(backend.size)]
 
 
 def test_operations_end_in_any_order_of_waiting(shared):
@@ -176,7 +174,7 @@ def late(backend):
     assert work.done()
     with pytest.raises(BackendError, match="waited 1 s"):
         work.wait()
-    for call in (lambda: backend.start_sum(tensor, "next"), lambda: backend.exchange_short(torch.tensor([1]))):
+    for call in (lambda: backend.start_sum(tensor, "next"), lambda: backend.exchange_short([1])):
         with pytest.raises(BackendError, match="waited 1 s"):
             call()
 
@@ -197,7 +195,7 @@ def late_for_rows(backend):
         time.sleep(2.0)
     else:
         with pytest.raises(BackendError, match=r"comparing calls .*\(waiting for rank 0\)"):
-            backend.exchange_short(torch.tensor([1]))
+            backend.exchange_short([1])
 
 
 def test_a_rank_that_does_not_compare_is_named_in_time():

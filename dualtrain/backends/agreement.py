@@ -10,7 +10,9 @@ of them raise the same error; the backend stays usable.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -52,6 +54,7 @@ class Call:
             details.append("×".join("any" if n is None else str(n) for n in self.shape) or "scalar")
         return f"{text} ({', '.join(details)})" if details else text
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - of calls, which are values: a program repeats the same few
     def fingerprint(self) -> int:
         """A number below 2**63 that differs where the calls do."""
         digest = hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
@@ -64,10 +67,9 @@ def agree(backend: Backend, call: Call, extent: int = 0) -> list[int]:
     Raises:
         BackendError: on every rank, naming what each of them wanted, if the calls differ.
     """
-    rows = backend.exchange_short(torch.tensor([call.fingerprint(), extent]))
-    if bool((rows[:, 0] == rows[0, 0]).all()):
-        extents: list[int] = rows[:, 1].tolist()
-        return extents
+    fingerprints, extents = zip(*backend.exchange_short([call.fingerprint(), extent]), strict=True)
+    if len(set(fingerprints)) == 1:
+        return list(extents)
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, call)}")
 
 
@@ -93,9 +95,9 @@ def _differences(backend: Backend, call: Call) -> str:
 
 def exchange_text(backend: Backend, text: str, nbytes: int) -> list[str]:
     """Every rank's text, cut at ``nbytes`` (a multiple of 8) of UTF-8, in rank order. Collective; blocks."""
-    data = bytearray(text.encode()[:nbytes].ljust(nbytes))
-    rows = backend.exchange_short(torch.frombuffer(data, dtype=torch.int64))
-    return [bytes(row.contiguous().view(torch.uint8).tolist()).decode(errors="replace").strip() for row in rows]
+    data = text.encode()[:nbytes].ljust(nbytes)
+    rows = backend.exchange_short(array("q", data))
+    return [array("q", row).tobytes().decode(errors="replace").strip() for row in rows]
 
 
 def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
@@ -105,8 +107,8 @@ def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
         BackendError: on every rank, naming the first entry in which rank 0 and another rank differ.
     """
     backend.settle()
-    rows = backend.exchange_short(torch.tensor([Call(what, repr(mine)).fingerprint()]))
-    if bool((rows == rows[0]).all()):
+    rows = backend.exchange_short([Call(what, repr(mine)).fingerprint()])
+    if all(row == rows[0] for row in rows):
         return
     lists = backend.allgather_object(mine, name=what)
     other = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])

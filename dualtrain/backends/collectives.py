@@ -282,8 +282,11 @@ class Backend(Primitives):
         work = self.start_allreduce(tensor, op, name)
         return work if factor == 1 else Scaled(work, tensor.view(-1)[: tensor.numel() - tail], factor)
 
-    def exchange_short(self, row: torch.Tensor) -> torch.Tensor:
-        """:meth:`exchange`, through memory where there is some. Blocks."""
+    def exchange_short(self, row: Sequence[int]) -> list[list[int]]:
+        """Every rank's ``row`` (of 64-bit integers, the same number everywhere), in rank order. Blocks.
+
+        By :meth:`exchange`, or through memory where there is some.
+        """
         if self._parent is not None and self._parent.memory is not None:
             self._parent.memory.finish()
         if self.memory is not None:
@@ -291,7 +294,8 @@ class Backend(Primitives):
             rows = self.memory.exchange(row)
             if rows is not None:
                 return rows
-        return self.exchange(row)
+        gathered: list[list[int]] = self.exchange(torch.tensor(row, dtype=torch.int64)).tolist()
+        return gathered
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
@@ -435,8 +439,9 @@ class Backend(Primitives):
         except ValueError as problem:
             refuse(self, call, problem)
         agree(self, call)
-        received = self.exchange_short(torch.tensor(sent))[:, self.rank]
-        return self.deal(tensor.detach(), sent, received.tolist(), name or "alltoall"), received.to(torch.int32)
+        received = [row[self.rank] for row in self.exchange_short(sent)]
+        rows = self.deal(tensor.detach(), sent, received, name or "alltoall")
+        return rows, torch.tensor(received, dtype=torch.int32)
 
     def deal(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
         """Sends ``sent[r]`` rows to rank r; gives the rows that came. The numbers are known to fit."""

@@ -15,9 +15,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial, reduce
 from operator import attrgetter, or_
 from typing import TYPE_CHECKING
@@ -72,9 +73,8 @@ class SharedMemory:
         self._words = [[partial(self._heard, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
         #: The buffers that tensors of other memory go through.
         self.stage = self._new_region(_STAGE_BYTES)
-        with torch.inference_mode(False):
-            rows = [slot.view(torch.int64).view(2, -1) for slot in self._new_region(2 * _ROW_BYTES).slots]
-        self._rows: list[torch.Tensor] = rows  # each with its length in front
+        places = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _ROW_BYTES).slots]
+        self._rows = [[memoryview(place) for place in two] for two in places]  # each with its length in front
         self._turn = 0  # which of the two is next
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
         self._pending: deque[_Reduction] = deque()
@@ -143,8 +143,8 @@ class SharedMemory:
             if self._pending:
                 self.advance(self._pending[-1])
 
-    def exchange(self, row: torch.Tensor) -> torch.Tensor | None:
-        """As the backend's, where all ranks are on this host and the row (int64) is short; else None. Blocks.
+    def exchange(self, row: Sequence[int]) -> list[list[int]] | None:
+        """As the backend's ``exchange_short``, where all ranks are on this host and the row is short; else None. Blocks.
 
         Raises:
             BackendError: on all ranks, if their rows differ in length: they are not in the same call.
@@ -157,23 +157,24 @@ class SharedMemory:
             # The one after the next has this place again. Who tells of the next one is through with this.
             places = [each[self._turn] for each in self._rows]
             self._turn = 1 - self._turn
-            short = row.numel() < len(places[0])
-            places[self.rank][0] = row.numel()
+            length, mine = len(row), places[self.rank]
+            short = length < len(mine)
+            mine[0] = length
             if short:
-                places[self.rank][1 : 1 + row.numel()].copy_(row)
+                mine[1 : 1 + length] = memoryview(array("l", row))
             self._semaphores.tell(_ROW)
             try:
                 for need in self._words[_ROW]:
                     need(True)
             except Exception as error:
                 raise self._fail(what, error) from error
-            lengths = [int(place[0]) for place in places]
+            lengths = [place[0] for place in places]
             if len(set(lengths)) > 1:
                 raise BackendError(
                     f"the ranks do not agree on a collective call: the rows that they compare have {lengths} numbers, in "
                     "rank order; make the same calls in the same order on every rank"
                 )
-            return torch.stack(places)[:, 1 : 1 + row.numel()] if short else None
+            return [place[1 : 1 + length].tolist() for place in places] if short else None
 
     def close(self) -> None:
         """Does what can be done at once; nothing can be started any more, and the memory is given back."""
@@ -240,7 +241,7 @@ class SharedMemory:
 def _cores(backend: Backend) -> int:
     """How many cores this host's ranks may use, each its own or all of them. Collective."""
     mine = sum(1 << cpu for cpu in os.sched_getaffinity(0))
-    rows = backend.exchange_short(torch.tensor([mine >> 62 * n & (1 << 62) - 1 for n in range(_CPU_WORDS)])).tolist()
+    rows = backend.exchange_short([mine >> 62 * n & (1 << 62) - 1 for n in range(_CPU_WORDS)])
     there = [row for row, host in zip(rows, backend.hosts, strict=True) if host == backend.hosts[backend.rank]]
     return sum(reduce(or_, words).bit_count() for words in zip(*there, strict=True))
 
@@ -307,7 +308,8 @@ class _Reduction(Work[None]):
             plan.own.copy_(piece)
             memory.tell_ready(self)
             yield from memory.carry_out(plan, self)
-            with torch.inference_mode(piece.is_inference()):  # such a tensor cannot be written otherwise
+            # Such a tensor cannot be written otherwise; to enter that mode takes longer than a short copy.
+            with torch.inference_mode() if piece.is_inference() else nullcontext():
                 piece.copy_(plan.own)
 
 

@@ -54,8 +54,8 @@ def map_together(
                 memory = made
             except Exception as error:  # the others wait for an answer, whatever it was
                 problem = f"{nbytes} bytes of shared memory cannot be had: {_reason(error)}"
-        row = torch.tensor([os.getpid(), descriptor, nonce, int(memory is not None)])
-        pid, number, nonce, there = backend.exchange_short(row)[leader].tolist()
+        row = [os.getpid(), descriptor, nonce, int(memory is not None)]
+        pid, number, nonce, there = backend.exchange_short(row)[leader]
         if backend.rank != leader and there:
             try:
                 memory = _open(pid, number, nonce, nbytes)
@@ -90,8 +90,7 @@ def _reason(error: Exception) -> str:
 
 
 def _agree(backend: Backend, there: bool, problem: str) -> None:
-    found = backend.exchange_short(torch.tensor([int(there)]))
-    if bool(found.all()):
+    if all(found for (found,) in backend.exchange_short([int(there)])):
         return
     said = exchange_text(backend, problem, _REASON_BYTES)
     rank = next(rank for rank, words in enumerate(said) if words)
