@@ -8,12 +8,14 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dualtrain.bench import measure
 from dualtrain.bench.__main__ import main
+from dualtrain.bench.contenders import alone
 from dualtrain.bench.digits import write_mnist
 from dualtrain.bench.launch import LaunchError, Place, found_in, run_program
 from dualtrain.bench.measure import Asked, Results, Sample, sample_of
@@ -219,6 +221,18 @@ def test_what_is_compared_is_measured():
     modules = {entry.module for entry in ENTRIES.values() if " " not in entry.module}
     files = {path.stem for path in (ROOT / "dualtrain" / "bench" / "contenders").glob("[!_]*.py")}
     assert modules == files
+
+
+def test_the_ranks_of_no_communication_meet_before_the_first_batch(monkeypatch):
+    happened = []
+    monkeypatch.setattr(alone, "dist", SimpleNamespace(barrier=lambda: happened.append("met")))
+    task = Task("tiny", CPU, quick=True)
+    batches = task.batches(0)
+    monkeypatch.setattr(task, "batches", lambda _: (happened.append("batch") or batch for batch in batches))
+    contender = object.__new__(alone.Alone)
+    contender.rank = 0
+    contender.train(task)
+    assert happened == ["met", *["batch"] * (task.warmup + task.steps)]
 
 
 def test_resnet18_is_torchvisions():

@@ -1,10 +1,13 @@
-"""No communication: every rank trains a model of its own. Nobody can be faster."""
+"""No communication: every rank trains a model of its own. Nobody can be faster.
+
+The ranks meet before a workload, so that all of them step at the same time: a rank that had the cores, their caches and
+the memory to itself would be a ceiling that nobody could reach.
+"""
 
 from __future__ import annotations
 
-import os
-
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 from dualtrain.bench.contenders import Contender
@@ -12,15 +15,17 @@ from dualtrain.bench.workloads import Task
 
 
 class Alone(Contender):
-    """One process among others that it knows nothing of."""
+    """One process among others that it only starts together with."""
 
     def __init__(self, device: torch.device) -> None:
-        self.rank, self.size, self.device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device
+        dist.init_process_group("gloo")
+        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
 
     def train(self, task: Task) -> torch.nn.Module:
         """See the base class."""
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
+        dist.barrier()
         for inputs, targets in task.batches(self.rank):
             optimizer.zero_grad()
             with task.autocast():
@@ -28,6 +33,10 @@ class Alone(Contender):
             loss.backward()
             optimizer.step()
         return model
+
+    def close(self) -> None:
+        """See the base class."""
+        dist.destroy_process_group()
 
 
 def start(option: str, device: torch.device) -> Contender:
