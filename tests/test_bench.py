@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -107,6 +108,29 @@ def test_a_speed_with_other_weights_meets_no_target():
     found = row(rows, "shm", TUNED)
     assert (found.weights, found.met) == ("other numerics", False)
     assert "meets no target" in text(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9), rows, "here")
+
+
+def test_fewer_than_seven_pairs_are_not_judged():
+    found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
+    found.samples["shm"][0] = None
+    for sample in found.samples["shm"][1:]:
+        sample.seconds["trainer"] = 15e-6
+    rows = rows_of(found)
+    ratio, cost = row(rows, "shm", TUNED), next(r for r in rows if r.one == "shm" and r.unit == "µs" and not r.other)
+    for one in (ratio, cost):
+        assert (one.target is not None, one.met, one.note) == (True, None, "6 pairs: not judged")
+    assert ratio.found.pairs == dataclasses.asdict(ratio)["found"]["pairs"] == ROUNDS - 1
+    said = text(found, rows, "here")
+    unjudged = sum(r.target is not None for r in rows if r.found.pairs < ROUNDS)
+    assert f"targets that are not judged: {unjudged}; a verdict takes 7 pairs" in said
+    assert said.endswith("This rests on 6 pairs only: a verdict takes 7.")
+
+
+def test_seven_pairs_are_judged_and_nothing_is_said_of_their_number():
+    found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
+    said = text(found, rows_of(found), "here")
+    assert "not judged" not in said
+    assert "only" not in said.splitlines()[-1]
 
 
 def test_the_noise_floor_is_left_out_where_the_target_says_so():
@@ -394,6 +418,7 @@ def test_a_small_run_writes_everything_and_all_end_with_the_same_weights(tmp_pat
     compared = [r for r in found["rows"] if r["job"] in ("tiny", "small")]
     assert len(compared) >= 2 * 3
     assert {r["weights"] for r in compared} == {"same"}
+    assert {r["found"]["pairs"] for r in found["rows"]} == {1}
     assert end.stdout.splitlines()[-1] == found["answer"]
     assert found["answer"].startswith("Should we move from Horovod to torch? ")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bench.html", "bench.json", "bench.png"]

@@ -1,12 +1,15 @@
-"""From samples to rows: ratios of throughput and costs in time, each with its interval, its target and its judgement."""
+"""From samples to rows: ratios of throughput and costs in time, each with its interval, its target and its judgement.
+
+A row of fewer pairs than ``ROUNDS`` is not judged: of three pairs, the interval is hardly more than the three.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from dualtrain.bench.measure import Results, Sample
-from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, TUNED, Comparison, Cost
-from dualtrain.bench.statistics import Estimate, estimate
+from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
+from dualtrain.bench.statistics import Estimate, estimate, pairs_of
 
 RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")  # whose weights are what they should be
 UNITS = {"ms": 1e3, "µs": 1e6}
@@ -24,7 +27,7 @@ class Row:
     seconds: tuple[float, ...] = ()
     weights: str = NONE
     target: float | None = None
-    met: bool | None = None
+    met: bool | None = None  # a row with a target that is neither is not judged
     note: str = ""
     one: str = ""
     other: str = ""
@@ -51,17 +54,24 @@ def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]
     found = estimate([b.seconds[job] / a.seconds[job] for a, b in pairs])
     weights = _weights(job, pairs, results)
     target = comparison.targets.get(job, comparison.targets.get("*") if weights != NONE else None)
-    met, note = None, ""
-    if target is not None:
+    met, note = None, _unjudged(target, found)
+    if target is not None and not note:
         floor = noise_floor(before, job) if comparison.aside else 0.0
         met = weights != OTHER and found.low >= target * (1 - floor)
         note = f"within the noise of {100 * floor:.0f} %" if met and found.low < target else ""
     if job == "epoch":
         means = [sum(s.accuracy or 0.0 for s in side) / len(pairs) for side in zip(*pairs, strict=True)]
-        note = f"accuracy {means[0]:.3f} and {means[1]:.3f}"
+        note = ", ".join(part for part in (note, f"accuracy {means[0]:.3f} and {means[1]:.3f}") if part)
     taken = tuple(estimate([s.seconds[job] for s in side]).value for side in zip(*pairs, strict=True))
     group = f"{ENTRIES[one].title} / {ENTRIES[other].title}"
     return Row(group, job, found, "×", taken, weights, target, met, note, one, other)
+
+
+def _unjudged(target: float | None, found: Estimate) -> str:
+    """Why a row with a target gets no verdict, if it gets none."""
+    if target is None or found.pairs >= ROUNDS:
+        return ""
+    return f"{pairs_of(found.pairs)}: not judged"
 
 
 def _weights(job: str, pairs: list[tuple[Sample, Sample]], results: Results) -> str:
@@ -93,8 +103,9 @@ def _cost(cost: Cost, results: Results) -> Row | None:
     if not values:
         return None
     found = estimate([value * UNITS[cost.unit] for value in values])
-    met = None if cost.target is None else found.high <= cost.target
-    return Row("costs", cost.title, found, cost.unit, (), NONE, cost.target, met, "", cost.one, cost.other)
+    note = _unjudged(cost.target, found)
+    met = None if cost.target is None or note else found.high <= cost.target
+    return Row("costs", cost.title, found, cost.unit, (), NONE, cost.target, met, note, cost.one, cost.other)
 
 
 def sweep_of(results: Results) -> dict[str, dict[int, float]]:

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 DRAWS = 4000
 
 
+def pairs_of(count: int) -> str:
+    """How many, in words."""
+    return f"{count} pair{'s' * (count > 1)}"
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A median with its bootstrap 95 % interval."""

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from dualtrain.bench.measure import Results
-from dualtrain.bench.plan import CURES, ENTRIES, TUNED
+from dualtrain.bench.plan import CURES, ENTRIES, ROUNDS, TUNED
 from dualtrain.bench.rows import OTHER, Row, sweep_of
+from dualtrain.bench.statistics import pairs_of
 
 HEAD = ("", "ratio", "95 % interval", "ms", "ms of the other", "weights", "target", "")
 SIZES = ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B"))
@@ -65,7 +66,7 @@ def _sweep(results: Results) -> Iterator[str]:
 
 def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
     """What a reader must know beside the numbers."""
-    pairs = f"{results.rounds} pair{'s' * (results.rounds > 1)} of fresh processes"
+    pairs = f"{pairs_of(results.rounds)} of fresh processes"
     yield (
         f"ratios are of throughput, the first over the second: the median of {pairs} and its bootstrap 95 % interval; a "
         "target is met if the interval's lower end reaches it, of a time the upper end"
@@ -80,10 +81,13 @@ def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
     failed = [f"{row.group}: {row.job}" for row in rows if row.met is False]
     if failed:
         yield f"targets that are not met: {'; '.join(failed)}"
+    unjudged = [row for row in rows if row.target is not None and row.met is None]
+    if unjudged:
+        yield f"targets that are not judged: {len(unjudged)}; a verdict takes {pairs_of(ROUNDS)}"
 
 
 def answer(results: Results, rows: Sequence[Row]) -> str:
-    """One sentence: whether to move from Horovod to torch, and what that wins."""
+    """One line: whether to move from Horovod to torch, and what that wins."""
     question = "Should we move from Horovod to torch? "
     ours = next((name for name in ("shm", "native") if any(results.samples.get(name, ()))), "")
     parts, verdicts = [], []
@@ -100,7 +104,9 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
     others = f"; raw DDP takes {_range(raw)} times" if raw else ""
     ranks = next(s.ranks for s in results.samples[ours] if s is not None)
     said = f"with {ranks} ranks here, {ENTRIES[ours].title} takes {' and '.join(parts)}, {weights}{others}."
-    return f"{question}{_word(verdicts)}: {said}"
+    fewest = min(row.found.pairs for row in verdicts)
+    few = "" if fewest >= ROUNDS else f" This rests on {pairs_of(fewest)} only: a verdict takes {ROUNDS}."
+    return f"{question}{_word(verdicts)}: {said}{few}"
 
 
 def _word(rows: Sequence[Row]) -> str:
