@@ -22,12 +22,13 @@ from dualtrain.bench.launch import LaunchError, Place, found_in, run_program
 from dualtrain.bench.measure import Asked, Results, Sample, sample_of
 from dualtrain.bench.page import page
 from dualtrain.bench.picture import picture
-from dualtrain.bench.plan import COMPARISONS, COSTS, ENTRIES, JOBS, LENGTHS, ROUNDS, TUNED, jobs_of
+from dualtrain.bench.plan import COMPARISONS, COSTS, ENTRIES, GLOO, JOBS, LENGTHS, ROUNDS, TUNED, jobs_of
 from dualtrain.bench.rows import rows_of, sweep_of
 from dualtrain.bench.statistics import estimate
 from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.worker import MARK
 from dualtrain.bench.workloads import DISTINCT, WORKLOADS, Task, resnet18
+from dualtrain.launchers import detect_world
 from tests.conftest import require_horovod
 from tests.pool import ROOT
 
@@ -318,6 +319,15 @@ def test_a_sample_is_the_slowest_ranks_and_has_rank_0s_weights():
     found = sample_of(lines)
     assert found.seconds == {"small": 2.0, "trainer": 1.0, "sweep/4/tensor": 0.5, "start": 5.0}
     assert (found.sha256, found.ranks) == ({"small": "a"}, 2)
+
+
+def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
+    program = f"import json, os; os.write(1, ({MARK!r} + json.dumps(dict(os.environ)) + chr(10)).encode())"
+    said = found_in(run_program([sys.executable, "-c", program], GLOO, Place(2, "cpu", tmp_path)))
+    worlds = [detect_world(env) for env in said]
+    assert sorted((w.rank, w.local_rank, w.size, w.local_size) for w in worlds) == [(0, 0, 2, 2), (1, 1, 2, 2)]
+    assert {w.launcher for w in worlds} == {"horovodrun --gloo"}
+    assert {env["HOROVOD_CONTROLLER"] for env in said} == {"gloo"}
 
 
 def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):

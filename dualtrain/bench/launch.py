@@ -1,7 +1,8 @@
 """Starts a contender in fresh processes and collects what its ranks say.
 
-Torch's contenders get the variables that torchrun sets, without torchrun's own start of some seconds; Horovod's are
-started by horovodrun; with --launch, all by the user's own command. Which it is makes no difference to a step.
+Torch's contenders get the variables that torchrun sets, and Horovod's over Gloo those that horovodrun sets, without the
+seconds that the launchers take themselves; over MPI, horovodrun starts them; with --launch, the user's own command starts
+all. Which it is makes no difference to a step.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from dualtrain.bench.plan import OURS, Entry
+from dualtrain.bench.plan import GLOO, OURS, Entry
 from dualtrain.bench.worker import MARK
 
 PATIENCE_SECONDS = 240.0
@@ -65,13 +66,29 @@ def run_program(program: Sequence[str], starter: str, place: Place, meet: bool =
     if place.prefix:
         told = [f"--meet=meet-{secrets.token_hex(4)}"] if meet else []
         return _watched([([*place.prefix, *program, *told], {})], place)
+    if starter == GLOO:
+        return _by_gloo(program, place)
     if starter != "ranks":
         command, *flags = starter.split()
         return _watched([([_beside(command), *flags, "-np", str(place.ranks), *program], {})], place)
-    shared = {"WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.ranks, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
+    shared: dict[str, object] = {"WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.ranks, "GROUP_RANK": 0}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
     ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(place.ranks)]
-    return _watched([(list(program), {name: str(value) for name, value in one.items()}) for one in ranks], place)
+    return _watched([(program, one) for one in ranks], place)
+
+
+def _by_gloo(program: Sequence[str], place: Place) -> str:
+    """Horovod's ranks, with the variables that horovodrun sets for those of one host."""
+    from dualtrain.backends.http_store import HttpStore
+
+    loopback = socket.if_indextoname(1)
+    shared: dict[str, object] = {"SIZE": place.ranks, "LOCAL_SIZE": place.ranks, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    shared |= {"HOSTNAME": "localhost", "GLOO_IFACE": loopback, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
+    with closing(HttpStore("127.0.0.1")) as store:
+        shared |= {"GLOO_RENDEZVOUS_ADDR": store.place, "GLOO_RENDEZVOUS_PORT": store.port}
+        ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(place.ranks)]
+        named = [{f"HOROVOD_{name}": value for name, value in one.items()} for one in ranks]
+        return _watched([(program, {**one, "NCCL_SOCKET_IFNAME": loopback}) for one in named], place)
 
 
 def found_in(text: str) -> list[dict[str, Any]]:
@@ -79,15 +96,16 @@ def found_in(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in re.findall(rf"{re.escape(MARK)}(\{{.*\}})", text)]
 
 
-def _watched(commands: Sequence[tuple[Sequence[str], dict[str, str]]], place: Place) -> str:
+def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], place: Place) -> str:
     """Runs the commands side by side until all have ended or one fails; gives what they wrote."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {"OMP_NUM_THREADS": str(place.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    starts = [(command, {name: str(value) for name, value in more.items()}) for command, more in commands]
     with ExitStack() as stack:
         log: IO[str] = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         jobs = [
             subprocess.Popen(command, env={**os.environ, **quiet, **more}, stdout=log, stderr=log, start_new_session=True)
-            for command, more in commands
+            for command, more in starts
         ]
         try:
             deadline = time.monotonic() + PATIENCE_SECONDS
