@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dualtrain.bench import __main__ as bench
 from dualtrain.bench import measure
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.contenders import alone
@@ -22,7 +23,20 @@ from dualtrain.bench.launch import LaunchError, Place, found_in, run_program
 from dualtrain.bench.measure import Asked, Results, Sample, sample_of
 from dualtrain.bench.page import page
 from dualtrain.bench.picture import picture
-from dualtrain.bench.plan import COMPARISONS, COSTS, ENTRIES, GLOO, JOBS, LENGTHS, ROUNDS, TUNED, jobs_of
+from dualtrain.bench.plan import (
+    COMPARISONS,
+    COSTS,
+    ENTRIES,
+    GLOO,
+    JOBS,
+    LENGTHS,
+    QUICK,
+    ROUNDS,
+    SIZES,
+    SPARES,
+    TUNED,
+    jobs_of,
+)
 from dualtrain.bench.rows import rows_of, sweep_of
 from dualtrain.bench.statistics import estimate
 from dualtrain.bench.table import answer, bytes_of, text
@@ -235,17 +249,33 @@ def test_sizes_are_said_as_people_do():
 # -- the plan and the workloads -----------------------------------------------------------------------------------
 
 
+def _job_of(target: str) -> str:
+    size = target.partition("/")[2]
+    return next((job for job, sizes in SIZES.items() if size and int(size) in sizes), target)
+
+
 def test_what_is_compared_is_measured():
     assert set(LENGTHS) == set(WORKLOADS)
     for comparison in COMPARISONS:
         one, other = (
             {job.partition("/")[0] for job in jobs_of(ENTRIES[name], JOBS)} for name in (comparison.one, comparison.other)
         )
-        assert {job.partition("/")[0] for job in comparison.targets} - {"*"} <= one & other, comparison
+        needed = {_job_of(target) for target in comparison.targets} - {"*"}
+        assert needed <= one & other, comparison
+    assert all(_job_of(cost.job) in jobs_of(ENTRIES[cost.one], JOBS) for cost in COSTS if cost.job != "start")
     assert {cost.one for cost in COSTS} | {c.other for c in COSTS} <= {*ENTRIES, ""}
     modules = {entry.module for entry in ENTRIES.values() if " " not in entry.module}
     files = {path.stem for path in (ROOT / "dualtrain" / "bench" / "contenders").glob("[!_]*.py")}
     assert modules == files
+
+
+def test_a_spare_answers_the_same_question():
+    asked = {(comparison.one, comparison.other) for comparison in COMPARISONS}
+    for horovod in ("hvd-gloo", SPARES["hvd-gloo"]):
+        assert {("shm", horovod), (SPARES["shm"], horovod)} <= asked
+    for name, spare in SPARES.items():
+        assert ENTRIES[name].quick
+        assert {"small", "convnet"} <= set(jobs_of(ENTRIES[spare], QUICK))
 
 
 def test_the_ranks_of_no_communication_meet_before_the_first_batch(monkeypatch):
@@ -355,6 +385,44 @@ def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monk
     assert found.failures == {"alone": ["no luck", "no luck"]}
     assert any("failed, left out: no luck" in line for line in said)
     assert len(found.pairs(TUNED, TUNED)) == 3
+
+
+def run_with(monkeypatch, tmp_path, asked, broken=()):
+    """The modules and options that were started, in order, and what the run found."""
+    calls = []
+
+    def run_entry(entry, *_):
+        calls.append(f"{entry.module} {entry.option}".strip())
+        if calls[-1] in broken:
+            raise LaunchError("no luck")
+        return [{"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}]
+
+    monkeypatch.setattr(measure, "run_entry", run_entry)
+    return calls, measure.measure(asked, Place(2, "cpu", tmp_path), lambda _: None)
+
+
+def test_rounds_go_forth_and_back(tmp_path, monkeypatch):
+    calls, _ = run_with(monkeypatch, tmp_path, Asked(["alone", TUNED], ("tiny",), 3, True, 1000))
+    assert calls == ["alone", "ddp tuned", "ddp tuned", "alone", "alone", "ddp tuned"]
+
+
+def test_a_spare_takes_the_place_of_one_that_cannot_run(tmp_path, monkeypatch):
+    asked = Asked(["shm", TUNED], ("tiny",), 2, True, 1000, {"shm": "native"})
+    calls, found = run_with(monkeypatch, tmp_path, asked, broken=["ours torch/shm"])
+    assert calls == [*["ours torch/shm"] * 2, "ddp tuned", *["ours torch/native"] * 2, "ddp tuned"]
+    assert len(found.pairs("native", TUNED)) == 2
+
+
+def test_a_launcher_that_starts_no_gloo_measures_horovod_over_mpi(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "_missing", lambda names, _: {name: "no" for name in names if name == "hvd-gloo"})
+    monkeypatch.setattr(bench, "measure", lambda one, *_: asked.append(one) or Results())
+    monkeypatch.setattr(bench, "_conclude", lambda *_: None)
+    for flags, there in (([], True), (["--contenders", f"hvd-gloo,{TUNED}"], False)):
+        assert main(["--quick", "--out", str(tmp_path), *flags]) == 0
+        assert ("hvd-mpi" in asked[-1].entries) == there
+        assert "hvd-gloo" not in asked[-1].entries
+        assert asked[-1].rounds == ROUNDS
 
 
 def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):

@@ -2,8 +2,8 @@
 
 Starts every contender in fresh processes, in rounds, so that each is measured beside its reference: torch's DDP, Horovod
 over Gloo and MPI, dualtrain on both, and, where they are installed, Accelerate, Lightning Fabric and ignite. Takes up to
-20 minutes, 3 with --quick (fewer contenders, workloads and pairs). Best with nothing else running. Writes bench.json,
-bench.html and bench.png into --out; the table's last line is the answer.
+20 minutes, 3 with --quick (the contenders and workloads that the answer rests on). Best with nothing else running. Writes
+bench.json, bench.html and bench.png into --out; the table's last line is the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from dualtrain.bench.launch import Place
 from dualtrain.bench.measure import Asked, Results, measure
-from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, JOBS, QUICK, QUICK_ROUNDS, ROUNDS, jobs_of
+from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, JOBS, QUICK, ROUNDS, SPARES, jobs_of
 from dualtrain.bench.rows import Row, rows_of, sweep_of
 from dualtrain.console import parser_of, say
 from dualtrain.errors import UserError
@@ -36,7 +36,7 @@ LIMIT_SECONDS, QUICK_SECONDS = 19 * 60.0, 170.0
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("dualtrain.bench", str(__doc__))
-    parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer contenders, workloads and pairs")
+    parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer contenders and workloads")
     parser.add_argument("--nproc", type=_ranks, default=2, metavar="N", help="ranks on this host (default: 2)")
     parser.add_argument(
         "--launch",
@@ -46,9 +46,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument("--contenders", metavar="A,B", help=f"only these of {', '.join(ENTRIES)}")
     parser.add_argument("--jobs", metavar="A,B", help=f"only these of {', '.join(JOBS)}")
-    parser.add_argument(
-        "--pairs", type=_ranks, metavar="N", help=f"rounds (default: {ROUNDS}; {QUICK_ROUNDS} with --quick)"
-    )
+    parser.add_argument("--pairs", type=_ranks, default=ROUNDS, metavar="N", help=f"rounds (default: {ROUNDS})")
     parser.add_argument("--out", metavar="FOLDER", help="where the results go (default: a new folder below runs/)")
     return parser.parse_args(arguments)
 
@@ -99,6 +97,12 @@ def _missing(names: Sequence[str], place: Place) -> dict[str, str]:
         elif place.prefix and entry.starter != "ranks" and not _starts(place.prefix, entry.starter):
             found[name] = f"{place.prefix[0]} does not start it: give --launch '{entry.starter} …'"
     return found
+
+
+def _spares(place: Place, jobs: Sequence[str]) -> dict[str, str]:
+    """The spares that can be started here, and have something to measure."""
+    missing = _missing(list(SPARES.values()), place)
+    return {name: spare for name, spare in SPARES.items() if spare not in missing and jobs_of(ENTRIES[spare], jobs)}
 
 
 def _starts(prefix: Sequence[str], starter: str) -> bool:
@@ -154,7 +158,9 @@ def _run(given: argparse.Namespace) -> None:
     prefix = _prefix(given.launch)
     folder = _folder(given.out)
     place = Place(given.nproc, given.device, folder / "work", prefix)
+    spares = _spares(place, jobs) if given.contenders is None else {}
     missing = _missing(names, place)
+    names += tuple(spares[name] for name in missing if spares.get(name, name) not in names)
     for name, reason in missing.items():
         print(f"{ENTRIES[name].title}: left out: {reason}", file=sys.stderr, flush=True)
     entries = [name for name in names if name not in missing and jobs_of(ENTRIES[name], jobs)]
@@ -164,8 +170,8 @@ def _run(given: argparse.Namespace) -> None:
         from dualtrain.bench.digits import write_mnist
 
         write_mnist(place.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
-    rounds = given.pairs or (QUICK_ROUNDS if given.quick else ROUNDS)
-    asked = Asked(entries, jobs, rounds, given.quick, QUICK_SECONDS if given.quick else LIMIT_SECONDS)
+    seconds = QUICK_SECONDS if given.quick else LIMIT_SECONDS
+    asked = Asked(entries, jobs, given.pairs, given.quick, seconds, spares)
     results = measure(asked, place, lambda line: print(line, file=sys.stderr, flush=True))
     results.missing = {**missing, **results.missing}
     shutil.rmtree(place.folder, ignore_errors=True)

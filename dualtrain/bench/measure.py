@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,26 +50,32 @@ class Results:
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure: contenders, jobs, rounds; none is begun that would not end within ``seconds``."""
+    """What to measure: contenders, jobs, rounds; none is begun that would not end within ``seconds``.
+
+    A contender that cannot run has its spare take its place, if it has one.
+    """
 
     entries: Sequence[str]
     jobs: tuple[str, ...]
     rounds: int
     quick: bool
     seconds: float
+    spares: Mapping[str, str] = field(default_factory=dict)
 
 
 def measure(asked: Asked, place: Place, say: Callable[[str], None]) -> Results:
     """Runs the rounds; for how long is ``asked``. Contenders that fail twice in a round are left out from then on."""
-    results, began, slowest = Results(), time.monotonic(), 0.0
+    results, began, slowest, entries = Results(), time.monotonic(), 0.0, list(asked.entries)
     for number in range(asked.rounds):
         started = time.monotonic()
         if number and started + slowest > began + asked.seconds:
             say(f"{number} of {asked.rounds} rounds: another would not end within {asked.seconds / 60:g} minutes")
             break
-        for name in asked.entries if number % 2 == 0 else reversed(asked.entries):
+        for name in entries if number % 2 == 0 else reversed(entries):
             if name not in results.missing:
                 _run_one(name, asked, place, results, number, say)
+                if name in results.missing and asked.spares.get(name, name) not in entries:
+                    entries.append(asked.spares[name])
         results.rounds = number + 1
         slowest = max(slowest, time.monotonic() - started)
     return results

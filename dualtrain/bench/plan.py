@@ -1,9 +1,14 @@
 """What is measured, against what, and what it should come to. Numbers that a run finds are nowhere in here.
 
 A round starts every contender once, in fresh processes, and each measures its whole list of jobs in one go: starting
-takes longer than the steps. A row compares two contenders of the same round, so that with rounds A B … A B … every row
-has one pair a round, a minute or so apart; rounds go forth and back in turns, and drift cancels out. The reference of
-most rows, tuned DDP, runs twice a round: the two are equal, and what they differ by is the noise.
+takes longer than the steps. A row compares two contenders of the same round, and has one pair a round. Rounds go forth and
+back in turns, A B, B A, A B …: on a machine that gets steadily slower, the later one of a pair loses in every round, which
+is B in one and A in the next. So the pairs err to both sides by as much: a linear drift is gone from their middle, and
+shows in the interval's width. The reference of most rows, tuned DDP, runs twice a round: the two are equal, and what they
+differ by is the noise.
+
+What a contender measures is what a row or the table of allreduces needs of it, with as few steps as a median takes: the
+interval comes from the number of rounds, and every second of a round counts seven times.
 """
 
 from __future__ import annotations
@@ -14,30 +19,34 @@ from dataclasses import dataclass
 #: Steps of each workload: discarded, timed (half as many with --quick).
 LENGTHS = {
     "tiny": (2, 4),
-    "empty": (50, 250),
-    "small": (10, 60),
-    "convnet": (4, 20),
-    "resnet18": (2, 8),
-    "mlp": (2, 5),
-    "resnet18-cl": (2, 6),
-    "resnet18-bf16-cl": (2, 6),
+    "empty": (50, 200),
+    "small": (8, 32),
+    "convnet": (3, 11),
+    "resnet18": (2, 6),
+    "mlp": (1, 4),
+    "resnet18-cl": (2, 4),
+    "resnet18-bf16-cl": (1, 4),
 }
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
-JOBS = (*LENGTHS, "sweep", "trainer", "stall", "feed", "epoch", "import")
+STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS)
+MODELS = tuple(job for job in STEPS if job != "empty")
+#: Bytes of the allreduces. Those of "large" are for the contenders that a target or the answer rests on.
+SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
+JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
 DEFAULT = tuple(job for job in JOBS if job != "tiny")
-QUICK = ("empty", "small", "convnet", "resnet18", "sweep", "trainer", "import")
-ROUNDS, QUICK_ROUNDS = 7, 3
+QUICK = ("empty", "small", "convnet", "sweep", "trainer", "import")
+#: Rounds to aim at, and the pairs that a verdict takes.
+ROUNDS = 7
+TRAINER_STEPS = 250
 EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05
-SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 100_000_000, 256 << 20)  # bytes, of the sweep
-QUICK_SIZES = SIZES[:-1]
 
 
 @dataclass(frozen=True)
 class Entry:
     """A contender: which file it is in, what starts it, and what else it measures beside the steps.
 
-    ``starter`` is ``"ranks"`` for the variables that torchrun sets, else the command that Horovod is started with. With
-    ``steps``, the workloads come first.
+    ``starter`` is ``"ranks"`` for the variables that torchrun sets, else the command that Horovod is started with. The
+    workloads of ``steps`` come first.
     """
 
     title: str
@@ -47,7 +56,7 @@ class Entry:
     jobs: tuple[str, ...] = ()
     needs: str = ""
     quick: bool = True
-    steps: bool = True
+    steps: tuple[str, ...] = STEPS
 
 
 GLOO, MPI = "horovodrun --gloo", "horovodrun --mpi"
@@ -57,31 +66,38 @@ MAIN, IMPORT = "the command line", "an import"  # in place of a module: no conte
 
 #: In the order of a round: neighbours are compared with each other.
 ENTRIES = {
-    "alone": Entry("no communication", "alone", jobs=LAYOUTS),
-    "shm": Entry("dualtrain torch, shared memory", OURS, "torch/shm", jobs=(*LAYOUTS, "sweep", "trainer", "stall", "feed")),
-    TUNED: Entry("raw DDP tuned", "ddp", "tuned", jobs=(*LAYOUTS, "sweep")),
-    "native": Entry("dualtrain torch, native", OURS, "torch/native", jobs=(*LAYOUTS, "sweep")),
+    "alone": Entry("no communication", "alone"),
+    "shm": Entry(
+        "dualtrain torch, shared memory",
+        OURS,
+        "torch/shm",
+        jobs=(*LAYOUTS, "sweep", "large", "trainer", "stall", "feed"),
+    ),
+    TUNED: Entry("raw DDP tuned", "ddp", "tuned", jobs=(*LAYOUTS, "sweep", "large")),
+    "native": Entry("dualtrain torch, native", OURS, "torch/native", jobs=("sweep",), quick=False),
     AGAIN: Entry("raw DDP tuned, again", "ddp", "tuned"),
     "ddp": Entry("raw DDP", "ddp", "plain", jobs=("stall",), quick=False),
-    "hvd-gloo": Entry("raw Horovod Gloo", "raw_horovod", "", GLOO, ("sweep",), "horovod"),
-    "ours-gloo": Entry("dualtrain horovod Gloo", OURS, "horovod/native", GLOO, ("sweep",), "horovod"),
+    "hvd-gloo": Entry("raw Horovod Gloo", "raw_horovod", "", GLOO, ("sweep", "large"), "horovod"),
+    "ours-gloo": Entry("dualtrain horovod Gloo", OURS, "horovod/native", GLOO, ("sweep",), "horovod", quick=False),
     "hvd-mpi": Entry("raw Horovod MPI", "raw_horovod", "", MPI, ("sweep",), "horovod", quick=False),
     "ours-mpi": Entry("dualtrain horovod MPI", OURS, "horovod/native", MPI, ("sweep",), "horovod", quick=False),
-    "accelerate": Entry("Accelerate", "with_accelerate", needs="accelerate", quick=False),
-    "fabric": Entry("Lightning Fabric", "with_fabric", needs="lightning_fabric", quick=False),
-    "ignite": Entry("ignite.distributed", "with_ignite", needs="ignite", quick=False),
-    "tutorial": Entry("tutorial script", "tutorial", jobs=("feed", "epoch"), quick=False, steps=False),
-    "main": Entry("dualtrain.main", MAIN, jobs=("epoch",), quick=False, steps=False),
+    "accelerate": Entry("Accelerate", "with_accelerate", needs="accelerate", quick=False, steps=MODELS),
+    "fabric": Entry("Lightning Fabric", "with_fabric", needs="lightning_fabric", quick=False, steps=MODELS),
+    "ignite": Entry("ignite.distributed", "with_ignite", needs="ignite", quick=False, steps=MODELS),
+    "tutorial": Entry("tutorial script", "tutorial", jobs=("feed", "epoch"), quick=False, steps=()),
+    "main": Entry("dualtrain.main", MAIN, jobs=("epoch",), quick=False, steps=()),
     "main-bf16": Entry(
         "dualtrain.main, bf16 + channels_last",
         MAIN,
         "--amp bf16 --channels-last",
         jobs=("epoch",),
         quick=False,
-        steps=False,
+        steps=(),
     ),
-    "import": Entry("import dualtrain", IMPORT, jobs=("import",), steps=False),
+    "import": Entry("import dualtrain", IMPORT, jobs=("import",), steps=()),
 }
+#: Who answers with --quick in place of one that cannot run here: hosts share no memory, mpirun starts no Gloo.
+SPARES = {"shm": "native", "hvd-gloo": "hvd-mpi"}
 #: How a contender is got that is missing.
 CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"}
 
@@ -147,5 +163,4 @@ COSTS = (
 
 def jobs_of(entry: Entry, chosen: Collection[str]) -> tuple[str, ...]:
     """What this contender measures, in order. The first one also gives the time from launch to the first step."""
-    steps = tuple(job for job in LENGTHS if job not in LAYOUTS) if entry.steps else ()
-    return tuple(job for job in steps + entry.jobs if job in chosen)
+    return tuple(job for job in entry.steps + entry.jobs if job in chosen)

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualtrain.bench.plan import EPOCH_BATCH, EPOCH_LR, LENGTHS, QUICK_SIZES, SIZES
+from dualtrain.bench.plan import EPOCH_BATCH, EPOCH_LR, SIZES, TRAINER_STEPS
 from dualtrain.launchers import detect_world
 
 if TYPE_CHECKING:
@@ -85,20 +85,20 @@ def _sweep(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     import torch
 
     found = []
-    for size in QUICK_SIZES if given.quick else SIZES:
+    for size in SIZES[job]:
         tensor = torch.ones(size // 4, device=contender.device)
         seconds = _allreduce_seconds(contender.allreduce, tensor)
-        found.append({"job": job, "bytes": size, "way": "tensor", "seconds": seconds})
+        found.append({"job": "sweep", "bytes": size, "way": "tensor", "seconds": seconds})
         buffer = contender.buffer(size // 4)
         if buffer is not None:
             seconds = _allreduce_seconds(contender.allreduce_buffer, buffer)
-        found.append({"job": job, "bytes": size, "way": "buffer", "seconds": seconds})
+        found.append({"job": "sweep", "bytes": size, "way": "buffer", "seconds": seconds})
     return found
 
 
 def _allreduce_seconds(allreduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> float:
     size = tensor.numel() * tensor.element_size()
-    repetitions = 100 if size <= 1 << 20 else 7 if size <= 16 << 20 else 3
+    repetitions = 40 if size <= 1 << 20 else 5 if size <= 16 << 20 else 3
     taken = []
     for number in range(1 + repetitions):
         if number % 20 == 0:
@@ -114,7 +114,7 @@ def _allreduce_seconds(allreduce: Callable[[torch.Tensor], None], tensor: torch.
 
 
 def _trainer(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
-    return [{"job": job, **contender.trainer(LENGTHS["empty"][1])}]
+    return [{"job": job, **contender.trainer(TRAINER_STEPS)}]
 
 
 def _stall(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def _epoch(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     return [{"job": job, **run.epoch(str(given.folder), EPOCH_BATCH, EPOCH_LR)}]
 
 
-_JOBS = {"sweep": _sweep, "trainer": _trainer, "stall": _stall, "feed": _feed, "epoch": _epoch}
+_JOBS = {"sweep": _sweep, "large": _sweep, "trainer": _trainer, "stall": _stall, "feed": _feed, "epoch": _epoch}
 
 if __name__ == "__main__":
     main()
