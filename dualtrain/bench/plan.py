@@ -45,8 +45,8 @@ EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05
 class Entry:
     """A contender: which file it is in, what starts it, and what else it measures beside the steps.
 
-    ``starter`` is ``"ranks"`` for the variables that torchrun sets, else the command that Horovod is started with. The
-    workloads of ``steps`` come first.
+    ``starter`` is ``"ranks"`` for the variables that torchrun sets, else the command of Horovod's that starts it, or whose
+    part ``launch.py`` takes. The workloads of ``steps`` come first.
     """
 
     title: str
