@@ -168,7 +168,7 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(structure.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(memoryview(as_bytes(tensor).numpy()))  # not a copy, which would hold the interpreter's lock
+        digest.update(as_bytes(tensor).numpy().data)  # not a copy, which would hold the interpreter's lock
     return digest.hexdigest()
 
 

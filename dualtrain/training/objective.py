@@ -18,11 +18,15 @@ NAMES = ("loss", "weight", "correct", "top5")
 IGNORED = -100  # the target of what does not count
 
 
+#: A tensor, (4,), or as many floats, which are there sooner.
+Sums = torch.Tensor | Sequence[float]
+
+
 class Objective(Protocol):
     """A loss with its sums."""
 
-    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss, (), with its gradient; and the sums of ``NAMES``, float64, (4,), on the CPU."""
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+        """The mean loss, (), with its gradient; and the sums of ``NAMES``, four numbers."""
 
 
 def cross_entropy(
@@ -51,8 +55,11 @@ def cross_entropy(
 
 
 def _rows(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = logits.flatten(0, -2)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten().to(logits.device)
+    if logits.dim() != 2:
+        logits, targets = logits.flatten(0, -2), targets.flatten()
+    if logits.dtype != torch.float32:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits, targets if targets.device == logits.device else targets.to(logits.device)
 
 
 def _counted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,19 +75,20 @@ class CrossEntropy:
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
 
-    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
         """See :class:`Objective`. In as few operations as can be: each takes longer than a tiny model leaves."""
         logits, targets = _rows(outputs, targets)
         loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
         with torch.no_grad():
-            parts: tuple[torch.Tensor, ...] = (loss, *_counted(logits, targets))
-            if loss.device.type != "cpu":
-                parts = torch.hstack([part.double() for part in parts]).cpu().tensor_split([1, 2])  # one wait
-            mean, counted, *right = (float(number) for part in parts for number in part.flatten().tolist())
+            count, places = _counted(logits, targets)
+            if loss.is_cpu:
+                mean, counted, right = loss.item(), count.item(), places.tolist()
+            else:
+                mean, counted, *right = torch.hstack([loss.double(), count, places]).tolist()  # one wait
         if not counted:
             # Where a rank's few tokens all go unmasked: a mean of 0, not 0/0.
             loss, mean = logits.sum() * 0.0, 0.0
-        return loss, torch.tensor([mean * counted, counted, right[0], sum(right)], dtype=torch.float64)
+        return loss, [mean * counted, float(counted), float(right[0]), float(sum(right))]
 
 
 class MeanLoss:
@@ -89,10 +97,10 @@ class MeanLoss:
     def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         self.loss = loss
 
-    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
         """See :class:`Objective`; there are no right answers."""
         mean = self.loss(outputs, targets)
-        return mean, torch.tensor([mean.item() * len(targets), len(targets), 0, 0], dtype=torch.float64)
+        return mean, [mean.item() * len(targets), float(len(targets)), 0.0, 0.0]
 
 
 class OfTorch:
@@ -103,14 +111,14 @@ class OfTorch:
         self._counting = CrossEntropy(loss.label_smoothing) if plain else None
         self._other = MeanLoss(loss)
 
-    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
         """See :class:`Objective`. Other targets count as samples: of unequal weight, they are not exact over ranks."""
         if self._counting is not None and outputs.dim() == 2 and targets.dtype == torch.int64:
             return self._counting(outputs, targets)
         return self._other(outputs, targets)
 
 
-def metrics(sums: torch.Tensor | Sequence[float], prefix: str) -> dict[str, float]:
+def metrics(sums: Sums, prefix: str) -> dict[str, float]:
     """``sums`` of ``NAMES`` over all ranks as means, by the names that they are written under."""
     loss, weight, correct, top5 = map(float, sums)
     whole = weight or math.nan  # of nothing there is no mean

@@ -129,9 +129,11 @@ class Trainer:
         """
         self.optimizer.zero_grad()
         self._numbers = [0.0] * (len(NAMES) + 1) + list(news)
-        self._load_numbers()  # a rank without samples has no last pass
+        last = False
         for (inputs, targets), last in _with_last(batches):
             self._pass(inputs, targets, expected, last=last)
+        if not last:
+            self._load_numbers()  # a rank without samples
         self.optimizer.synchronize()
         total = self._total()
         sums, broken, news_of_all = total[: len(NAMES)], total[len(NAMES)], total[-NEWS:]
@@ -145,9 +147,9 @@ class Trainer:
         with nullcontext() if last else self.optimizer.no_sync():
             with self.precision.autocast():
                 loss, sums = self._measure(inputs, targets)
-            found = sums.tolist()
+            found = list(map(float, sums))
             self._numbers[: len(NAMES)] = _added(self._numbers[: len(NAMES)], found)
-            if not all(map(math.isfinite, found)):
+            if not math.isfinite(sum(found)):
                 self._numbers[len(NAMES)] = 1.0
             if last:
                 self._load_numbers()
@@ -259,7 +261,7 @@ class Trainer:
                 inputs, targets = self.to_device(batch)
                 if len(targets):
                     with self.precision.autocast():
-                        total = _added(total, objective(forward(inputs), targets)[1].tolist())
+                        total = _added(total, list(map(float, objective(forward(inputs), targets)[1])))
             model.train(training)
         sums = torch.tensor(total, dtype=torch.float64)
         return metrics(self.backend.allreduce(sums, "sum", name="evaluation").tolist(), prefix)
@@ -315,7 +317,7 @@ class Trainer:
         self.load_state_dict(state.get("trainer", state))
 
 
-def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
+def _added(one: Iterable[float], other: Iterable[float]) -> list[float]:
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
