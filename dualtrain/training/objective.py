@@ -76,7 +76,7 @@ class CrossEntropy:
         self.label_smoothing = label_smoothing
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-        """See :class:`Objective`. In training in as few operations as can be: each takes longer than a tiny model leaves."""
+        """See :class:`Objective`. In training in few operations: each takes longer than a tiny model leaves."""
         if not torch.is_grad_enabled():  # evaluations are compared between world sizes, to the last digits
             sums = cross_entropy(outputs, targets, self.label_smoothing)[1].cpu()
             return sums[0] / max(sums[1].item(), 1.0), sums.tolist()
