@@ -18,6 +18,7 @@ from dualtrain.backends.wire import wire_dtype
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+LARGE_BYTES = 64 << 10  # a gradient that is worth a copy of its own
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,18 @@ class Slot:
     ticked: int = 0
     #: Backward passes that have reached it; for who wants to count them.
     passes: int = 0
+    #: Whether it is brought into the bucket by itself, before the others.
+    large: bool = False
+
+    def move_in(self) -> None:
+        """Brings the gradient into its bucket as soon as it is there.
+
+        It is still in the processor's cache then, and the memory that it was in is free for the next one.
+        """
+        grad = self.param.grad
+        if grad is not None and grad is not self.view and not grad.is_sparse:
+            self.view.copy_(grad.detach())
+            self.param.grad = self.view
 
     def describe(self) -> str:
         """What must be the same on every rank."""
@@ -102,6 +115,8 @@ class Bucket:
             p = slot.param
             slot.bucket = self
             slot.view = flat.as_strided(p.shape, _dense_strides(p), offset)
+            # A GPU's copies are fewer and faster all at once.
+            slot.large = p.is_cpu and slot.view.nbytes >= LARGE_BYTES
             offset += p.numel()
 
     @torch.no_grad()

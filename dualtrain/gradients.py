@@ -179,6 +179,11 @@ class GradientReducer:
         if slot.ticked == self._round:
             self._arrived_twice(slot)
         slot.ticked = self._round
+        self._tick_off(slot, bucket)
+
+    def _tick_off(self, slot: Slot, bucket: Bucket) -> None:
+        if slot.large:
+            slot.move_in()
         bucket.pending -= 1
         if not bucket.pending:
             self._send_full()

@@ -157,8 +157,7 @@ class ChannelReducer(GradientReducer):
             return
         if slot.bucket is None:
             return  # sparse: it travels at the end
-        slot.bucket.pending -= 1
-        self._send_full()
+        self._tick_off(slot, slot.bucket)
 
     def _send_next(self) -> None:
         with _horovods_errors():
