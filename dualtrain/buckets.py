@@ -66,10 +66,14 @@ class Slot:
 
         It is still in the processor's cache then, and the memory that it was in is free for the next one.
         """
-        grad = self.param.grad
-        if grad is not None and grad is not self.view and not grad.is_sparse:
+        p = self.param
+        grad = p.grad
+        if grad is None or grad is self.view or grad.is_sparse:
+            return
+        # Who comes after, another reducer or the user, must find this rank's own gradient, and not one under way.
+        if len(p._post_accumulate_grad_hooks) == 1:
             self.view.copy_(grad.detach())
-            self.param.grad = self.view
+            p.grad = self.view
 
     def describe(self) -> str:
         """What must be the same on every rank."""

@@ -73,7 +73,7 @@ class GradientReducer:
         self.transfer = transfer
         #: What this rank sends along with the next reduction; after it the sum over ranks. float64, (carry,), on the
         #: CPU, but summed in the precision of the gradients.
-        self.cargo = torch.zeros(carry, dtype=torch.float64)
+        self.cargo = torch.zeros(carry, dtype=torch.float64, device="cpu")
         self._slots: list[Slot] = []
         self._frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._hooks: list[RemovableHandle] = []

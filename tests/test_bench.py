@@ -269,6 +269,16 @@ def test_what_is_compared_is_measured():
     assert modules == files
 
 
+def test_who_was_left_out_early_does_not_answer():
+    found = results(shm=1.0, native=2.0, hvd_gloo=3.0, hvd_mpi=3.0)
+    for name in ("shm", "hvd-gloo"):
+        found.samples[name][1:] = [None] * (ROUNDS - 1)
+    said = answer(found, rows_of(found))
+    assert ENTRIES["native"].title in said
+    assert ENTRIES["hvd-gloo"].title not in said
+    assert "This rests on" not in said
+
+
 def test_a_spare_answers_the_same_question():
     asked = {(comparison.one, comparison.other) for comparison in COMPARISONS}
     for horovod in ("hvd-gloo", SPARES["hvd-gloo"]):

@@ -169,6 +169,26 @@ def test_strided_transposed_scalar_and_empty_parameters(typical):
     typical(strange_strides)
 
 
+def several_hooks(backend, numel):
+    """Each finds this rank's own gradient, whatever another has done with it: a second reducer, and the user."""
+    p, seen = nn.Parameter(torch.zeros(numel)), []
+    halves = Transfer(before=0.5, after=2.0 / backend.size)
+    reducers = [GradientReducer([("p", p)], backend, transfer=halves) for _ in range(2)]
+    hook = p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for _ in range(3):
+        p.grad = None
+        ((backend.rank + 1) * p.sum()).backward()
+        check([p.grad, seen[-1]], [torch.full((numel,), x) for x in ((backend.size + 1) / 2, backend.rank + 1.0)])
+    hook.remove()
+    for reducer in reducers:
+        reducer.close()
+
+
+@pytest.mark.parametrize("numel", [1000, 20000])
+def test_who_else_watches_a_parameter_finds_its_own_gradient(typical, numel):
+    typical(several_hooks, numel)
+
+
 TOLERANCES = {
     torch.bfloat16: {"rtol": 3e-2, "atol": 1e-3},
     torch.float16: {"rtol": 4e-3, "atol": 1e-4},

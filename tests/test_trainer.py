@@ -20,6 +20,7 @@ from dualtrain.models.freezing import freeze_backbone
 from dualtrain.training.assemble import RankNorm, determinism, synchronize_norms
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, optimizer_names, scaled_lr
+from dualtrain.training.precision import Precision
 from tests.models_for_tests import seeded
 
 
@@ -261,6 +262,20 @@ def bad_loss(backend) -> str:
 def test_a_loss_that_is_not_finite_is_laid_at_its_ranks_door(typical):
     messages = typical(bad_loss)
     assert set(messages) == {"the loss became infinite or not a number on rank 0"}
+
+
+@pytest.mark.parametrize("graded", [True, False])
+def test_targets_may_be_a_column(graded):
+    logits, targets = torch.randn(4, 7), torch.randint(0, 7, (4, 1))
+    with torch.set_grad_enabled(graded):
+        mean, sums = CrossEntropy()(logits, targets)
+    assert mean.item() == pytest.approx(functional.cross_entropy(logits, targets[:, 0]).item())
+    assert sums[1] == 4
+
+
+def test_without_mixed_precision_there_is_none_from_outside_either():
+    with torch.autocast("cpu", torch.bfloat16), Precision("off", torch.device("cpu")).autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
 
 def test_tokens_that_do_not_count_are_left_out():

@@ -57,8 +57,12 @@ class Call:
     @lru_cache(maxsize=1024)  # noqa: B019 - of calls, which are values: a program repeats the same few
     def fingerprint(self) -> int:
         """A number below 2**63 that differs where the calls do."""
-        digest = hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
+        return _fingerprint(repr(self))
+
+
+def _fingerprint(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def agree(backend: Backend, call: Call, extent: int = 0) -> list[int]:
@@ -107,7 +111,7 @@ def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
         BackendError: on every rank, naming the first entry in which rank 0 and another rank differ.
     """
     backend.settle()
-    rows = backend.exchange_short([Call(what, repr(mine)).fingerprint()])
+    rows = backend.exchange_short([_fingerprint(f"{what} {mine}")])
     if all(row == rows[0] for row in rows):
         return
     lists = backend.allgather_object(mine, name=what)

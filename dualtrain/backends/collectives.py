@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from operator import index
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -346,10 +347,12 @@ class Backend(Primitives):
         if not self._open:
             raise BackendError("this backend is closed: make its last call before close()")
 
-    def _check_root(self, kind: str, root: int) -> None:
+    def _checked_root(self, kind: str, root: int) -> int:
+        root = index(root)  # of any kind of integer: the ranks compare how it is written
         if not 0 <= root < self.size:
             problem = f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}"
             refuse(self, Call(kind, root=root), ValueError(problem))
+        return root
 
     def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
         """The reduced values in the wire's dtype: ``tensor`` itself where it can travel as it is."""
@@ -400,7 +403,7 @@ class Backend(Primitives):
 
     @torch.no_grad()
     def _broadcast_(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
-        self._check_root("broadcast", root)
+        root = self._checked_root("broadcast", root)
         agree(self, Call.on("broadcast", tensor, name, root=root))
         data = wire.as_bytes(tensor)
         if data.numel():
@@ -454,7 +457,7 @@ class Backend(Primitives):
         return wire.from_bytes(output, tensor.dtype, (sum(received), *tensor.shape[1:]))
 
     def _broadcast_object(self, obj: Any, root: int, name: str | None) -> Any:
-        self._check_root("broadcast_object", root)
+        root = self._checked_root("broadcast_object", root)
         data, problem = _encoded(obj) if self.rank == root else (None, None)
         length = agree(self, Call("broadcast_object", name, root=root), -1 if problem else 0 if data is None else len(data))
         self._refuse_if_unsent([length[root]], problem, offset=root)

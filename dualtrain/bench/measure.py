@@ -42,6 +42,10 @@ class Results:
     failures: dict[str, list[str]] = field(default_factory=dict)  # those that another start made up for, too
     rounds: int = 0
 
+    def count(self, name: str) -> int:
+        """The rounds in which a contender ran."""
+        return sum(sample is not None for sample in self.samples.get(name, ()))
+
     def pairs(self, one: str, other: str) -> list[tuple[Sample, Sample]]:
         """The samples of two contenders from rounds in which both ran."""
         both = zip(self.samples.get(one, ()), self.samples.get(other, ()), strict=False)

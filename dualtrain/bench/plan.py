@@ -96,7 +96,7 @@ ENTRIES = {
     ),
     "import": Entry("import dualtrain", IMPORT, jobs=("import",), steps=()),
 }
-#: Who answers with --quick in place of one that cannot run here: hosts share no memory, mpirun starts no Gloo.
+#: Who answers with --quick in place of one that cannot run here: some ranks share no memory, mpirun starts no Gloo.
 SPARES = {"shm": "native", "hvd-gloo": "hvd-mpi"}
 #: How a contender is got that is missing.
 CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"}

@@ -55,7 +55,7 @@ def cross_entropy(
 
 
 def _rows(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if logits.dim() != 2:
+    if logits.dim() != 2 or targets.dim() != 1:
         logits, targets = logits.flatten(0, -2), targets.flatten()
     if logits.dtype != torch.float32:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -36,5 +36,6 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For the forward pass and the loss."""
-        # Not autocast that is off: entering it takes longer than many an operation.
-        return torch.autocast(self._kind, self._dtype) if self._dtype is not None else nullcontext()
+        if self._dtype is None and not torch.is_autocast_enabled(self._kind):
+            return nullcontext()  # to enter autocast that is off takes longer than many an operation
+        return torch.autocast(self._kind, self._dtype, enabled=self._dtype is not None)
