@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from dualtrain.bench.measure import Results
-from dualtrain.bench.rows import Row, sweep_of
+from dualtrain.bench.rows import BUFFERS, Row, sweep_of
 from dualtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,8 +76,12 @@ def _inside(mark: float, groups: Sequence[tuple[str, list[Row]]]) -> bool:
 
 
 def _draw_sweep(axes: Axes, sweep: dict[str, dict[int, float]]) -> None:
+    names = list(dict.fromkeys(title.removesuffix(BUFFERS) for title in sweep))
     for title, found in sweep.items():
-        axes.plot(list(found), [1e3 * seconds for seconds in found.values()], marker="o", markersize=3, label=title)
+        # A contender has one color; what it does with buffers of its own is dashed.
+        color, style = f"C{names.index(title.removesuffix(BUFFERS))}", "--" if title.endswith(BUFFERS) else "-"
+        taken = [1e3 * seconds for seconds in found.values()]
+        axes.plot(list(found), taken, style, color=color, marker="o", markersize=3, label=title)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("bytes")

@@ -13,6 +13,7 @@ from dualtrain.bench.statistics import Estimate, estimate, pairs_of
 
 RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")  # whose weights are what they should be
 UNITS = {"ms": 1e3, "µs": 1e6}
+BUFFERS = ", its buffers"
 SAME, OTHER, NONE = "same", "other numerics", "–"
 
 
@@ -117,6 +118,6 @@ def sweep_of(results: Results) -> dict[str, dict[int, float]]:
             kind, _, rest = key.partition("/")
             size, _, way = rest.partition("/")
             if kind == "sweep" and (way or ENTRIES[name].module == OURS):
-                title = ENTRIES[name].title + ("" if way else ", its buffers")
+                title = ENTRIES[name].title + ("" if way else BUFFERS)
                 found.setdefault(title, {})[int(size)] = estimate([s.seconds[key] for s in samples]).value
     return found
