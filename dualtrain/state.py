@@ -98,7 +98,7 @@ def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in _named_tensors(model.state_dict() if isinstance(model, torch.nn.Module) else model):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(as_bytes(tensor).cpu().numpy().tobytes())
+        digest.update(as_bytes(tensor).cpu().numpy().data)
     return digest.hexdigest()
 
 

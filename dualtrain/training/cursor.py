@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dualtrain.training.objective import NAMES, metrics
+from dualtrain.training.objective import NAMES, added, metrics
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Cursor:
         """One more step is done."""
         self.step, self.batch, self.samples = self.step + 1, self.batch + 1, self.samples + samples
         self.seconds += seconds
-        self.sums = [old + new for old, new in zip(self.sums, sums, strict=True)]
+        self.sums = added(self.sums, sums)
 
     def judge(self, evaluation: dict[str, float], measure: str) -> bool:
         """Notes an evaluation; gives whether it is the best so far: the lowest loss, or the highest accuracy."""

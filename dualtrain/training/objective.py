@@ -6,7 +6,7 @@ Sums and not means: those of any batches on any ranks add up to the mean over al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -119,6 +119,11 @@ class OfTorch:
         if self._counting is not None and outputs.dim() == 2 and targets.dtype == torch.int64:
             return self._counting(outputs, targets)
         return self._other(outputs, targets)
+
+
+def added(one: Iterable[float], other: Iterable[float]) -> list[float]:
+    """Two parts' sums as those of both. Raises ValueError if they are not equally many."""
+    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def metrics(sums: Sums, prefix: str) -> dict[str, float]:

@@ -26,7 +26,7 @@ from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.state import averaged_buffers, broadcast_parameters
 from dualtrain.training import checkpoint
 from dualtrain.training.local_state import local_state, restore_local_state
-from dualtrain.training.objective import NAMES, CrossEntropy, MeanLoss, Objective, OfTorch, metrics
+from dualtrain.training.objective import NAMES, CrossEntropy, MeanLoss, Objective, OfTorch, added, metrics
 from dualtrain.training.precision import DTYPES, Precision
 from dualtrain.training.together import on_root
 
@@ -148,7 +148,7 @@ class Trainer:
             with self.precision.autocast():
                 loss, sums = self._measure(inputs, targets)
             found = list(map(float, sums))
-            self._numbers[: len(NAMES)] = _added(self._numbers[: len(NAMES)], found)
+            self._numbers[: len(NAMES)] = added(self._numbers[: len(NAMES)], found)
             if not math.isfinite(sum(found)):
                 self._numbers[len(NAMES)] = 1.0
             if last:
@@ -225,7 +225,7 @@ class Trainer:
                 expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
             mine = [] if batch is None else [self.to_device(batch)]
             step = self.step(mine, expected or 1.0, [float(not last), 0.0, 0.0])
-            total = _added(total, step.totals)
+            total = added(total, step.totals)
             more = step.news[0] > 0
         return total
 
@@ -261,7 +261,7 @@ class Trainer:
                 inputs, targets = self.to_device(batch)
                 if len(targets):
                     with self.precision.autocast():
-                        total = _added(total, list(map(float, objective(forward(inputs), targets)[1])))
+                        total = added(total, map(float, objective(forward(inputs), targets)[1]))
             model.train(training)
         sums = torch.tensor(total, dtype=torch.float64)
         return metrics(self.backend.allreduce(sums, "sum", name="evaluation").tolist(), prefix)
@@ -315,10 +315,6 @@ class Trainer:
         """
         state = checkpoint.load(Path(path))
         self.load_state_dict(state.get("trainer", state))
-
-
-def _added(one: Iterable[float], other: Iterable[float]) -> list[float]:
-    return [a + b for a, b in zip(one, other, strict=True)]
 
 
 def _objective(loss: Loss | Objective | None) -> Objective:
