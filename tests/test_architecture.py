@@ -29,7 +29,7 @@ ROOMS += ["doctor", "bench"]
 BACKENDS = [
     {"base"},
     {"lines"},
-    {"watch", "agreement", "wire", "serial", "objects", "http_store", "store", "hosts", "semaphores"},
+    {"watch", "agreement", "wire", "serial", "objects", "http_store", "store", "hosts", "semaphores", "heap"},
     {"segment", "shards"},
     {"memory"},
     {"rendezvous", "reach"},

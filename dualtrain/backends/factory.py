@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import uuid
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.heap import keep_freed_memory
 from dualtrain.backends.hosts import identity, listening_address
 from dualtrain.backends.memory import SharedMemory
 from dualtrain.backends.segment import UnsharedError
@@ -77,6 +79,9 @@ def connect(
             of a host share (and the library between hosts), or, said in one line, the library where they cannot;
             ``"auto"``, memory for the torch backend with all ranks on one host, else the library.
 
+    On the CPU, the process keeps the memory that it frees from here on (``heap.py``), unless variables of glibc's, such as
+    MALLOC_TRIM_THRESHOLD_, say otherwise.
+
     Returns:
         The backend; close it, or use it in a ``with`` statement.
 
@@ -111,6 +116,8 @@ def connect(
     backend.watch = Watch(backend, listening_address(backend.world))
     backend.watch.guard()
     _share_memory(backend, transport)
+    if backend.device.type == "cpu":
+        keep_freed_memory(os.environ)
     return backend
 
 
