@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -50,8 +51,7 @@ def cross_entropy(
     with torch.no_grad():
         # Of each sample in double precision, so that the sum hardly depends on how it is split.
         total = losses.sum(dtype=torch.float64)
-        counted, right = _counted(logits, targets)
-        return losses, torch.stack([total, counted, right[0], right.sum()])
+        return losses, torch.stack([total, *_counted(_best(logits), targets, torch.count_nonzero)])
 
 
 def _rows(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,11 +62,15 @@ def _rows(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, to
     return logits, targets if targets.device == logits.device else targets.to(logits.device)
 
 
-def _counted(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many targets count, and how many are right in each of the first 5 places, (5,) or fewer."""
-    best = logits.topk(min(5, logits.shape[1]), 1).indices
-    # No class has the number of what does not count.
-    return torch.count_nonzero(targets != IGNORED), (best == targets.unsqueeze(1)).sum(0)
+def _best(logits: torch.Tensor) -> torch.Tensor:
+    """The classes of the first 5 places, (n, 5), or fewer."""
+    return logits.topk(min(5, logits.shape[1]), 1).indices
+
+
+def _counted(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+    """How many targets count, how many have the first place, and how many are among the first 5, of tensors or arrays."""
+    hits = best == targets[:, None]  # no class has the number of what does not count
+    return count_nonzero(targets != IGNORED), count_nonzero(hits[:, 0]), count_nonzero(hits)
 
 
 class CrossEntropy:
@@ -82,16 +86,17 @@ class CrossEntropy:
             return sums[0] / max(sums[1].item(), 1.0), sums.tolist()
         logits, targets = _rows(outputs, targets)
         loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
-        with torch.no_grad():
-            count, places = _counted(logits, targets)
-            if loss.is_cpu:
-                mean, counted, right = loss.item(), count.item(), places.tolist()
-            else:
-                mean, counted, *right = torch.hstack([loss.double(), count, places]).tolist()  # one wait
+        best = _best(logits.detach())
+        if loss.is_cpu:  # NumPy takes a fraction of torch's time where there is little to do
+            found = [loss.item(), *_counted(best.numpy(), targets.numpy(), np.count_nonzero)]
+        else:
+            counts = _counted(best, targets, torch.count_nonzero)
+            found = torch.stack([loss.detach().double(), *counts]).tolist()  # one wait
+        mean, counted, correct, top5 = map(float, found)
         if not counted:
             # Where a rank's few tokens all go unmasked: a mean of 0, not 0/0.
             loss, mean = logits.sum() * 0.0, 0.0
-        return loss, [mean * counted, float(counted), float(right[0]), float(sum(right))]
+        return loss, [mean * counted, counted, correct, top5]
 
 
 class MeanLoss:
