@@ -29,6 +29,6 @@ class TensorSource(Source):
         self._inputs, self._targets = self._inputs.to(device), self._targets.to(device)
         for batch in batches:
             numbers = batch.numbers.to(device)
-            rows = self._inputs[numbers]
+            rows = self._inputs.index_select(0, numbers)  # whole rows, not number by number
             inputs = rows if self._transform is None else self._transform(rows, numbers, batch.seed)
-            yield inputs, self._targets[numbers]
+            yield inputs, self._targets.index_select(0, numbers)
