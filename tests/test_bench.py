@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dualtrain.bench import __main__ as bench
-from dualtrain.bench import measure
+from dualtrain.bench import measure, pace
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.contenders import alone
 from dualtrain.bench.digits import write_mnist
@@ -85,7 +85,7 @@ def test_one_pair_has_no_width():
 
 def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
     """Seven rounds in which every contender takes its seconds, and the slower the later, alike for all."""
-    found = Results(missing=missing or {}, rounds=ROUNDS)
+    found = Results(missing=missing or {}, efforts=[1.0] * ROUNDS)
     for name, taken in seconds.items():
         name = name.replace("_", "-")
         sha = (weights or {}).get(name, "alone" if name == "alone" else "raw")
@@ -291,7 +291,7 @@ def test_a_spare_answers_the_same_question():
 def test_the_ranks_of_no_communication_meet_before_the_first_batch(monkeypatch):
     happened = []
     monkeypatch.setattr(alone, "dist", SimpleNamespace(barrier=lambda: happened.append("met")))
-    task = Task("tiny", CPU, quick=True)
+    task = Task("tiny", CPU, 0.5)
     batches = task.batches(0)
     monkeypatch.setattr(task, "batches", lambda _: (happened.append("batch") or batch for batch in batches))
     contender = object.__new__(alone.Alone)
@@ -313,11 +313,11 @@ def test_resnet18_is_torchvisions():
 
 @pytest.mark.parametrize("name", ["tiny", "small", "convnet"])
 def test_everyone_meets_the_same_task(name):
-    tasks = [Task(name, CPU, quick=True) for _ in range(2)]
+    tasks = [Task(name, CPU, 0.5) for _ in range(2)]
     weights = [[p.detach().clone() for p in task.model().parameters()] for task in tasks]
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     first, same, other = (
-        list(task.batches(rank)) for task, rank in ((tasks[0], 0), (tasks[1], 0), (Task(name, CPU, True), 1))
+        list(task.batches(rank)) for task, rank in ((tasks[0], 0), (tasks[1], 0), (Task(name, CPU, 0.5), 1))
     )
     assert len(first) == sum((tasks[0].warmup, tasks[0].steps))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first, same, strict=True))
@@ -379,7 +379,7 @@ def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
 def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monkeypatch):
     calls = []
 
-    def run_entry(entry, jobs, place, quick):
+    def run_entry(entry, jobs, place, effort):
         calls.append(entry.title)
         if entry.module == "alone":
             raise LaunchError("no luck")
@@ -387,7 +387,7 @@ def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monk
 
     monkeypatch.setattr(measure, "run_entry", run_entry)
     said: list[str] = []
-    asked = Asked(["alone", TUNED], ("tiny",), 3, True, 1000)
+    asked = Asked(["alone", TUNED], ("tiny",), 3, 0.5, 1000)
     found = measure.measure(asked, Place(2, "cpu", tmp_path), said.append)
     assert calls.count("no communication") == 2
     assert calls.count("raw DDP tuned") == 3
@@ -412,12 +412,12 @@ def run_with(monkeypatch, tmp_path, asked, broken=()):
 
 
 def test_rounds_go_forth_and_back(tmp_path, monkeypatch):
-    calls, _ = run_with(monkeypatch, tmp_path, Asked(["alone", TUNED], ("tiny",), 3, True, 1000))
+    calls, _ = run_with(monkeypatch, tmp_path, Asked(["alone", TUNED], ("tiny",), 3, 0.5, 1000))
     assert calls == ["alone", "ddp tuned", "ddp tuned", "alone", "alone", "ddp tuned"]
 
 
 def test_a_spare_takes_the_place_of_one_that_cannot_run(tmp_path, monkeypatch):
-    asked = Asked(["shm", TUNED], ("tiny",), 2, True, 1000, {"shm": "native"})
+    asked = Asked(["shm", TUNED], ("tiny",), 2, 0.5, 1000, {"shm": "native"})
     calls, found = run_with(monkeypatch, tmp_path, asked, broken=["ours torch/shm"])
     assert calls == [*["ours torch/shm"] * 2, "ddp tuned", *["ours torch/native"] * 2, "ddp tuned"]
     assert len(found.pairs("native", TUNED)) == 2
@@ -446,7 +446,7 @@ def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
         return end
 
     monkeypatch.setattr(measure, "run_entry", run_entry)
-    found = measure.measure(Asked([TUNED], ("tiny",), 1, True, 1000), Place(2, "cpu", tmp_path), lambda _: None)
+    found = measure.measure(Asked([TUNED], ("tiny",), 1, 0.5, 1000), Place(2, "cpu", tmp_path), lambda _: None)
     assert found.missing == {}
     assert found.samples[TUNED][0] is not None
     assert "failed 1 times and was started again: no luck" in text(found, rows_of(found), "here")
@@ -456,9 +456,50 @@ def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
     line = {"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}
     monkeypatch.setattr(measure, "run_entry", lambda *_: [line])
     said: list[str] = []
-    found = measure.measure(Asked([TUNED], ("tiny",), 7, True, 0.0), Place(2, "cpu", tmp_path), said.append)
+    found = measure.measure(Asked([TUNED], ("tiny",), 7, 0.5, 0.0), Place(2, "cpu", tmp_path), said.append)
     assert found.rounds == 1
     assert "1 of 7 rounds" in said[-1]
+
+
+def rounds_at(monkeypatch, starting, running, seconds, most=1.0):
+    """The efforts of the rounds that fit into ``seconds``, and when they end, by a clock of its own."""
+    clock = [0.0]
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    one, efforts = pace.Pace(ROUNDS, seconds, most), []
+    while len(efforts) < ROUNDS and (not efforts or one.fits()):
+        efforts.append(one.effort)
+        took = starting + running * one.effort
+        clock[0] += took
+        one.note(took, starting)
+    return efforts, clock[0]
+
+
+def test_a_fast_machine_takes_all_steps_but_in_the_first_round(monkeypatch):
+    assert rounds_at(monkeypatch, 30, 60, 1140)[0] == [0.5, *[1.0] * 6]
+    assert rounds_at(monkeypatch, 5, 10, 170, most=0.5)[0] == [0.25, *[0.5] * 6]
+
+
+def test_a_slow_machine_takes_fewer_steps_and_as_many_rounds(monkeypatch):
+    efforts, ended = rounds_at(monkeypatch, 100, 150, 1140)
+    assert efforts[0] == 0.5
+    assert len(efforts) == ROUNDS
+    assert all(0.25 < effort < 0.5 for effort in efforts[1:])
+    assert 1000 < ended <= 1140
+
+
+def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch):
+    efforts, ended = rounds_at(monkeypatch, 200, 400, 1140)
+    assert efforts == [0.5, 0.25, 0.25]
+    assert ended <= 1140
+
+
+def test_the_weights_are_compared_in_each_round_by_itself():
+    found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
+    for column in found.samples.values():
+        column[3].sha256["resnet18"] = "after fewer steps"
+    assert row(rows_of(found), "shm", TUNED).weights == "same"
+    found.samples["shm"][3].sha256["resnet18"] = "raw"
+    assert row(rows_of(found), "shm", TUNED).weights == "other numerics"
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> l
         "answer": answer(results, rows),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    plain |= {"allreduce": sweep_of(results), **dataclasses.asdict(results)}
+    plain |= {"rounds": results.rounds, "allreduce": sweep_of(results), **dataclasses.asdict(results)}
     contents = {
         "bench.json": json.dumps(plain, indent=1).encode(),
         "bench.png": png,
@@ -171,7 +171,7 @@ def _run(given: argparse.Namespace) -> None:
 
         write_mnist(place.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
     seconds = QUICK_SECONDS if given.quick else LIMIT_SECONDS
-    asked = Asked(entries, jobs, given.pairs, given.quick, seconds, spares)
+    asked = Asked(entries, jobs, given.pairs, 0.5 if given.quick else 1.0, seconds, spares)
     results = measure(asked, place, lambda line: print(line, file=sys.stderr, flush=True))
     results.missing = {**missing, **results.missing}
     shutil.rmtree(place.folder, ignore_errors=True)

@@ -45,7 +45,7 @@ class Place:
     threads: int = 1
 
 
-def run_entry(entry: Entry, jobs: Sequence[str], place: Place, quick: bool) -> list[dict[str, Any]]:
+def run_entry(entry: Entry, jobs: Sequence[str], place: Place, effort: float) -> list[dict[str, Any]]:
     """What every rank of a contender found, in no order. Blocks until its processes have ended.
 
     Raises:
@@ -53,7 +53,7 @@ def run_entry(entry: Entry, jobs: Sequence[str], place: Place, quick: bool) -> l
     """
     program = [sys.executable, "-m", "dualtrain.bench.worker", entry.module, ",".join(jobs)]
     program += [f"--device={place.device}", f"--folder={place.folder.resolve()}", f"--launched={time.time()}"]
-    program += [f"--option={entry.option}"] * bool(entry.option) + ["--quick"] * quick
+    program += [f"--effort={effort}"] + [f"--option={entry.option}"] * bool(entry.option)
     return found_in(run_program(program, entry.starter, place, meet=entry.needs != "horovod" and entry.module != OURS))
 
 

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dualtrain.bench.launch import LaunchError, Place, run_entry, run_program
+from dualtrain.bench.pace import Pace
 from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, MAIN, Entry, jobs_of
 
 _IMPORT = """
@@ -40,7 +41,12 @@ class Results:
     samples: dict[str, list[Sample | None]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)  # those that another start made up for, too
-    rounds: int = 0
+    efforts: list[float] = field(default_factory=list)  # of each round: the share of a workload's steps that it took
+
+    @property
+    def rounds(self) -> int:
+        """How many were run."""
+        return len(self.efforts)
 
     def count(self, name: str) -> int:
         """The rounds in which a contender ran."""
@@ -56,53 +62,61 @@ class Results:
 class Asked:
     """What to measure: contenders, jobs, rounds; none is begun that would not end within ``seconds``.
 
+    A round takes up to ``most`` of the steps of ``plan.LENGTHS``.
+
     A contender that cannot run has its spare take its place, if it has one.
     """
 
     entries: Sequence[str]
     jobs: tuple[str, ...]
     rounds: int
-    quick: bool
+    most: float
     seconds: float
     spares: Mapping[str, str] = field(default_factory=dict)
 
 
 def measure(asked: Asked, place: Place, say: Callable[[str], None]) -> Results:
     """Runs the rounds; for how long is ``asked``. Contenders that fail twice in a round are left out from then on."""
-    results, began, slowest, entries = Results(), time.monotonic(), 0.0, list(asked.entries)
+    results, entries = Results(), list(asked.entries)
+    pace = Pace(asked.rounds, asked.seconds, asked.most)
     for number in range(asked.rounds):
-        started = time.monotonic()
-        if number and started + slowest > began + asked.seconds:
+        started, starting = time.monotonic(), 0.0
+        if number and not pace.fits():
             say(f"{number} of {asked.rounds} rounds: another would not end within {asked.seconds / 60:g} minutes")
             break
         for name in entries if number % 2 == 0 else reversed(entries):
             if name not in results.missing:
-                _run_one(name, asked, place, results, number, say)
+                starting += _run_one(name, asked, place, results, number, pace.effort, say)
                 if name in results.missing and asked.spares.get(name, name) not in entries:
                     entries.append(asked.spares[name])
-        results.rounds = number + 1
-        slowest = max(slowest, time.monotonic() - started)
+        results.efforts.append(pace.effort)
+        pace.note(time.monotonic() - started, starting)
     return results
 
 
-def _run_one(name: str, asked: Asked, place: Place, results: Results, number: int, say: Callable[[str], None]) -> None:
+def _run_one(
+    name: str, asked: Asked, place: Place, results: Results, number: int, effort: float, say: Callable[[str], None]
+) -> float:
+    """The seconds until its first step had ended; those of all that it did, if no effort changes them."""
     entry, started = ENTRIES[name], time.monotonic()
     column = results.samples.setdefault(name, [])
     column += [None] * (number + 1 - len(column))
     for last in (False, True):
         try:
-            column[number] = _sample(entry, asked, place)
+            sample = column[number] = _sample(entry, asked.jobs, place, effort)
         except LaunchError as error:
             say(f"{entry.title}: failed, {'left out' if last else 'started again'}: {error}")
             results.failures.setdefault(name, []).append(str(error))
             if last:
                 results.missing[name] = str(error)
         else:
-            say(f"round {number + 1} of {asked.rounds}: {entry.title}, {time.monotonic() - started:.1f} s")
-            return
+            seconds = time.monotonic() - started
+            say(f"round {number + 1} of {asked.rounds}, {effort:.0%} of the steps: {entry.title}, {seconds:.1f} s")
+            return sample.seconds.get("start", seconds)
+    return time.monotonic() - started
 
 
-def _sample(entry: Entry, asked: Asked, place: Place) -> Sample:
+def _sample(entry: Entry, jobs: Collection[str], place: Place, effort: float) -> Sample:
     if entry.module == IMPORT:
         return Sample({"import": _import_seconds()})
     if not entry.steps and not place.prefix:
@@ -110,7 +124,7 @@ def _sample(entry: Entry, asked: Asked, place: Place) -> Sample:
         place = replace(place, threads=max(1, len(os.sched_getaffinity(0)) // place.ranks))
     if entry.module == MAIN:
         return _main(entry, place)
-    found = run_entry(entry, jobs_of(entry, asked.jobs), place, asked.quick)
+    found = run_entry(entry, jobs_of(entry, jobs), place, effort)
     if not found:
         raise LaunchError("its ranks said nothing")
     return sample_of(found)

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: discarded, timed (half as many with --quick).
+#: Steps of each workload: discarded, timed. A round takes a share of the latter (``pace.py``), with --quick half at most.
 LENGTHS = {
     "tiny": (2, 4),
     "empty": (50, 200),
     "small": (8, 32),
-    "convnet": (3, 11),
+    "convnet": (3, 12),
     "resnet18": (2, 6),
     "mlp": (1, 4),
     "resnet18-cl": (2, 4),
@@ -34,11 +34,11 @@ MODELS = tuple(job for job in STEPS if job != "empty")
 SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
 JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
 DEFAULT = tuple(job for job in JOBS if job != "tiny")
-QUICK = ("empty", "small", "convnet", "sweep", "trainer", "import")
+QUICK = ("empty", "small", "convnet", "sweep", "trainer")
 #: Rounds to aim at, and the pairs that a verdict takes.
 ROUNDS = 7
 TRAINER_STEPS = 250
-EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05
+EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 9_000, 100, 0.05
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ MAIN, IMPORT = "the command line", "an import"  # in place of a module: no conte
 
 #: In the order of a round: neighbours are compared with each other.
 ENTRIES = {
-    "alone": Entry("no communication", "alone"),
+    "alone": Entry("no communication", "alone", quick=False),
     "shm": Entry(
         "dualtrain torch, shared memory",
         OURS,

@@ -5,13 +5,14 @@ A row of fewer pairs than ``ROUNDS`` is not judged: of three pairs, the interval
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from dualtrain.bench.measure import Results, Sample
+from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
 from dualtrain.bench.statistics import Estimate, estimate, pairs_of
 
-RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")  # whose weights are what they should be
+RAW = {TUNED, "ddp", "hvd-gloo", "hvd-mpi"}  # whose weights are what they should be
 UNITS = {"ms": 1e3, "µs": 1e6}
 BUFFERS = ", its buffers"
 SAME, OTHER, NONE = "same", "other numerics", "–"
@@ -53,7 +54,7 @@ def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]
     one, other = comparison.one, comparison.other
     pairs = [(a, b) for a, b in results.pairs(one, other) if job in a.seconds and job in b.seconds]
     found = estimate([b.seconds[job] / a.seconds[job] for a, b in pairs])
-    weights = _weights(job, pairs, results)
+    weights = _weights(job, one, other, results)
     target = comparison.targets.get(job, comparison.targets.get("*") if weights != NONE else None)
     met, note = None, _unjudged(target, found)
     if target is not None and not note:
@@ -75,14 +76,19 @@ def _unjudged(target: float | None, found: Estimate) -> str:
     return f"{pairs_of(found.pairs)}: not judged"
 
 
-def _weights(job: str, pairs: list[tuple[Sample, Sample]], results: Results) -> str:
-    """Whether both ended with the raw script's weights; a dash for what trains nothing, or alone."""
-    raw = {s.sha256[job] for name in RAW for s in results.samples.get(name, ()) if s is not None and job in s.sha256}
-    if not raw or any(job not in s.sha256 for pair in pairs for s in pair):
+def _weights(job: str, one: str, other: str, results: Results) -> str:
+    """Whether both ended each round with the raw script's weights; a dash for what trains nothing, or alone."""
+    pair = {one, other} - {"alone"}
+    rounds = [_hashes(job, {*RAW, *pair}, results, number) for number in range(results.rounds)]
+    if not any(found.keys() & RAW and pair <= found.keys() for found in rounds):
         return NONE
-    alone = {s.sha256[job] for s in results.samples.get("alone", ()) if s is not None and job in s.sha256}
-    found = {s.sha256[job] for pair in pairs for s in pair} - alone
-    return SAME if len(raw | found) == 1 else OTHER
+    return SAME if all(len(set(found.values())) <= 1 for found in rounds) else OTHER
+
+
+def _hashes(job: str, names: Collection[str], results: Results, number: int) -> dict[str, str]:
+    """The weights that contenders ended a round with: rounds differ in how many steps they take."""
+    there = {name: results.samples[name][number : number + 1] for name in names if name in results.samples}
+    return {name: s.sha256[job] for name, column in there.items() for s in column if s is not None and job in s.sha256}
 
 
 def noise_floor(rows: list[Row], job: str) -> float:

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where checkpoints may go, data lie, and ranks meet")
     parser.add_argument("--meet", help="the name of the file in which rank 0 tells where to meet")
     parser.add_argument("--launched", type=float, default=0.0, help="time.time() when the job was started")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--effort", type=float, default=1.0, help="the share of each workload's steps")
     given = parser.parse_args()
     if given.meet:
         from dualtrain.bench.meet import meet
@@ -73,7 +73,7 @@ def _device(wanted: str) -> torch.device:
 def _steps(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     from dualtrain.bench.workloads import Task
 
-    task = Task(job, contender.device, given.quick)
+    task = Task(job, contender.device, given.effort)
     model = contender.train(task)
     from dualtrain.state import weights_sha256  # after the first step: a raw script has no use for it
 
@@ -98,7 +98,7 @@ def _sweep(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
 
 def _allreduce_seconds(allreduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> float:
     size = tensor.numel() * tensor.element_size()
-    repetitions = 40 if size <= 1 << 20 else 5 if size <= 16 << 20 else 3
+    repetitions = 40 if size <= 1 << 20 else 5 if size <= 16 << 20 else 2
     taken = []
     for number in range(1 + repetitions):
         if number % 20 == 0:
@@ -120,7 +120,7 @@ def _trainer(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]
 def _stall(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     from dualtrain.bench.workloads import Task
 
-    return [{"job": job, "seconds": contender.stall(Task("resnet18", contender.device, True), given.folder)}]
+    return [{"job": job, "seconds": contender.stall(Task("resnet18", contender.device, given.effort / 2), given.folder)}]
 
 
 def _feed(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:

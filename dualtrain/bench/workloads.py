@@ -87,16 +87,18 @@ WORKLOADS = {
 
 
 class Task:
-    """One workload as a contender meets it: the model, the batches of a rank, and the time that its steps took."""
+    """One workload as a contender meets it: the model, the batches of a rank, and the time that its steps took.
+
+    ``effort`` is the share of its steps that are taken, of those that are timed.
+    """
 
     lr = 0.001
 
-    def __init__(self, name: str, device: torch.device, quick: bool) -> None:
+    def __init__(self, name: str, device: torch.device, effort: float) -> None:
         self.workload = WORKLOADS[name]
         self.device = device
-        self.warmup, self.steps = LENGTHS[name]
-        if quick:
-            self.steps = max(1, self.steps // 2)
+        self.warmup, steps = LENGTHS[name]
+        self.steps = max(2, round(steps * effort))
         self.first_step_ended = 0.0  # time.time()
         self._seconds: list[float] = []
         self._total = 0.0
