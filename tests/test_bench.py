@@ -493,6 +493,24 @@ def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch):
     assert ended <= 1140
 
 
+def test_a_round_ends_where_no_time_is_left_for_the_next_contender(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(measure, "time", pace.time)
+
+    def run_entry(*_):
+        clock[0] += 10.0 if clock[0] < 40 else 60.0  # the machine gets slow
+        return [{"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}]
+
+    monkeypatch.setattr(measure, "run_entry", run_entry)
+    said: list[str] = []
+    names = ["alone", TUNED, "ddp"]
+    found = measure.measure(Asked(names, ("tiny",), 7, 0.5, 100), Place(2, "cpu", tmp_path), said.append)
+    assert [found.count(name) for name in names] == [1, 2, 2]
+    assert "round 2 of 7 ends before no communication: no time is left" in said
+    assert "2 of 7 rounds: another would not end" in said[-1]
+
+
 def test_the_weights_are_compared_in_each_round_by_itself():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     for column in found.samples.values():

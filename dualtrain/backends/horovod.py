@@ -275,7 +275,7 @@ def _initialise(start: Callable[[], None], world: World, timeout: float, launche
             start()
             return None
         if world.size == 1:
-            with variables(_description(world)):
+            with variables(description(world)):
                 start()
             return None
         return _initialise_by_store(start, world, timeout)
@@ -319,7 +319,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
 
     limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)))}
     with (
-        variables(limits | _description(world)),
+        variables(limits | description(world)),
         _meeting_place(listening_address(world), world.rank == 0, share, joined),
     ):
         start()
@@ -368,7 +368,7 @@ def _meeting_place(
             server.close()
 
 
-def _description(world: World) -> dict[str, str]:
+def description(world: World) -> dict[str, str]:
     """Horovod's place, in the variables that its own launcher would have set."""
     place = {
         "RANK": world.rank,

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from dualtrain.bench.plan import GLOO, OURS, Entry
 from dualtrain.bench.worker import MARK
+from dualtrain.launchers import World
 
 PATIENCE_SECONDS = 240.0
 
@@ -79,16 +80,15 @@ def run_program(program: Sequence[str], starter: str, place: Place, meet: bool =
 
 def _by_gloo(program: Sequence[str], place: Place) -> str:
     """Horovod's ranks, with the variables that horovodrun sets for those of one host."""
+    from dualtrain.backends.horovod import description
+    from dualtrain.backends.hosts import loopback
     from dualtrain.backends.http_store import HttpStore
 
-    loopback = socket.if_indextoname(1)
-    shared: dict[str, object] = {"SIZE": place.ranks, "LOCAL_SIZE": place.ranks, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    shared |= {"HOSTNAME": "localhost", "GLOO_IFACE": loopback, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
+    worlds = [World(rank, place.ranks, rank, place.ranks) for rank in range(place.ranks)]
+    shared: dict[str, object] = {"NCCL_SOCKET_IFNAME": loopback()}
     with closing(HttpStore("127.0.0.1")) as store:
-        shared |= {"GLOO_RENDEZVOUS_ADDR": store.place, "GLOO_RENDEZVOUS_PORT": store.port}
-        ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(place.ranks)]
-        named = [{f"HOROVOD_{name}": value for name, value in one.items()} for one in ranks]
-        return _watched([(program, {**one, "NCCL_SOCKET_IFNAME": loopback}) for one in named], place)
+        shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.place, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
+        return _watched([(program, {**description(world), **shared}) for world in worlds], place)
 
 
 def found_in(text: str) -> list[dict[str, Any]]:

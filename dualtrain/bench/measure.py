@@ -60,7 +60,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure: contenders, jobs, rounds; none is begun that would not end within ``seconds``.
+    """What to measure: contenders, jobs, rounds; nothing is begun that would not end within ``seconds``.
 
     A round takes up to ``most`` of the steps of ``plan.LENGTHS``.
 
@@ -77,43 +77,67 @@ class Asked:
 
 def measure(asked: Asked, place: Place, say: Callable[[str], None]) -> Results:
     """Runs the rounds; for how long is ``asked``. Contenders that fail twice in a round are left out from then on."""
-    results, entries = Results(), list(asked.entries)
-    pace = Pace(asked.rounds, asked.seconds, asked.most)
-    for number in range(asked.rounds):
-        started, starting = time.monotonic(), 0.0
-        if number and not pace.fits():
-            say(f"{number} of {asked.rounds} rounds: another would not end within {asked.seconds / 60:g} minutes")
-            break
-        for name in entries if number % 2 == 0 else reversed(entries):
-            if name not in results.missing:
-                starting += _run_one(name, asked, place, results, number, pace.effort, say)
-                if name in results.missing and asked.spares.get(name, name) not in entries:
-                    entries.append(asked.spares[name])
-        results.efforts.append(pace.effort)
-        pace.note(time.monotonic() - started, starting)
-    return results
+    return _Rounds(asked, place, say).run()
 
 
-def _run_one(
-    name: str, asked: Asked, place: Place, results: Results, number: int, effort: float, say: Callable[[str], None]
-) -> float:
-    """The seconds until its first step had ended; those of all that it did, if no effort changes them."""
-    entry, started = ENTRIES[name], time.monotonic()
-    column = results.samples.setdefault(name, [])
-    column += [None] * (number + 1 - len(column))
-    for last in (False, True):
-        try:
-            sample = column[number] = _sample(entry, asked.jobs, place, effort)
-        except LaunchError as error:
-            say(f"{entry.title}: failed, {'left out' if last else 'started again'}: {error}")
-            results.failures.setdefault(name, []).append(str(error))
-            if last:
-                results.missing[name] = str(error)
-        else:
-            seconds = time.monotonic() - started
-            say(f"round {number + 1} of {asked.rounds}, {effort:.0%} of the steps: {entry.title}, {seconds:.1f} s")
-            return sample.seconds.get("start", seconds)
-    return time.monotonic() - started
+class _Rounds:
+    def __init__(self, asked: Asked, place: Place, say: Callable[[str], None]) -> None:
+        self._asked, self._place, self._say = asked, place, say
+        self._entries = list(asked.entries)
+        self._results = Results()
+        self._pace = Pace(asked.rounds, asked.seconds, asked.most)
+        self._took: dict[str, float] = {}  # seconds, by contender, in its last round
+
+    def run(self) -> Results:
+        for number in range(self._asked.rounds):
+            if number and not self._pace.fits():
+                limit = f"within {self._asked.seconds / 60:g} minutes"
+                self._say(f"{number} of {self._asked.rounds} rounds: another would not end {limit}")
+                break
+            began = time.monotonic()
+            starting = self._round(number)
+            self._results.efforts.append(self._pace.effort)
+            self._pace.note(time.monotonic() - began, starting)
+        return self._results
+
+    def _round(self, number: int) -> float:
+        """The seconds of it that no effort changes."""
+        starting = 0.0
+        for name in self._entries if number % 2 == 0 else reversed(self._entries):
+            if name in self._results.missing:
+                continue
+            if number and not self._pace.leaves(self._took.get(name, 0.0)):
+                self._say(f"round {number + 1} of {self._asked.rounds} ends before {ENTRIES[name].title}: no time is left")
+                break
+            began = time.monotonic()
+            sample = self._run_one(name, number)
+            self._took[name] = time.monotonic() - began
+            starting += self._took[name] if sample is None else sample.seconds.get("start", self._took[name])
+            spare = self._asked.spares.get(name, name)
+            if sample is None and spare not in self._entries:
+                self._entries.append(spare)
+        return starting
+
+    def _run_one(self, name: str, number: int) -> Sample | None:
+        """What the contender found; ``None`` if it failed twice."""
+        entry, results, effort = ENTRIES[name], self._results, self._pace.effort
+        column = results.samples.setdefault(name, [])
+        column += [None] * (number + 1 - len(column))
+        for last in (False, True):
+            began = time.monotonic()
+            try:
+                sample = column[number] = _sample(entry, self._asked.jobs, self._place, effort)
+            except LaunchError as error:
+                self._say(f"{entry.title}: failed, {'left out' if last else 'started again'}: {error}")
+                results.failures.setdefault(name, []).append(str(error))
+                if last:
+                    results.missing[name] = str(error)
+            else:
+                seconds = time.monotonic() - began
+                which = f"round {number + 1} of {self._asked.rounds}, {effort:.0%} of the steps"
+                self._say(f"{which}: {entry.title}, {seconds:.1f} s")
+                return sample
+        return None
 
 
 def _sample(entry: Entry, jobs: Collection[str], place: Place, effort: float) -> Sample:

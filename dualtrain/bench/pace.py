@@ -27,18 +27,21 @@ class Pace:
         self._most = most
         self._left = rounds
         self._ends = time.monotonic() + seconds
-        self._starting = self._running = 0.0  # seconds of the slowest round so far, the latter at an effort of 1
+        self._starting = self._running = 0.0  # seconds of the last round, the latter at an effort of 1
 
     def note(self, seconds: float, starting: float) -> None:
         """A round took ``seconds``, ``starting`` of them before the contenders' first steps ended."""
         self._left -= 1
-        self._starting = max(self._starting, starting)
-        self._running = max(self._running, (seconds - starting) / self.effort)
+        self._starting, self._running = starting, (seconds - starting) / self.effort
         if self._left and self._running:
             each = (self._ends - time.monotonic()) / self._left
             fitting = (each - self._starting) / self._running
             self.effort = min(self._most, max(self._most * _LEAST, fitting))
 
     def fits(self) -> bool:
-        """Whether another round would end in time."""
-        return time.monotonic() + self._starting + self._running * self.effort <= self._ends
+        """Whether another round would end in time, at the speed of the last one."""
+        return self.leaves(self._starting + self._running * self.effort)
+
+    def leaves(self, seconds: float) -> bool:
+        """Whether there is so much time."""
+        return time.monotonic() + seconds <= self._ends
