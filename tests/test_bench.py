@@ -461,54 +461,66 @@ def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
     assert "1 of 7 rounds" in said[-1]
 
 
-def rounds_at(monkeypatch, starting, running, seconds, most=1.0):
-    """The efforts of the rounds that fit into ``seconds``, and when they end, by a clock of its own."""
+def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
+    """The efforts and samples of rounds of three contenders that take so many seconds each, by a clock of its own.
+
+    ``step`` is of the workload ``resnet18``, whose steps are ``plan.LENGTHS``, as it is in each round, or the last one's.
+    """
     clock = [0.0]
-    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    one, efforts = pace.Pace(ROUNDS, seconds, most), []
-    while len(efforts) < ROUNDS and (not efforts or one.fits()):
-        efforts.append(one.effort)
-        took = starting + running * one.effort
-        clock[0] += took
-        one.note(took, starting)
-    return efforts, clock[0]
+    said: list[str] = []
+    names = ["alone", TUNED, "ddp"]
+    calls = []
+
+    def run_entry(entry, jobs, place, effort):
+        now = step[min(len(calls) // len(names), len(step) - 1)]
+        calls.append(entry.title)
+        clock[0] += fixed + now * Task("resnet18", CPU, effort).steps
+        return [{"rank": 0, "size": 2, "job": "resnet18", "seconds": now, "first": -60.0, "sha256": "a"}]
+
+    for one in (pace, measure):
+        monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(measure, "run_entry", run_entry)
+    asked = Asked(names, ("resnet18",), ROUNDS, most, seconds)
+    found = measure.measure(asked, Place(2, "cpu", tmp_path), said.append)
+    return found, [found.count(name) for name in names], clock[0], said
 
 
-def test_a_fast_machine_takes_all_steps_but_in_the_first_round(monkeypatch):
-    assert rounds_at(monkeypatch, 30, 60, 1140)[0] == [0.5, *[1.0] * 6]
-    assert rounds_at(monkeypatch, 5, 10, 170, most=0.5)[0] == [0.25, *[0.5] * 6]
+def test_a_fast_machine_takes_all_steps_but_in_the_first_round(monkeypatch, tmp_path):
+    found, counts, _, _ = rounds_at(monkeypatch, tmp_path, 10, [3], 1140)
+    assert found.efforts == [0.5, *[1.0] * 6]
+    assert counts == [7, 7, 7]
+    assert rounds_at(monkeypatch, tmp_path, 2, [0.5], 170, most=0.5)[0].efforts == [0.25, *[0.5] * 6]
 
 
-def test_a_slow_machine_takes_fewer_steps_and_as_many_rounds(monkeypatch):
-    efforts, ended = rounds_at(monkeypatch, 100, 150, 1140)
-    assert efforts[0] == 0.5
-    assert len(efforts) == ROUNDS
-    assert all(0.25 < effort < 0.5 for effort in efforts[1:])
-    assert 1000 < ended <= 1140
+def test_a_slow_machine_takes_fewer_steps_and_as_many_rounds(monkeypatch, tmp_path):
+    found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 30, [8], 1140)
+    assert found.efforts[0] > found.efforts[1] >= 0.25
+    assert counts == [7, 7, 7]
+    assert 900 < ended <= 1140
 
 
-def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch):
-    efforts, ended = rounds_at(monkeypatch, 200, 400, 1140)
-    assert efforts == [0.5, 0.25, 0.25]
+def test_a_machine_that_was_slow_in_the_first_round_gets_through_them(monkeypatch, tmp_path):
+    found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 20, [30, 10, 3], 1140)
+    assert found.efforts[0] > found.efforts[1] < found.efforts[-1]
+    assert counts == [7, 7, 7]
     assert ended <= 1140
 
 
-def test_a_round_ends_where_no_time_is_left_for_the_next_contender(tmp_path, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(measure, "time", pace.time)
+def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch, tmp_path):
+    found, counts, ended, said = rounds_at(monkeypatch, tmp_path, 60, [40], 1140)
+    assert found.efforts == [0.5, 0.25]
+    assert (counts, ended <= 1140) == ([2, 2, 2], True)
+    assert said[-1] == "2 of 7 rounds: another would not end within 19 minutes"
 
-    def run_entry(*_):
-        clock[0] += 10.0 if clock[0] < 40 else 60.0  # the machine gets slow
-        return [{"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}]
 
-    monkeypatch.setattr(measure, "run_entry", run_entry)
-    said: list[str] = []
-    names = ["alone", TUNED, "ddp"]
-    found = measure.measure(Asked(names, ("tiny",), 7, 0.5, 100), Place(2, "cpu", tmp_path), said.append)
-    assert [found.count(name) for name in names] == [1, 2, 2]
-    assert "round 2 of 7 ends before no communication: no time is left" in said
-    assert "2 of 7 rounds: another would not end" in said[-1]
+def test_a_round_ends_where_no_time_is_left_for_the_next_contender(monkeypatch, tmp_path):
+    found, counts, _, said = rounds_at(monkeypatch, tmp_path, 10, [1, 30], 185)
+    assert (found.rounds, counts) == (2, [1, 2, 2])
+    assert said[-1] == "round 2 of 7 ends before no communication: no time is left"
+
+
+def test_a_single_round_takes_all_steps():
+    assert pace.Pace(1, 170.0, 0.5).effort == 0.5
 
 
 def test_the_weights_are_compared_in_each_round_by_itself():

@@ -79,8 +79,8 @@ def connect(
             of a host share (and the library between hosts), or, said in one line, the library where they cannot;
             ``"auto"``, memory for the torch backend with all ranks on one host, else the library.
 
-    On the CPU, the process keeps the memory that it frees from here on (``heap.py``), unless variables of glibc's, such as
-    MALLOC_TRIM_THRESHOLD_, say otherwise.
+    On the CPU, this process's heap is not cut from here on (``heap.py``), unless variables of glibc's, such as
+    MALLOC_TRIM_THRESHOLD_, say how it is to be kept.
 
     Returns:
         The backend; close it, or use it in a ``with`` statement.

@@ -13,7 +13,7 @@ from typing import Any
 
 from dualtrain.bench.launch import LaunchError, Place, run_entry, run_program
 from dualtrain.bench.pace import Pace
-from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, MAIN, Entry, jobs_of
+from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, LENGTHS, MAIN, Entry, jobs_of
 
 _IMPORT = """
 import time, torch
@@ -36,7 +36,7 @@ class Sample:
 
 @dataclass
 class Results:
-    """All samples, by contender and round (``None``: it failed), and why contenders are missing."""
+    """All samples, by contender and round (``None``: it failed, or no time was left), and why contenders are missing."""
 
     samples: dict[str, list[Sample | None]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure: contenders, jobs, rounds; nothing is begun that would not end within ``seconds``.
+    """What to measure: contenders, jobs, rounds; after the first, nothing is begun that should not end within ``seconds``.
 
     A round takes up to ``most`` of the steps of ``plan.LENGTHS``.
 
@@ -86,40 +86,37 @@ class _Rounds:
         self._entries = list(asked.entries)
         self._results = Results()
         self._pace = Pace(asked.rounds, asked.seconds, asked.most)
-        self._took: dict[str, float] = {}  # seconds, by contender, in its last round
 
     def run(self) -> Results:
         for number in range(self._asked.rounds):
-            if number and not self._pace.fits():
+            if number and not self._pace.fits(self._there()):
                 limit = f"within {self._asked.seconds / 60:g} minutes"
                 self._say(f"{number} of {self._asked.rounds} rounds: another would not end {limit}")
                 break
-            began = time.monotonic()
-            starting = self._round(number)
             self._results.efforts.append(self._pace.effort)
-            self._pace.note(time.monotonic() - began, starting)
+            if not self._round(number):
+                break
+            self._pace.end_round(self._there())
         return self._results
 
-    def _round(self, number: int) -> float:
-        """The seconds of it that no effort changes."""
-        starting = 0.0
+    def _there(self) -> list[str]:
+        return [name for name in self._entries if name not in self._results.missing]
+
+    def _round(self, number: int) -> bool:
+        """Whether it came to its end."""
         for name in self._entries if number % 2 == 0 else reversed(self._entries):
             if name in self._results.missing:
                 continue
-            if number and not self._pace.leaves(self._took.get(name, 0.0)):
+            if number and not self._pace.fits([name]):
                 self._say(f"round {number + 1} of {self._asked.rounds} ends before {ENTRIES[name].title}: no time is left")
-                break
-            began = time.monotonic()
-            sample = self._run_one(name, number)
-            self._took[name] = time.monotonic() - began
-            starting += self._took[name] if sample is None else sample.seconds.get("start", self._took[name])
+                return False
+            self._run_one(name, number)
             spare = self._asked.spares.get(name, name)
-            if sample is None and spare not in self._entries:
+            if name in self._results.missing and spare not in self._entries:
                 self._entries.append(spare)
-        return starting
+        return True
 
-    def _run_one(self, name: str, number: int) -> Sample | None:
-        """What the contender found; ``None`` if it failed twice."""
+    def _run_one(self, name: str, number: int) -> None:
         entry, results, effort = ENTRIES[name], self._results, self._pace.effort
         column = results.samples.setdefault(name, [])
         column += [None] * (number + 1 - len(column))
@@ -134,10 +131,10 @@ class _Rounds:
                     results.missing[name] = str(error)
             else:
                 seconds = time.monotonic() - began
+                self._pace.note(name, seconds, {job: one for job, one in sample.seconds.items() if job in LENGTHS})
                 which = f"round {number + 1} of {self._asked.rounds}, {effort:.0%} of the steps"
                 self._say(f"{which}: {entry.title}, {seconds:.1f} s")
-                return sample
-        return None
+                return
 
 
 def _sample(entry: Entry, jobs: Collection[str], place: Place, effort: float) -> Sample:

@@ -6,15 +6,18 @@ More rounds of fewer steps tell more than few rounds of many: processes differ b
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Mapping
+
+from dualtrain.bench.plan import steps_of
 
 _LEAST = 0.25  # of the most
 
 
 class Pace:
-    """The share of each workload's steps (``plan.LENGTHS``) that the next round takes: ``effort``.
+    """The share of each workload's steps (``plan.LENGTHS``) that a round takes: ``effort``.
 
-    The first round takes half of ``most``, and shows how long it takes to start the contenders, which no effort changes,
-    and to run their jobs. What follows takes as much as there is time for.
+    The first of several rounds takes half of ``most``, and shows how long the contenders take to start, which no effort
+    changes, and for their steps. What follows takes as much as there is time for, at the speed of the round before.
 
     Args:
         rounds: how many there should be.
@@ -23,25 +26,30 @@ class Pace:
     """
 
     def __init__(self, rounds: int, seconds: float, most: float) -> None:
-        self.effort = most / 2
+        self.effort = most / 2 if rounds > 1 else most
         self._most = most
         self._left = rounds
         self._ends = time.monotonic() + seconds
-        self._starting = self._running = 0.0  # seconds of the last round, the latter at an effort of 1
+        #: Of each contender, the last time: the seconds that no effort changes, and those of a step of each workload.
+        self._known: dict[str, tuple[float, Mapping[str, float]]] = {}
 
-    def note(self, seconds: float, starting: float) -> None:
-        """A round took ``seconds``, ``starting`` of them before the contenders' first steps ended."""
+    def note(self, name: str, seconds: float, steps: Mapping[str, float]) -> None:
+        """A contender took ``seconds`` in this round, with steps of so many seconds."""
+        timed = sum(one * steps_of(job, self.effort) for job, one in steps.items())
+        self._known[name] = max(0.0, seconds - timed), steps
+
+    def end_round(self, names: Collection[str]) -> None:
+        """Chooses the effort of the next round, in which these contenders run."""
         self._left -= 1
-        self._starting, self._running = starting, (seconds - starting) / self.effort
-        if self._left and self._running:
-            each = (self._ends - time.monotonic()) / self._left
-            fitting = (each - self._starting) / self._running
-            self.effort = min(self._most, max(self._most * _LEAST, fitting))
+        each = (self._ends - time.monotonic()) / max(1, self._left)
+        fixed, all_steps = self._seconds(names, 0.0), self._seconds(names, 1.0)
+        if all_steps > fixed:
+            self.effort = min(self._most, max(self._most * _LEAST, (each - fixed) / (all_steps - fixed)))
 
-    def fits(self) -> bool:
-        """Whether another round would end in time, at the speed of the last one."""
-        return self.leaves(self._starting + self._running * self.effort)
+    def fits(self, names: Collection[str]) -> bool:
+        """Whether these contenders would end in time, at the speed of their last round."""
+        return time.monotonic() + self._seconds(names, self.effort) <= self._ends
 
-    def leaves(self, seconds: float) -> bool:
-        """Whether there is so much time."""
-        return time.monotonic() + seconds <= self._ends
+    def _seconds(self, names: Collection[str], effort: float) -> float:
+        known = [self._known[name] for name in names if name in self._known]
+        return sum(fixed + sum(one * steps_of(job, effort) for job, one in steps.items()) for fixed, steps in known)

@@ -161,6 +161,11 @@ COSTS = (
 )
 
 
+def steps_of(job: str, effort: float) -> int:
+    """How many steps of a workload are timed at this effort; two at least."""
+    return max(2, round(LENGTHS[job][1] * effort))
+
+
 def jobs_of(entry: Entry, chosen: Collection[str]) -> tuple[str, ...]:
     """What this contender measures, in order. The first one also gives the time from launch to the first step."""
     return tuple(job for job in entry.steps + entry.jobs if job in chosen)

@@ -120,7 +120,7 @@ def _trainer(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]
 def _stall(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     from dualtrain.bench.workloads import Task
 
-    return [{"job": job, "seconds": contender.stall(Task("resnet18", contender.device, given.effort / 2), given.folder)}]
+    return [{"job": job, "seconds": contender.stall(Task("resnet18", contender.device, 0.5), given.folder)}]
 
 
 def _feed(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:

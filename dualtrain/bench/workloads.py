@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from dualtrain.bench.plan import LENGTHS
+from dualtrain.bench.plan import LENGTHS, steps_of
 
 DISTINCT = 4  # batches of a rank, taken in turn
 Tensors = tuple[torch.Tensor, torch.Tensor]
@@ -97,8 +97,7 @@ class Task:
     def __init__(self, name: str, device: torch.device, effort: float) -> None:
         self.workload = WORKLOADS[name]
         self.device = device
-        self.warmup, steps = LENGTHS[name]
-        self.steps = max(2, round(steps * effort))
+        self.warmup, self.steps = LENGTHS[name][0], steps_of(name, effort)
         self.first_step_ended = 0.0  # time.time()
         self._seconds: list[float] = []
         self._total = 0.0
