@@ -60,11 +60,10 @@ class Results:
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure: contenders, jobs, rounds; after the first, nothing is begun that should not end within ``seconds``.
+    """What to measure: contenders, jobs, rounds; after the first, nothing is begun that would not end within ``seconds``.
 
-    A round takes up to ``most`` of the steps of ``plan.LENGTHS``.
-
-    A contender that cannot run has its spare take its place, if it has one.
+    A round takes up to ``most`` of the steps of ``plan.LENGTHS``. A contender that cannot run has its spare take its
+    place, if it has one.
     """
 
     entries: Sequence[str]

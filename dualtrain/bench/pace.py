@@ -42,9 +42,9 @@ class Pace:
         """Chooses the effort of the next round, in which these contenders run."""
         self._left -= 1
         each = (self._ends - time.monotonic()) / max(1, self._left)
-        fixed, all_steps = self._seconds(names, 0.0), self._seconds(names, 1.0)
-        if all_steps > fixed:
-            self.effort = min(self._most, max(self._most * _LEAST, (each - fixed) / (all_steps - fixed)))
+        fewest, all_steps = self._seconds(names, 0.0), self._seconds(names, 1.0)
+        if all_steps > fewest:
+            self.effort = min(self._most, max(self._most * _LEAST, (each - fewest) / (all_steps - fewest)))
 
     def fits(self, names: Collection[str]) -> bool:
         """Whether these contenders would end in time, at the speed of their last round."""

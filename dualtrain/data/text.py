@@ -44,7 +44,8 @@ class MaskedText(Source):
         for batch in batches:
             numbers = batch.numbers.to(device)
             seed = batch.seed if self._seed is None else self._seed
-            yield mask(self._tokens[numbers], draws.bits(seed, numbers, 3 * self._tokens.shape[1]), self._size)
+            rows = self._tokens.index_select(0, numbers)  # whole rows, not number by number
+            yield mask(rows, draws.bits(seed, numbers, 3 * self._tokens.shape[1]), self._size)
 
 
 def mask(tokens: torch.Tensor, random: torch.Tensor, size: int) -> Tensors:
