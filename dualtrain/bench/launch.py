@@ -101,10 +101,12 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], pla
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     quiet = {"OMP_NUM_THREADS": str(place.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
     starts = [(command, {name: str(value) for name, value in more.items()}) for command, more in commands]
+    # An installed package is compiled, as torch is: a checkout is to be so too, after its first start.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with ExitStack() as stack:
         log: IO[str] = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         jobs = [
-            subprocess.Popen(command, env={**os.environ, **quiet, **more}, stdout=log, stderr=log, start_new_session=True)
+            subprocess.Popen(command, env={**kept, **quiet, **more}, stdout=log, stderr=log, start_new_session=True)
             for command, more in starts
         ]
         try:

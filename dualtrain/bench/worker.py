@@ -7,6 +7,7 @@ is heavy is loaded before the first step, but by the contender itself.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -44,19 +45,33 @@ def main() -> None:
         from dualtrain.bench.meet import meet
 
         meet(given.folder / given.meet)
-    contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
-        given.option, _device(given.device)
-    )
+    contender = _loaded(given)
     for job in given.jobs.split(","):
         for found in _JOBS.get(job, _steps)(contender, job, given):
             # In one write, so that the lines of several ranks do not mix.
             text = json.dumps({"rank": contender.rank, "size": contender.size, **found})
             os.write(sys.stdout.fileno(), f"{MARK}{text}\n".encode())
     contender.close()
-    if not {"horovod", "mpi4py"} & set(sys.modules):
+    if "mpi4py" not in sys.modules and ("horovod" not in sys.modules or os.environ.get("HOROVOD_CONTROLLER") == "gloo"):
         # Torch's Gloo may abort the process at its exit, when all is said ("terminate called without an active
-        # exception", torch 2.13, after large allreduces). MPI's processes must end in the ordinary way.
+        # exception", torch 2.13, after large allreduces), and taking the modules apart takes a second. MPI's processes
+        # must end in the ordinary way.
         os._exit(0)
+
+
+def _loaded(given: Any) -> Contender:
+    """The contender, when it has joined the world, with all that its first step loads.
+
+    Loading makes no garbage: to look for it all the while takes an eighth of a start, of which there are many.
+    """
+    gc.disable()
+    contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
+        given.option, _device(given.device)
+    )
+    import torch._dynamo  # noqa: F401  # any optimizer of torch's loads it at its first step
+
+    gc.enable()
+    return contender
 
 
 def _device(wanted: str) -> torch.device:
