@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dualtrain.bench import __main__ as bench
-from dualtrain.bench import measure, pace
+from dualtrain.bench import launch, measure, pace
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.contenders import alone
 from dualtrain.bench.digits import write_mnist
@@ -30,6 +30,7 @@ from dualtrain.bench.plan import (
     GLOO,
     JOBS,
     LENGTHS,
+    MPI,
     QUICK,
     ROUNDS,
     SIZES,
@@ -361,6 +362,24 @@ def test_a_sample_is_the_slowest_ranks_and_has_rank_0s_weights():
     assert (found.sha256, found.ranks) == ({"small": "a"}, 2)
 
 
+@pytest.mark.parametrize("says", ["mpirun (Open MPI) 4.1.8", "HYDRA build details"])
+def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_path, monkeypatch):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\necho '{says}'\n")
+    mpirun.chmod(0o755)
+    started = []
+    monkeypatch.setattr(launch, "_beside", lambda name: str(mpirun) if name == "mpirun" else name)
+    monkeypatch.setattr(launch, "_watched", lambda commands, place: started.extend(commands) or "")
+    launch._open_mpi.cache_clear()
+    try:
+        run_program(["python", "x.py"], MPI, Place(3, "cpu", tmp_path))
+    finally:
+        launch._open_mpi.cache_clear()
+    ((command, _),) = started
+    assert Path(command[0]).name == ("mpirun" if "Open MPI" in says else "horovodrun")
+    assert command[-2:] == ["python", "x.py"]
+
+
 def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
     program = f"import json, os; os.write(1, ({MARK!r} + json.dumps(dict(os.environ)) + chr(10)).encode())"
     said = found_in(run_program([sys.executable, "-c", program], GLOO, Place(2, "cpu", tmp_path)))
@@ -487,28 +506,28 @@ def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
 
 def test_a_fast_machine_takes_all_steps_but_in_the_first_round(monkeypatch, tmp_path):
     found, counts, _, _ = rounds_at(monkeypatch, tmp_path, 10, [3], 1140)
-    assert found.efforts == [0.5, *[1.0] * 6]
+    assert found.efforts == [0.25, *[1.0] * 6]
     assert counts == [7, 7, 7]
-    assert rounds_at(monkeypatch, tmp_path, 2, [0.5], 170, most=0.5)[0].efforts == [0.25, *[0.5] * 6]
+    assert rounds_at(monkeypatch, tmp_path, 2, [0.5], 170, most=0.5)[0].efforts == [0.125, *[0.5] * 6]
 
 
 def test_a_slow_machine_takes_fewer_steps_and_as_many_rounds(monkeypatch, tmp_path):
     found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 30, [8], 1140)
-    assert found.efforts[0] > found.efforts[1] >= 0.25
+    assert found.efforts[0] == 0.25 <= found.efforts[1] < 1
     assert counts == [7, 7, 7]
     assert 900 < ended <= 1140
 
 
 def test_a_machine_that_was_slow_in_the_first_round_gets_through_them(monkeypatch, tmp_path):
     found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 20, [30, 10, 3], 1140)
-    assert found.efforts[0] > found.efforts[1] < found.efforts[-1]
+    assert found.efforts[0] == 0.25 < found.efforts[-1]
     assert counts == [7, 7, 7]
     assert ended <= 1140
 
 
 def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch, tmp_path):
     found, counts, ended, said = rounds_at(monkeypatch, tmp_path, 60, [40], 1140)
-    assert found.efforts == [0.5, 0.25]
+    assert found.efforts == [0.25] * 2
     assert (counts, ended <= 1140) == ([2, 2, 2], True)
     assert said[-1] == "2 of 7 rounds: another would not end within 19 minutes"
 

@@ -1,8 +1,8 @@
 """Starts a contender in fresh processes and collects what its ranks say.
 
-Torch's contenders get the variables that torchrun sets, and Horovod's over Gloo those that horovodrun sets, without the
-seconds that the launchers take themselves; over MPI, horovodrun starts them; with --launch, the user's own command starts
-all. Which it is makes no difference to a step.
+Torch's contenders get the variables that torchrun sets, Horovod's over Gloo those that horovodrun sets, and over MPI the
+mpirun that it would call, without the seconds that these launchers take themselves; with --launch, the user's own command
+starts all. Which it is makes no difference to a step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from dualtrain.bench.plan import GLOO, OURS, Entry
+from dualtrain.bench.plan import GLOO, MPI, OURS, Entry
 from dualtrain.bench.worker import MARK
 from dualtrain.launchers import World
 
 PATIENCE_SECONDS = 240.0
+#: What horovodrun 0.28.1 gives to Open MPI's mpirun on one host.
+OPEN_MPI = ["--allow-run-as-root", "-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
 
 
 class LaunchError(Exception):
@@ -69,6 +72,8 @@ def run_program(program: Sequence[str], starter: str, place: Place, meet: bool =
         return _watched([([*place.prefix, *program, *told], {})], place)
     if starter == GLOO:
         return _by_gloo(program, place)
+    if starter == MPI and _open_mpi():
+        return _watched([([_beside("mpirun"), *OPEN_MPI, "-H", f"localhost:{place.ranks}", *program], {})], place)
     if starter != "ranks":
         command, *flags = starter.split()
         return _watched([([_beside(command), *flags, "-np", str(place.ranks), *program], {})], place)
@@ -76,6 +81,16 @@ def run_program(program: Sequence[str], starter: str, place: Place, meet: bool =
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
     ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(place.ranks)]
     return _watched([(program, one) for one in ranks], place)
+
+
+@cache
+def _open_mpi() -> bool:
+    """Whether the mpirun of this host is Open MPI's."""
+    try:
+        said = subprocess.run([_beside("mpirun"), "--version"], capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "Open MPI" in said.stdout
 
 
 def _by_gloo(program: Sequence[str], place: Place) -> str:

@@ -16,8 +16,8 @@ _LEAST = 0.25  # of the most
 class Pace:
     """The share of each workload's steps (``plan.LENGTHS``) that a round takes: ``effort``.
 
-    The first of several rounds takes half of ``most``, and shows how long the contenders take to start, which no effort
-    changes, and for their steps. What follows takes as much as there is time for, at the speed of the round before.
+    The first of several rounds takes a quarter of ``most``, and shows how long the contenders take to start, which no
+    effort changes, and for their steps. What follows takes as much as there is time for, at the speed of the round before.
 
     Args:
         rounds: how many there should be.
@@ -26,7 +26,7 @@ class Pace:
     """
 
     def __init__(self, rounds: int, seconds: float, most: float) -> None:
-        self.effort = most / 2 if rounds > 1 else most
+        self.effort = most * _LEAST if rounds > 1 else most
         self._most = most
         self._left = rounds
         self._ends = time.monotonic() + seconds

@@ -52,10 +52,10 @@ def main() -> None:
             text = json.dumps({"rank": contender.rank, "size": contender.size, **found})
             os.write(sys.stdout.fileno(), f"{MARK}{text}\n".encode())
     contender.close()
-    if "mpi4py" not in sys.modules and ("horovod" not in sys.modules or os.environ.get("HOROVOD_CONTROLLER") == "gloo"):
+    if "mpi4py" not in sys.modules:
         # Torch's Gloo may abort the process at its exit, when all is said ("terminate called without an active
-        # exception", torch 2.13, after large allreduces), and taking the modules apart takes a second. MPI's processes
-        # must end in the ordinary way.
+        # exception", torch 2.13, after large allreduces), and taking the modules apart takes a second. Horovod has left
+        # MPI by now; mpi4py does so in the ordinary way.
         os._exit(0)
 
 
@@ -135,7 +135,7 @@ def _trainer(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]
 def _stall(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     from dualtrain.bench.workloads import Task
 
-    return [{"job": job, "seconds": contender.stall(Task("resnet18", contender.device, 0.5), given.folder)}]
+    return [{"job": job, "seconds": contender.stall(Task("resnet18", contender.device, given.effort), given.folder)}]
 
 
 def _feed(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ class Task:
 
     def batches(self, rank: int) -> Iterator[Tensors]:
         """The batches of all steps. What happens from getting one to asking for the next is a step, and timed."""
-        ready = list(self._ready(rank))
+        ready = list(self.ready(rank))
         for number in range(self.warmup + self.steps):
             if number == self.warmup:
                 self._synchronize()
@@ -133,7 +133,8 @@ class Task:
             return self._total / self.steps
         return statistics.median(self._seconds[self.warmup :])
 
-    def _ready(self, rank: int) -> Iterator[Tensors]:
+    def ready(self, rank: int) -> Iterator[Tensors]:
+        """The batches of a rank, each once."""
         drawn = torch.Generator().manual_seed(1 + rank)
         layout = torch.channels_last if self.workload.channels_last else torch.contiguous_format
         for _ in range(DISTINCT):
