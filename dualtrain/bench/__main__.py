@@ -31,7 +31,7 @@ from dualtrain.console import parser_of, say
 from dualtrain.errors import UserError
 from dualtrain.launchers import detect_world
 
-LIMIT_SECONDS, QUICK_SECONDS = 19.5 * 60.0, 172.0
+LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -24,7 +24,7 @@ LENGTHS = {
     "convnet": (3, 12),
     "resnet18": (2, 6),
     "mlp": (1, 4),
-    "resnet18-cl": (2, 4),
+    "resnet18-cl": (1, 4),
     "resnet18-bf16-cl": (1, 4),
 }
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")

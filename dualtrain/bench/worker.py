@@ -113,10 +113,10 @@ def _sweep(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
 
 def _allreduce_seconds(allreduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> float:
     size = tensor.numel() * tensor.element_size()
-    repetitions = 40 if size <= 1 << 20 else 5 if size <= 16 << 20 else 2
+    repetitions = 20 if size <= 1 << 20 else 5 if size <= 16 << 20 else 2
     taken = []
     for number in range(1 + repetitions):
-        if number % 20 == 0:
+        if number % 10 == 0:
             tensor.fill_(1)  # sums grow without end
         started = time.perf_counter()
         allreduce(tensor)

@@ -46,7 +46,7 @@ class Ddp(Contender):
         """Rank 0 saves, and the others meet it in the next step."""
         model = DistributedDataParallel(task.model(), **self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
-        batches = list(islice(task.ready(self.rank), 3))
+        batches = list(islice(task.ready(self.rank), 2))
 
         def steps(save: bool) -> float:
             began = time.perf_counter()

@@ -71,7 +71,7 @@ class Ours(Contender):
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         trainer = dualtrain.Trainer(model, optimizer, backend=self.backend)
         writer = Writer(folder, 1, print, 60.0)
-        batches = list(islice(task.ready(self.rank), 3))
+        batches = list(islice(task.ready(self.rank), 2))
         expected = len(batches[0][1]) * self.size
 
         def steps(save: int) -> float:
