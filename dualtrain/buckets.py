@@ -8,6 +8,7 @@ layout, sent in the same order, is what makes two backends sum to the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -123,9 +124,13 @@ class Bucket:
             slot.large = p.is_cpu and slot.view.nbytes >= LARGE_BYTES
             offset += p.numel()
 
-    @torch.no_grad()
     def fill(self) -> None:
         """Brings every gradient into the buffer; a missing one counts as zero. Those that live there already stay."""
+        # Backward has mostly left that mode already; to leave it takes longer than a short copy.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            self._fill()
+
+    def _fill(self) -> None:
         views, grads = [], []
         for slot in self.slots:
             grad = slot.param.grad
@@ -148,7 +153,6 @@ class Bucket:
         factor = 1.0 if self._narrow else self._factor
         self.work = backend.start_sum(self.wire, self.name, factor, self.extra.numel())
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Blocks until every gradient is there. Raises BackendError."""
         assert self.work is not None

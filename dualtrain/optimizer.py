@@ -95,6 +95,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A ``closure`` may be called several times (LBFGS); the optimizer sees its loss averaged over ranks, so that
         every rank takes the same decisions.
         """
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            return _with_hooks(self, closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch does as much around every step; the wrapped one's has it
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         if closure is not None:
             return self._step_with(closure)
         self.synchronize()
@@ -140,6 +147,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer over {self.backend!r} of {self.optimizer!r}"
+
+
+#: A step with the hooks of the distributed optimizer itself around it, as torch means them.
+_with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dualtrain import DistributedOptimizer
 from tests.models_for_tests import (
@@ -205,8 +206,27 @@ def hooked(backend):
     assert seen == [("before", optimizer), ("inner", optimizer.optimizer), ("after", optimizer)] * 2
 
 
-def test_step_hooks_run_once(typical):
-    typical(hooked)
+def hooked_for_all(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    seen = []
+
+    def note(when):
+        # Ranks that are threads have hooks for all in common.
+        return lambda opt, args, kwargs: seen.append((when, opt)) if opt in (optimizer, optimizer.optimizer) else None
+
+    handles = register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))
+    try:
+        train(model, optimizer, backend, 2)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [("before", optimizer.optimizer), ("after", optimizer.optimizer)] * 2
+
+
+@pytest.mark.parametrize("body", [hooked, hooked_for_all])
+def test_step_hooks_run_once(typical, body):
+    typical(body)
 
 
 # -- learning-rate schedules --------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from dualtrain.backends.http_store import HttpStore
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 
+_YIELDING_SECONDS = 0.01  # that a wait keeps the core, if nobody else wants it
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
 
@@ -123,12 +124,17 @@ class _HorovodWork(Work[None]):
             self._backend.await_bounded(self._what, self._poll)
 
     def _poll(self, seconds: float) -> bool:
-        # Horovod's synchronize spins on a core without a bound; this looks often at first, then less often.
-        poll, pause = self._backend.library.poll, 0.0
-        deadline = time.monotonic() + seconds
+        # Horovod's synchronize spins on a core without a bound; this does so for a moment, and then looks less often. Who
+        # sleeps at once misses Horovod's next cycle, and on a shared host the processor is gone meanwhile.
+        poll, pause = self._backend.library.poll, 1e-5
+        began = time.monotonic()
         while not poll(self._handle):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > seconds:
                 return False
+            if waited < _YIELDING_SECONDS:
+                os.sched_yield()
+                continue
             time.sleep(pause)
             pause = min(pause + 1e-5, 5e-4)
         self._ended = True
