@@ -8,7 +8,6 @@ layout, sent in the same order, is what makes two backends sum to the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -126,11 +125,6 @@ class Bucket:
 
     def fill(self) -> None:
         """Brings every gradient into the buffer; a missing one counts as zero. Those that live there already stay."""
-        # Backward has mostly left that mode already; to leave it takes longer than a short copy.
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            self._fill()
-
-    def _fill(self) -> None:
         views, grads = [], []
         for slot in self.slots:
             grad = slot.param.grad
@@ -142,7 +136,8 @@ class Bucket:
             views.append(slot.view)
             grads.append(grad.to_dense() if grad.is_sparse else grad)
         if views:
-            torch._foreach_copy_(views, grads)
+            with torch.no_grad():  # after a backward with create_graph, gradients have a history
+                torch._foreach_copy_(views, grads)
         if self._transfer.before != 1:
             self._values.mul_(self._transfer.before)
         if self._staged:

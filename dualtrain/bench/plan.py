@@ -38,6 +38,7 @@ QUICK = ("empty", "small", "convnet", "sweep", "trainer")
 #: Rounds to aim at, and the pairs that a verdict takes.
 ROUNDS = 7
 TRAINER_STEPS = 250
+STALL_STEPS = 2
 EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05  # so many that both end with one accuracy
 
 

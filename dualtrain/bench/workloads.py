@@ -114,7 +114,7 @@ class Task:
 
     def batches(self, rank: int) -> Iterator[Tensors]:
         """The batches of all steps. What happens from getting one to asking for the next is a step, and timed."""
-        ready = list(self.ready(rank))
+        ready = self.ready(rank)
         for number in range(self.warmup + self.steps):
             if number == self.warmup:
                 self._synchronize()
@@ -133,14 +133,16 @@ class Task:
             return self._total / self.steps
         return statistics.median(self._seconds[self.warmup :])
 
-    def ready(self, rank: int) -> Iterator[Tensors]:
-        """The batches of a rank, each once."""
+    def ready(self, rank: int) -> list[Tensors]:
+        """The ``DISTINCT`` batches of a rank, each once."""
         drawn = torch.Generator().manual_seed(1 + rank)
+        return [self._draw(drawn) for _ in range(DISTINCT)]
+
+    def _draw(self, drawn: torch.Generator) -> Tensors:
         layout = torch.channels_last if self.workload.channels_last else torch.contiguous_format
-        for _ in range(DISTINCT):
-            inputs = torch.randn(self.workload.shape, generator=drawn)
-            targets = torch.randint(2, self.workload.shape[:1], generator=drawn)
-            yield inputs.to(self.device).contiguous(memory_format=layout), targets.to(self.device)
+        inputs = torch.randn(self.workload.shape, generator=drawn)
+        targets = torch.randint(2, self.workload.shape[:1], generator=drawn)
+        return inputs.to(self.device).contiguous(memory_format=layout), targets.to(self.device)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from dualtrain.bench.contenders import Contender
+from dualtrain.bench.plan import STALL_STEPS
 from dualtrain.bench.workloads import Task
 
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "tuned": {"gradient_as_bucket_view": True, "static_graph": True}}
@@ -46,7 +46,7 @@ class Ddp(Contender):
         """Rank 0 saves, and the others meet it in the next step."""
         model = DistributedDataParallel(task.model(), **self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
-        batches = list(islice(task.ready(self.rank), 2))
+        batches = task.ready(self.rank)[:STALL_STEPS]
 
         def steps(save: bool) -> float:
             began = time.perf_counter()

@@ -14,6 +14,7 @@ from torch.nn import functional
 import dualtrain
 from dualtrain.backends import Backend
 from dualtrain.bench.contenders import Contender
+from dualtrain.bench.plan import STALL_STEPS
 from dualtrain.bench.workloads import Task, Tensors
 from dualtrain.errors import UserError
 
@@ -71,7 +72,7 @@ class Ours(Contender):
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         trainer = dualtrain.Trainer(model, optimizer, backend=self.backend)
         writer = Writer(folder, 1, print, 60.0)
-        batches = list(islice(task.ready(self.rank), 2))
+        batches = task.ready(self.rank)[:STALL_STEPS]
         expected = len(batches[0][1]) * self.size
 
         def steps(save: int) -> float:
