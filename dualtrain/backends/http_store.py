@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -65,7 +66,9 @@ class HttpStore(ThreadingHTTPServer):
         super().__init__((address, 0), _Handler)
         self._secret = secrets.token_hex(32)
         self.beginning = f"/{self._secret}:{self.port}/".encode()
-        threading.Thread(target=self.serve_forever, name="dualtrain-http-store", daemon=True).start()
+        # It looks so many seconds apart for whether it shall end: ``close`` waits for that.
+        serve = partial(self.serve_forever, poll_interval=0.05)
+        threading.Thread(target=serve, name="dualtrain-http-store", daemon=True).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A caller who hangs up is nobody's concern."""

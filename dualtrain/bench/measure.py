@@ -16,7 +16,11 @@ from dualtrain.bench.pace import Pace
 from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, LENGTHS, MAIN, Entry, jobs_of
 
 _IMPORT = """
-import time, torch
+import gc, time
+gc.disable()
+import torch
+gc.freeze()
+gc.enable()
 began = time.perf_counter()
 import dualtrain
 dualtrain.connect, dualtrain.DistributedOptimizer, dualtrain.broadcast_parameters

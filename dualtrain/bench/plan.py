@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: discarded, timed. A round takes a share of the latter (``pace.py``), with --quick half at most.
+#: Steps of each workload: discarded (DDP lays its buckets out anew in the second), timed. A round takes a share of the latter (``pace.py``), with --quick half at most.
 LENGTHS = {
     "tiny": (2, 4),
-    "empty": (50, 200),
-    "small": (8, 32),
-    "convnet": (3, 12),
+    "empty": (20, 200),
+    "small": (4, 32),
+    "convnet": (2, 12),
     "resnet18": (2, 6),
     "mlp": (1, 4),
     "resnet18-cl": (1, 4),
