@@ -106,6 +106,38 @@ def test_the_tutorials_models_have_the_tutorials_layers():
     assert build("mnist-convnet", (1, 28, 28), 10)[-1].in_features == 1568
 
 
+def as_in_the_tutorials(model):
+    """The same layers, with each ReLU before the pooling that it comes behind."""
+    layers = list(model)
+    for number, (layer, following) in enumerate(zip(layers, layers[1:], strict=False)):
+        if isinstance(layer, nn.MaxPool2d) and isinstance(following, nn.ReLU):
+            layers[number : number + 2] = [following, layer]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("name", ["convnet", "mnist-net", "mnist-convnet"])
+def test_pooling_before_the_relu_changes_no_bit(name, amp, layout):
+    model = build(name, (1, 28, 28), 10).to(memory_format=layout)
+    other = as_in_the_tutorials(copy.deepcopy(model))
+    assert [type(layer) for layer in other] != [type(layer) for layer in model]
+    # Few different numbers: windows with several largest ones, and with none above 0, are among them.
+    inputs = torch.randint(-2, 3, (16, 1, 28, 28)).float().contiguous(memory_format=layout)
+    targets = torch.randint(10, (16,))
+    for one in (model, other):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                loss = functional.cross_entropy(one(inputs), targets)
+            loss.backward()
+            optimizer.step()
+    assert list(model.state_dict()) == list(other.state_dict())
+    for mine, theirs in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_torchvisions_names_are_known():
     assert {"resnet18", "resnet50", "inception_v3"} < set(names())
 

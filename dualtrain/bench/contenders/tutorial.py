@@ -1,6 +1,6 @@
 """The MNIST script of the tutorials: torchvision's dataset and transforms, torch's DataLoader, DistributedDataParallel.
 
-With the ConvNet, the optimizer and the batch of the recipe ``mnist-convnet``.
+With the tutorials' own ConvNet, and the optimizer and the batch of the recipe ``mnist-convnet``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,25 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dualtrain.bench.contenders import Contender
-from dualtrain.models.small import mnist_convnet
 from dualtrain.models.vision import torchvision
+
+
+class ConvNet(nn.Module):
+    """As the tutorials have it."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.layer1 = nn.Sequential(
+            nn.Conv2d(1, 16, kernel_size=5, stride=1, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2, 2)
+        )
+        self.layer2 = nn.Sequential(
+            nn.Conv2d(16, 32, kernel_size=5, stride=1, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2, 2)
+        )
+        self.fc = nn.Linear(7 * 7 * 32, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc(self.layer2(self.layer1(x)).flatten(1))
+        return out
 
 
 class Tutorial(Contender):
@@ -41,7 +58,7 @@ class Tutorial(Contender):
     def epoch(self, folder: str, batch: int, lr: float) -> dict[str, float]:
         """One epoch: its seconds, and the accuracy on the test samples after it."""
         torch.manual_seed(0)
-        model = DistributedDataParallel(mnist_convnet((1, 28, 28), 10).to(self.device))
+        model = DistributedDataParallel(ConvNet().to(self.device))
         criterion = nn.CrossEntropyLoss()
         optimizer = torch.optim.SGD(model.parameters(), lr)
         loader = self.loader(folder, batch)
