@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_the_tutorials_models_have_the_tutorials_layers():
 def as_in_the_tutorials(model):
     """The same layers, with each ReLU before the pooling that it comes behind."""
     layers = list(model)
-    for number, (layer, following) in enumerate(zip(layers, layers[1:], strict=False)):
+    for number, (layer, following) in enumerate(itertools.pairwise(layers)):
         if isinstance(layer, nn.MaxPool2d) and isinstance(following, nn.ReLU):
             layers[number : number + 2] = [following, layer]
     return nn.Sequential(*layers)

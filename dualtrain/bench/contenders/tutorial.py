@@ -33,6 +33,7 @@ class ConvNet(nn.Module):
         self.fc = nn.Linear(7 * 7 * 32, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images to logits."""
         out: torch.Tensor = self.fc(self.layer2(self.layer1(x)).flatten(1))
         return out
 
