@@ -506,28 +506,28 @@ def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
 
 def test_a_fast_machine_takes_all_steps_but_in_the_first_round(monkeypatch, tmp_path):
     found, counts, _, _ = rounds_at(monkeypatch, tmp_path, 10, [3], 1140)
-    assert found.efforts == [0.25, *[1.0] * 6]
+    assert found.efforts == [0.125, *[1.0] * 6]
     assert counts == [7, 7, 7]
     assert rounds_at(monkeypatch, tmp_path, 2, [0.5], 170, most=0.5)[0].efforts == [0.125, *[0.5] * 6]
 
 
 def test_a_slow_machine_takes_fewer_steps_and_as_many_rounds(monkeypatch, tmp_path):
     found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 30, [8], 1140)
-    assert found.efforts[0] == 0.25 <= found.efforts[1] < 1
+    assert found.efforts[0] == 0.125 <= found.efforts[1] < 1
     assert counts == [7, 7, 7]
     assert 900 < ended <= 1140
 
 
 def test_a_machine_that_was_slow_in_the_first_round_gets_through_them(monkeypatch, tmp_path):
     found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 20, [30, 10, 3], 1140)
-    assert found.efforts[0] == 0.25 < found.efforts[-1]
+    assert found.efforts[0] == 0.125 < found.efforts[-1]
     assert counts == [7, 7, 7]
     assert ended <= 1140
 
 
 def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch, tmp_path):
     found, counts, ended, said = rounds_at(monkeypatch, tmp_path, 60, [40], 1140)
-    assert found.efforts == [0.25] * 2
+    assert found.efforts == [0.125] * 2
     assert (counts, ended <= 1140) == ([2, 2, 2], True)
     assert said[-1] == "2 of 7 rounds: another would not end within 19 minutes"
 

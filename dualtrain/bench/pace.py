@@ -10,13 +10,13 @@ from collections.abc import Collection, Mapping
 
 from dualtrain.bench.plan import steps_of
 
-_LEAST = 0.25  # of the most
+_LEAST = 0.125
 
 
 class Pace:
     """The share of each workload's steps (``plan.LENGTHS``) that a round takes: ``effort``.
 
-    The first of several rounds takes a quarter of ``most``, and shows how long the contenders take to start, which no
+    The first of several rounds takes the least, an eighth, and shows how long the contenders take to start, which no
     effort changes, and for their steps. What follows takes as much as there is time for, at the speed of the round before.
 
     Args:
@@ -26,7 +26,7 @@ class Pace:
     """
 
     def __init__(self, rounds: int, seconds: float, most: float) -> None:
-        self.effort = most * _LEAST if rounds > 1 else most
+        self.effort = _LEAST if rounds > 1 else most
         self._most = most
         self._left = rounds
         self._ends = time.monotonic() + seconds
@@ -44,7 +44,7 @@ class Pace:
         each = (self._ends - time.monotonic()) / max(1, self._left)
         fewest, all_steps = self._seconds(names, 0.0), self._seconds(names, 1.0)
         if all_steps > fewest:
-            self.effort = min(self._most, max(self._most * _LEAST, (each - fewest) / (all_steps - fewest)))
+            self.effort = min(self._most, max(_LEAST, (each - fewest) / (all_steps - fewest)))
 
     def fits(self, names: Collection[str]) -> bool:
         """Whether these contenders would end in time, at the speed of their last round."""

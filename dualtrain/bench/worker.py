@@ -115,7 +115,7 @@ def _sweep(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
 
 def _allreduce_seconds(allreduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> float:
     size = tensor.numel() * tensor.element_size()
-    repetitions = 20 if size <= 1 << 20 else 5 if size <= 16 << 20 else 2
+    repetitions = 20 if size <= 1 << 20 else 5 if size <= 16 << 20 else 2 if size <= 128 << 20 else 1
     taken = []
     for number in range(1 + repetitions):
         if number % 10 == 0:
