@@ -234,14 +234,15 @@ class Scaled(Work[None]):
     def __init__(self, work: Work[None], result: torch.Tensor, factor: float) -> None:
         self._work = work
         self._result = result
-        self._factor = factor
+        # Torch makes a tensor of it anyway: better while the reduction is under way than after it.
+        self._factor: torch.Tensor | None = torch.tensor(factor, dtype=torch.float64, device="cpu")
 
     def wait(self) -> None:
         self._work.wait()
-        if self._factor != 1:
+        if self._factor is not None:
             with torch.no_grad():
                 self._result.mul_(self._factor)
-            self._factor = 1.0
+            self._factor = None
 
     def done(self) -> bool:
         return self._work.done()

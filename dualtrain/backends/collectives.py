@@ -281,7 +281,9 @@ class Backend(Primitives):
         if self.memory is not None and tensor.device.type == "cpu":
             return self.memory.start(tensor, op, name, factor, tail, where_it_lies=where_it_lies)
         work = self.start_allreduce(tensor, op, name)
-        return work if factor == 1 else Scaled(work, tensor.view(-1)[: tensor.numel() - tail], factor)
+        if factor == 1:
+            return work
+        return Scaled(work, tensor.view(-1)[: tensor.numel() - tail] if tail else tensor, factor)
 
     def exchange_short(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's ``row`` (of 64-bit integers, the same number everywhere), in rank order. Blocks.
