@@ -96,12 +96,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         every rank takes the same decisions.
         """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            return _with_hooks(self, closure)
+            return _with_hooks(self) if closure is None else _with_hooks(self, closure)
         return self._step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch does as much around every step; the wrapped one's has it
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
             return self._step_with(closure)
         self.synchronize()

@@ -378,6 +378,8 @@ def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_pa
     ((command, _),) = started
     assert Path(command[0]).name == ("mpirun" if "Open MPI" in says else "horovodrun")
     assert command[-2:] == ["python", "x.py"]
+    asks = ["-H", "localhost:3"] if "Open MPI" in says else ["-np", "3"]
+    assert asks in [command[at : at + 2] for at in range(len(command))]
 
 
 def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
@@ -468,7 +470,7 @@ def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
     found = measure.measure(Asked([TUNED], ("tiny",), 1, 0.5, 1000), Place(2, "cpu", tmp_path), lambda _: None)
     assert found.missing == {}
     assert found.samples[TUNED][0] is not None
-    assert "failed 1 times and was started again: no luck" in text(found, rows_of(found), "here")
+    assert "failed in 1 of its starts: no luck" in text(found, rows_of(found), "here")
 
 
 def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
@@ -516,6 +518,34 @@ def test_a_slow_machine_takes_fewer_steps_and_as_many_rounds(monkeypatch, tmp_pa
     assert found.efforts[0] == 0.125 <= found.efforts[1] < 1
     assert counts == [7, 7, 7]
     assert 900 < ended <= 1140
+
+
+def test_the_last_round_is_not_lost_to_the_rounding_of_steps(monkeypatch, tmp_path):
+    for tenths in range(300, 500):
+        _, counts, ended, _ = rounds_at(monkeypatch, tmp_path, tenths / 10, [0.9], 1140)
+        assert counts == [7, 7, 7], tenths
+        assert ended <= 1140
+
+
+def test_a_contender_that_hangs_has_no_longer_than_there_is_time(monkeypatch, tmp_path):
+    clock, patience = [0.0], []
+
+    def run_entry(entry, jobs, place, effort):
+        patience.append(place.patience)
+        clock[0] += 40 if len(patience) < 3 else place.patience
+        if len(patience) == 3:
+            raise LaunchError("it did not end")
+        return [{"rank": 0, "size": 2, "job": "tiny", "seconds": 0.0, "first": 1.0, "sha256": "a"}]
+
+    for one in (pace, measure):
+        monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(measure, "run_entry", run_entry)
+    said: list[str] = []
+    found = measure.measure(Asked([TUNED], ("tiny",), 7, 0.5, 170), Place(2, "cpu", tmp_path), said.append)
+    assert patience == [240, 130, 90]
+    assert (clock[0], found.count(TUNED), found.missing) == (170, 2, {})
+    assert "no time is left for another start: it did not end" in said[-2]
+    assert "failed in 1 of its starts: it did not end" in text(found, rows_of(found), "here")
 
 
 def test_a_machine_that_was_slow_in_the_first_round_gets_through_them(monkeypatch, tmp_path):

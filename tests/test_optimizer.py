@@ -224,7 +224,19 @@ def hooked_for_all(backend):
     assert seen == [("before", optimizer.optimizer), ("after", optimizer.optimizer)] * 2
 
 
-@pytest.mark.parametrize("body", [hooked, hooked_for_all])
+def hooked_with_other_arguments(backend):
+    """A hook before a step may give the step's arguments anew."""
+    model, oracle = perceptron(), perceptron()
+    optimizer, expected = sgd(model, backend), sgd(oracle, backend)
+    seen = []
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append((args, kwargs)) or ((opt,), {}))
+    train(model, optimizer, backend, 2)
+    train(oracle, expected, backend, 2)
+    assert seen == [((optimizer,), {})] * 2
+    assert all(map(torch.equal, model.parameters(), oracle.parameters()))
+
+
+@pytest.mark.parametrize("body", [hooked, hooked_for_all, hooked_with_other_arguments])
 def test_step_hooks_run_once(typical, body):
     typical(body)
 

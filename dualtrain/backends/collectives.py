@@ -283,7 +283,8 @@ class Backend(Primitives):
         work = self.start_allreduce(tensor, op, name)
         if factor == 1:
             return work
-        return Scaled(work, tensor.view(-1)[: tensor.numel() - tail] if tail else tensor, factor)
+        flat = tensor.view(-1)
+        return Scaled(work, flat[: len(flat) - tail] if tail else flat, factor)
 
     def exchange_short(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's ``row`` (of 64-bit integers, the same number everywhere), in rank order. Blocks.

@@ -30,7 +30,7 @@ from dualtrain.bench.worker import MARK
 from dualtrain.launchers import World
 
 PATIENCE_SECONDS = 240.0
-#: What horovodrun 0.28.1 gives to Open MPI's mpirun on one host.
+#: How horovodrun 0.28.1 has Open MPI's mpirun place and connect the ranks of one host.
 OPEN_MPI = ["--allow-run-as-root", "-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
 
 
@@ -40,13 +40,14 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where contenders run: so many ranks on this host, or what ``prefix`` starts."""
+    """Where contenders run: so many ranks on this host, or what ``prefix`` starts; and for how many seconds at most."""
 
     ranks: int
     device: str
     folder: Path
     prefix: tuple[str, ...] = ()
     threads: int = 1
+    patience: float = PATIENCE_SECONDS
 
 
 def run_entry(entry: Entry, jobs: Sequence[str], place: Place, effort: float) -> list[dict[str, Any]]:
@@ -125,10 +126,10 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], pla
             for command, more in starts
         ]
         try:
-            deadline = time.monotonic() + PATIENCE_SECONDS
+            deadline = time.monotonic() + place.patience
             while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
                 if time.monotonic() > deadline:
-                    raise LaunchError(f"it did not end within {PATIENCE_SECONDS:g} s")
+                    raise LaunchError(f"it did not end within {place.patience:.0f} s")
                 time.sleep(0.02)
         finally:
             for job in jobs:

@@ -16,11 +16,7 @@ from dualtrain.bench.pace import Pace
 from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, LENGTHS, MAIN, Entry, jobs_of
 
 _IMPORT = """
-import gc, time
-gc.disable()
-import torch
-gc.freeze()
-gc.enable()
+import time, torch
 began = time.perf_counter()
 import dualtrain
 dualtrain.connect, dualtrain.DistributedOptimizer, dualtrain.broadcast_parameters
@@ -126,18 +122,27 @@ class _Rounds:
         for last in (False, True):
             began = time.monotonic()
             try:
-                sample = column[number] = _sample(entry, self._asked.jobs, self._place, effort)
+                sample = column[number] = _sample(entry, self._asked.jobs, self._bounded(number), effort)
             except LaunchError as error:
-                self._say(f"{entry.title}: failed, {'left out' if last else 'started again'}: {error}")
+                late = number > 0 and not self._pace.fits([name])
+                then = "left out" if last else "no time is left for another start" if late else "started again"
+                self._say(f"{entry.title}: failed, {then}: {error}")
                 results.failures.setdefault(name, []).append(str(error))
                 if last:
                     results.missing[name] = str(error)
+                elif late:
+                    return
             else:
                 seconds = time.monotonic() - began
                 self._pace.note(name, seconds, {job: one for job, one in sample.seconds.items() if job in LENGTHS})
                 which = f"round {number + 1} of {self._asked.rounds}, {effort:.0%} of the steps"
                 self._say(f"{which}: {entry.title}, {seconds:.1f} s")
                 return
+
+    def _bounded(self, number: int) -> Place:
+        """The place, with as much patience as there is time; the first round shows how much is needed."""
+        place = self._place
+        return replace(place, patience=min(place.patience, max(1.0, self._pace.seconds_left))) if number else place
 
 
 def _sample(entry: Entry, jobs: Collection[str], place: Place, effort: float) -> Sample:

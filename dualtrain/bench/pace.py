@@ -11,12 +11,13 @@ from collections.abc import Collection, Mapping
 from dualtrain.bench.plan import steps_of
 
 _LEAST = 0.125
+_USED = 0.97  # of a round's share of the time: one that takes a little longer than foreseen is still to end
 
 
 class Pace:
     """The share of each workload's steps (``plan.LENGTHS``) that a round takes: ``effort``.
 
-    The first of several rounds takes the least, an eighth, and shows how long the contenders take to start, which no
+    The first of several rounds takes the least, and shows how long the contenders take to start, which no
     effort changes, and for their steps. What follows takes as much as there is time for, at the speed of the round before.
 
     Args:
@@ -41,14 +42,19 @@ class Pace:
     def end_round(self, names: Collection[str]) -> None:
         """Chooses the effort of the next round, in which these contenders run."""
         self._left -= 1
-        each = (self._ends - time.monotonic()) / max(1, self._left)
-        fewest, all_steps = self._seconds(names, 0.0), self._seconds(names, 1.0)
-        if all_steps > fewest:
-            self.effort = min(self._most, max(_LEAST, (each - fewest) / (all_steps - fewest)))
+        each = _USED * self.seconds_left / max(1, self._left)
+        self.effort = self._most
+        while self.effort > _LEAST and self._seconds(names, self.effort) > each:
+            self.effort = max(_LEAST, 0.98 * self.effort)
 
     def fits(self, names: Collection[str]) -> bool:
         """Whether these contenders would end in time, at the speed of their last round."""
-        return time.monotonic() + self._seconds(names, self.effort) <= self._ends
+        return self._seconds(names, self.effort) <= self.seconds_left
+
+    @property
+    def seconds_left(self) -> float:
+        """Until all rounds are to have ended."""
+        return self._ends - time.monotonic()
 
     def _seconds(self, names: Collection[str], effort: float) -> float:
         known = [self._known[name] for name in names if name in self._known]

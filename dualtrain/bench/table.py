@@ -75,7 +75,7 @@ def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{ENTRIES[name].title}: not measured: {reason}"
     for name, reasons in results.failures.items():
         if name not in results.missing:
-            yield f"{ENTRIES[name].title}: failed {len(reasons)} times and was started again: {reasons[0]}"
+            yield f"{ENTRIES[name].title}: failed in {len(reasons)} of its starts: {reasons[0]}"
     if any(row.weights == OTHER for row in rows):
         yield f"{OTHER}: the final weights are not the raw script's, bit for bit; such a speed meets no target"
     failed = [f"{row.group}: {row.job}" for row in rows if row.met is False]

@@ -46,20 +46,20 @@ class Ddp(Contender):
         """Rank 0 saves, and the others meet it in the next step."""
         model = DistributedDataParallel(task.model(), **self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
-        batches = task.ready(self.rank)
+        batches = task.ready(self.rank)[:STALL_STEPS]
 
-        def steps(save: bool, count: int = STALL_STEPS) -> float:
+        def steps(save: bool) -> float:
             began = time.perf_counter()
             if save and self.rank == 0:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save(state, folder / "raw.pt")
-            for inputs, targets in batches[:count]:
+            for inputs, targets in batches:
                 optimizer.zero_grad()
                 functional.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
             return time.perf_counter() - began
 
-        steps(save=False, count=1)
+        steps(save=False)
         return -steps(save=False) + steps(save=True)
 
     def close(self) -> None:

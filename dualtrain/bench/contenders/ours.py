@@ -72,20 +72,20 @@ class Ours(Contender):
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         trainer = dualtrain.Trainer(model, optimizer, backend=self.backend)
         writer = Writer(folder, 1, print, 60.0)
-        batches = task.ready(self.rank)
+        batches = task.ready(self.rank)[:STALL_STEPS]
         expected = len(batches[0][1]) * self.size
 
-        def steps(save: int, count: int = STALL_STEPS) -> float:
+        def steps(save: int) -> float:
             began = time.perf_counter()
             if save:
                 state = trainer.state_dict()
                 if self.rank == 0:
                     writer.write(save, Packed(state), best=False)
-            for batch in batches[:count]:
+            for batch in batches:
                 trainer.step([batch], expected)
             return time.perf_counter() - began
 
-        steps(save=0, count=1)
+        steps(save=0)
         stalled = -steps(save=0) + steps(save=1)
         writer.wait()
         return stalled
