@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: discarded, timed. The first is slower; DDP's second, in which it lays its buckets out anew, is not.
-#: A round takes a share of the timed ones (``pace.py``), with --quick half at most.
+#: Steps of each workload: discarded, timed. The first is slower; DDP's second, in which it lays its buckets out anew, is
+#: not. A round takes a share of the timed ones (``pace.py``), with --quick half at most.
 LENGTHS = {
     "tiny": (2, 4),
     "empty": (20, 200),
