@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
-from dualtrain.console import leave, refuse_alike, say
+from dualtrain.console import leave, loading, refuse_alike, say
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
 
@@ -49,7 +48,8 @@ def _spawn(arguments: list[str], nproc: int, world: World) -> int:
 def _run(config: Config, world: World) -> int:
     # What torch's C++ side warns of when a peer is gone, stack traces included, is said in one line here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with _without_search_for_garbage():
+    # Another program's process keeps its own ways.
+    with loading() if __name__ == "__main__" else nullcontext():
         from dualtrain.backends import connect
         from dualtrain.training.loop import train
 
@@ -77,23 +77,6 @@ def _run(config: Config, world: World) -> int:
         signal.signal(signal.SIGTERM, earlier)
     backend.close()
     return 0
-
-
-@contextmanager
-def _without_search_for_garbage() -> Iterator[None]:
-    """For what loads this program's modules: they are no garbage, and to look through them takes an eighth of a start.
-
-    Nothing in a process that is another program's.
-    """
-    own = __name__ == "__main__"
-    if own:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if own:
-            gc.freeze()
-            gc.enable()
 
 
 def _give_up(error: BaseException, backend: Backend) -> int:

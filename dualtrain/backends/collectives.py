@@ -284,7 +284,7 @@ class Backend(Primitives):
         if factor == 1:
             return work
         flat = tensor.view(-1)
-        return Scaled(work, flat[: len(flat) - tail] if tail else flat, factor)
+        return Scaled(work, flat[:-tail] if tail else flat, factor)
 
     def exchange_short(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's ``row`` (of 64-bit integers, the same number everywhere), in rank order. Blocks.

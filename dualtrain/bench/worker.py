@@ -7,7 +7,6 @@ is heavy is loaded before the first step, but by the contender itself.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualtrain.bench.plan import EPOCH_BATCH, EPOCH_LR, SIZES, TRAINER_STEPS
+from dualtrain.console import loading
 from dualtrain.launchers import detect_world
 
 if TYPE_CHECKING:
@@ -60,19 +60,13 @@ def main() -> None:
 
 
 def _loaded(given: Any) -> Contender:
-    """The contender, when it has joined the world, with all that its first step loads.
+    """The contender, when it has joined the world, with all that its first step loads."""
+    with loading():
+        contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
+            given.option, _device(given.device)
+        )
+        import torch._dynamo  # noqa: F401  # any optimizer of torch's loads it at its first step
 
-    Loading makes no garbage: to look for it all the while, and among all that was loaded later, takes a fifth of a start,
-    of which there are many.
-    """
-    gc.disable()
-    contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
-        given.option, _device(given.device)
-    )
-    import torch._dynamo  # noqa: F401  # any optimizer of torch's loads it at its first step
-
-    gc.freeze()
-    gc.enable()
     return contender
 
 
