@@ -159,7 +159,7 @@ check "stop, horovod" stopped horovod
 check "cluster" compose --profile cluster up --no-color --exit-code-from node1
 trained 4
 
-read -ra tests <<<"${TESTS-tests/test_launchers.py tests/test_store.py tests/test_collectives.py}"
+read -ra tests <<<"${TESTS-tests/backends/test_launchers.py tests/backends/test_store.py tests/backends/test_collectives.py}"
 check "tests" service test "${tests[@]}"
 echo "  $(grep -E ' passed' "$out" | tail -n 1)"
 

@@ -1,0 +1,313 @@
+"""Joining a world, refusing what is not the world that was launched, and leaving it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dualtrain import BackendError, UserError, connect
+from dualtrain.backends.factory import NAMES, _as_numbers, _locate, _take_device, choose
+from dualtrain.launchers import World
+from tests.conftest import require_horovod
+from tests.pool import ROOT, free_port
+
+PAIR = World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", 1))
+ALONE = World(launcher="environment")
+ELSEWHERE = World(1, 2, 1, 2, launcher="srun", rendezvous=("127.0.0.1", 1))
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match=f"no backend is called 'nccl': choose one of {', '.join(NAMES)}"):
+        connect("nccl")
+
+
+IMPLIED = {
+    "none": "local",
+    "torchrun": "torch",
+    "srun": "torch",
+    "environment": "torch",
+    "mpirun": "horovod",
+    "mpiexec": "horovod",
+    "horovodrun --gloo": "horovod",
+}
+
+
+@pytest.mark.parametrize("launcher", IMPLIED)
+def test_auto_is_what_the_launcher_implies(launcher):
+    assert choose("auto", World(launcher=launcher)) == IMPLIED[launcher]
+    assert choose("local", World(launcher=launcher)) == "local"
+
+
+@pytest.mark.parametrize("device", ["banana", "mps", "meta"])
+def test_an_unsupported_device_is_refused(device):
+    with pytest.raises(UserError, match=f"device '{device}' .*choose auto, cpu, cuda or cuda:N"):
+        connect("local", device=device)
+
+
+def test_a_gpu_that_is_not_there_is_refused():
+    missing = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(UserError, match=f"device '{missing}' is not there: torch sees {torch.cuda.device_count()} GPUs"):
+        connect("local", device=missing)
+
+
+def test_the_device_may_be_named_or_given():
+    for device in ("cpu", torch.device("cpu")):
+        with connect("local", device=device) as backend:
+            assert backend.device == torch.device("cpu")
+
+
+def test_alone_under_a_launcher_of_two_is_refused():
+    with pytest.raises(UserError, match=r"local backend is rank 0 of 1, but environment started .* rank 0 of 2"):
+        connect("local", world=PAIR)
+
+
+def test_torch_without_a_rendezvous_names_the_variables():
+    with pytest.raises(UserError, match=r"environment sets no MASTER_ADDR and MASTER_PORT; start with torchrun"):
+        connect("torch", world=World(0, 2, 0, 2, launcher="environment"))
+
+
+def test_mpi_that_is_not_the_launchers_is_refused(monkeypatch):
+    comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=comm)))
+    with pytest.raises(UserError, match=r"mpi4py is rank 0 of 1, but mpirun started rank 0 of 2: .*rebuild"):
+        connect("torch", world=World(0, 2, 0, 2, launcher="mpirun"))
+
+
+def refusal(name, world):
+    """What ``connect`` says of this world."""
+    with pytest.raises(UserError) as caught:
+        connect(name, world=world)
+    return str(caught.value)
+
+
+# Horovod takes part of its process with it, so these three, one after another, have a process of their own.
+HOROVODS = """
+import json, os, sys
+from importlib.util import find_spec
+os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
+from dualtrain.launchers import World
+from tests.backends.test_connect import ALONE, ELSEWHERE, refusal
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "horovod":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Missing())
+said = {"missing": refusal("horovod", ALONE)}
+del sys.meta_path[0]
+if find_spec("horovod"):
+    place = "127.0.0.1", int(sys.argv[1])
+    said["port"] = refusal("horovod", World(0, 2, 0, 2, launcher="environment", rendezvous=place))
+    import horovod.torch as hvd
+    hvd.init()
+    said["found"] = refusal("horovod", ELSEWHERE)
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def taken():
+    """A port that a server has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def horovods(taken):
+    """What a fresh process hears of Horovod: missing, with its port in use, and found as a world of another size."""
+    command = [sys.executable, "-c", HOROVODS, str(taken)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["torch", "horovod"])
+def test_a_port_in_use_is_named(name, taken, request):
+    if name == "horovod":
+        require_horovod()
+        said = request.getfixturevalue("horovods")["port"]
+    else:
+        said = refusal("torch", World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", taken)))
+    assert f"port {taken} on 127.0.0.1 is in use by another program, or by another rank 0: set MASTER_PORT" in said
+
+
+def test_a_rendezvous_that_nobody_serves_is_named():
+    port = free_port()
+    world = World(1, 2, 1, 2, launcher="environment", rendezvous=("127.0.0.1", port))
+    with pytest.raises(UserError, match=f"rank 1 could not meet the others at 127.0.0.1:{port} within 1 s"):
+        connect("torch", world=world, timeout=1.0)
+
+
+def test_a_missing_horovod_is_said_with_the_cure(horovods):
+    said = horovods["missing"]
+    assert "No module named 'horovod" in said
+    assert "bash launch/setup.sh" in said
+    assert "--backend torch" in said
+
+
+def test_a_host_without_an_address_is_refused_where_horovod_would_crash(monkeypatch):
+    require_horovod()
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    with pytest.raises(UserError, match=r"name 'no-such-host.invalid' has no address .*Horovod would crash: .*/etc/hosts"):
+        connect("horovod", world=ALONE)
+
+
+def test_without_mpi4py_the_message_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UserError, match=r"mpirun started 3 ranks, and without mpi4py .*pip install mpi4py"):
+        connect("torch", world=World(0, 3, 0, 3, launcher="mpirun"))
+
+
+@pytest.mark.parametrize("name", ["torch", "horovod"])
+def test_a_world_of_another_size_than_the_launchers_is_refused(name, request):
+    if name == "horovod":
+        require_horovod()
+        said = request.getfixturevalue("horovods")["found"]
+    else:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            said = refusal("torch", ELSEWHERE)
+        finally:
+            torch.distributed.destroy_process_group()
+    assert f"the {name} backend is rank 0 of 1, but srun started this process as rank 1 of 2" in said
+
+
+class Seen:
+    """A backend as ``connect`` sees one that has just joined its world: what the ranks exchange is given."""
+
+    transport = "nccl"
+
+    def __init__(self, rank, hosts, rows, device="cpu"):
+        self.rank, self.hosts, self.rows, self.device, self.left = rank, tuple(hosts), rows, torch.device(device), False
+        self.world = World(rank, len(hosts)).placed(rank, hosts)
+
+    def exchange(self, row):
+        return torch.tensor([row.tolist() if given is None else given for given in self.rows])
+
+    def disconnect(self):
+        self.left = True
+
+
+GPUS = [f"{number:08x}-0000-4000-8000-000000000000" for number in range(4)]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Makes torch believe in the GPUs whose numbers it is called with."""
+
+    def see(*numbers):
+        properties = [SimpleNamespace(uuid=GPUS[number]) for number in numbers]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(numbers))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    return see
+
+
+@pytest.mark.parametrize(("hosts", "taken"), [("aabb", [0, 1, 0, 1]), ("abab", [0, 0, 1, 1]), ("aaab", [0, 1, 0, 0])])
+def test_the_ranks_of_a_host_take_its_gpus_in_turn(hosts, taken, gpus):
+    gpus(0, 1)
+    for rank, number in enumerate(taken):
+        rows = [[other, 0] for other in range(len(hosts))]
+        rows[rank] = None
+        backend = Seen(rank, hosts, rows, "cuda")
+        _take_device(backend)
+        assert backend.device == torch.device("cuda", number)
+        backend = Seen(rank, hosts, rows, "cuda:1")
+        _take_device(backend)
+        assert backend.device == torch.device("cuda", 1)
+
+
+def test_two_ranks_with_one_gpu_are_refused_where_nccl_would_fail(gpus):
+    gpus(3)  # each rank sees one GPU only: number 0 for all of them
+    for hosts, refused in (("aa", True), ("ab", False)):
+        backend = Seen(0, hosts, [None, None], "cuda")
+        if refused:
+            with pytest.raises(UserError, match=r"ranks 0 and 1 of this host have the same GPU, cuda:0"):
+                _take_device(backend)
+        else:
+            _take_device(backend)
+        assert backend.left == refused
+    backend = Seen(0, "aa", [None, [7, 7]], "cuda")  # another GPU, by the same number
+    _take_device(backend)
+    backend = Seen(0, "aa", [None, None], "cuda")
+    backend.transport = "gloo"
+    _take_device(backend)
+
+
+def test_other_versions_are_named():
+    rows = [[1, *_as_numbers(version)] for version in ("0.1.0", "0.1.0", "0.2.0rc1", "0.3")]
+    backend = Seen(0, "aaaa", rows)
+    with pytest.raises(UserError, match=r"rank 0 runs dualtrain 0.1.0, and rank 2, 3 dualtrain 0.2.0rc1, 0.3: install the"):
+        _locate(backend)
+    assert backend.left
+
+
+def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():
+    for name in ("local", "torch"):
+        for _ in range(2):
+            backend = connect(name, world=ALONE)
+            assert backend.allreduce(torch.ones(2)).tolist() == [1, 1]
+            backend.close()
+            backend.close()
+            assert not torch.distributed.is_initialized()
+
+
+def test_a_call_after_the_end_is_refused():
+    backend = connect("local", world=ALONE)
+    backend.close()
+    with pytest.raises(BackendError, match="closed"):
+        backend.allreduce(torch.ones(2))
+    with pytest.raises(BackendError, match="closed"):
+        backend.allreduce_async(torch.ones(2))
+
+
+def test_a_with_statement_closes_and_lets_exceptions_through():
+    with connect("torch", world=ALONE):
+        assert torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(KeyError), connect("torch", world=ALONE):
+        raise KeyError("mine")
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_world_that_was_found_is_left_as_it_was():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with connect("torch", world=ALONE) as backend:
+            assert backend.allgather_object("here") == ["here"]
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def one_is_ordinary(backend):
+    group = backend.group([0])
+    assert (group.size, backend.size, backend.local_size) == (1, 1, 1)
+    for each in (group, backend):
+        assert each.allreduce(torch.tensor([3]), "average").tolist() == [3]
+        assert each.allgather(torch.ones(2, 2)).shape == (2, 2)
+        assert each.alltoall(torch.ones(2), [1])[1].tolist() == [1]
+        assert each.reducescatter(torch.ones(3)).tolist() == [1, 1, 1]
+        assert each.broadcast_object({"a": 1}) == {"a": 1}
+
+
+@pytest.mark.parametrize("name", ["torch", "horovod"])
+def test_a_world_of_one_is_ordinary(name, pool):
+    if name == "horovod":
+        require_horovod()
+    pool.connect(name, 1)
+    pool.run(one_is_ordinary)
+
+
+def own_place(backend):
+    return backend.world.evidence, backend.world.launcher, backend.transport, backend.device.type
+
+
+def test_the_world_keeps_what_the_launcher_said(real):
+    assert real(own_place) == [((), "environment", "gloo", "cpu")] * real.size

@@ -1,0 +1,179 @@
+"""Predicting from image files: they go through what evaluation images go through, and wrong input is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+
+import dualtrain.training.loop as loop
+from dualtrain import predict as module
+from dualtrain.backends import connect
+from dualtrain.config import parse
+from dualtrain.data import load
+from dualtrain.data.catalog import load_data
+from dualtrain.data.sources import Batch
+from dualtrain.models import build
+from dualtrain.predict import main, predict
+
+COUNT = 100
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the digits that has learned them, with normalization."""
+    folder = tmp_path_factory.mktemp("predict") / "run"
+    with connect("local") as backend, pytest.MonkeyPatch.context() as patch:
+        # On a machine that other tests are busy on, two threads for a tiny batch mostly wait for each other.
+        patch.setattr(loop, "threads", lambda backend: 1)
+        loop.train(parse(["--epochs", "4", "--normalize", "dataset", "--run-dir", str(folder)]), backend)
+    task = {"shape": [1, 8, 8], "classes": 10, "kind": "classes", "class_names": None}
+    (folder / "task.json").write_text(json.dumps(task))
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def save(pixels: torch.Tensor, path: Path) -> str:
+    """A digit (1, 8, 8), from 0 to 1, as a PNG file."""
+    Image.fromarray(pixels[0].mul(255).round().byte().numpy()).save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("digits")
+    return [save(image, folder / f"{number}.png") for number, image in enumerate(load("digits", None).val.inputs[:COUNT])]
+
+
+def test_files_get_exactly_what_the_model_gives_for_the_evaluation_tensors(trained, digits):
+    answers = predict(str(trained), digits)
+    source = load_data("digits", normalize="dataset").val
+    inputs, targets = next(source.stream([Batch(torch.arange(COUNT))], torch.device("cpu")))
+    model = build("convnet", (1, 8, 8), 10).eval()
+    model.load_state_dict(safetensors.torch.load_file(trained / "model.safetensors"))
+    with torch.inference_mode():
+        chances = torch.cat([model(part).softmax(1) for part in inputs.split(module.TOGETHER)])
+    values, numbers = chances.max(1)
+    likeliest = [(str(number), value) for number, value in zip(numbers.tolist(), values.tolist(), strict=True)]
+    assert [answer[0] for answer in answers] == likeliest
+    right = sum(answer[0][0] == str(target) for answer, target in zip(answers, targets.tolist(), strict=True))
+    expected = json.loads((trained / "summary.json").read_text())["val_accuracy"]
+    assert expected > 0.8
+    assert right / COUNT == pytest.approx(expected, abs=0.06)
+
+
+def test_the_likeliest_classes_come_first_with_their_names(run, digits, capsys):
+    task = json.loads((run / "task.json").read_text())
+    (run / "task.json").write_text(json.dumps({**task, "class_names": [f"digit-{n}" for n in range(10)]}))
+    assert main([str(run), *digits[:2]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": digit-")[0] for line in lines] == digits[:2]
+    assert main([str(run), digits[0], "--json"]) == 0
+    classes = json.loads(capsys.readouterr().out)["classes"]
+    chances = [each["probability"] for each in classes]
+    assert len(chances) == module.SHOWN
+    assert chances == sorted(chances, reverse=True)
+
+
+def test_an_image_of_another_size_and_with_colours_is_brought_to_the_digits(trained, digits, tmp_path):
+    large = tmp_path / "large.jpg"
+    Image.open(digits[0]).resize((160, 160), Image.Resampling.NEAREST).convert("RGB").save(large, quality=100)
+    assert predict(str(trained), [str(large)])[0][0][0] == predict(str(trained), digits[:1])[0][0][0]
+
+
+def test_files_of_an_image_folder_go_through_its_evaluation(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / "data" / part / name).mkdir(parents=True)
+            pixels = torch.randint(256, (40, 50, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(tmp_path / "data" / part / name / "0.png")
+    options = {"image_size": 8, "resize": 12, "workers": 0}
+    val = load_data("imagefolder", str(tmp_path / "data"), **options).val
+    wanted = torch.cat([inputs for inputs, _ in val.stream([Batch(torch.arange(2))], torch.device("cpu"))])
+    read = module._reader({"dataset": "imagefolder", **options})
+    files = [str(tmp_path / "data" / "val" / name / "0.png") for name in ("cat", "dog")]
+    assert torch.equal(torch.cat([read(file) for file in files]), wanted)
+
+
+def test_the_best_weights_are_taken_where_they_are_asked_for(run, digits, capsys):
+    assert main([str(run), digits[0]]) == 0
+    at_the_end = capsys.readouterr().out
+    torch.manual_seed(7)
+    best = build("convnet", (1, 8, 8), 10)
+    safetensors.torch.save_file(best.state_dict(), run / "model-best.safetensors")
+    assert main([str(run), digits[0], "--best"]) == 0
+    assert capsys.readouterr().out != at_the_end
+    (run / "model.safetensors").unlink()
+    assert main([str(run), digits[0]]) == 2
+    assert "give --best to use model-best.safetensors" in capsys.readouterr().err
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_model_of_the_users_own_is_built_and_must_fit(run, digits, capsys):
+    change(run / "config.json", model="tests.commands.test_predict:other")
+    assert main([str(run), digits[0]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dualtrain: error: ")
+    assert "does not fit the model tests.commands.test_predict:other" in error
+    safetensors.torch.save_file(other().state_dict(), run / "model.safetensors")
+    assert main([str(run), digits[0]]) == 0
+
+
+def other() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
+
+
+def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, capsys):
+    (tmp_path / "text.png").write_text("no image")
+    Image.new("I;16", (8, 8)).save(tmp_path / "deep.png")
+    for bad, reason in (("text.png", "identify"), ("deep.png", "8 bits"), ("gone.png", "No such file")):
+        assert main([str(run), digits[0], str(tmp_path / bad)]) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert bad in told.err
+        assert reason in told.err
+        assert told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "words"),
+    [
+        ("task.json", {"kind": "tokens"}, "no run on images"),
+        ("config.json", {"dataset": "synthetic"}, "makes inputs of its own"),
+        ("config.json", {"model": "nonesuch"}, "is not known"),
+        ("config.json", {"normalize": "x"}, "--normalize must be"),
+    ],
+)
+def test_runs_that_do_not_classify_known_images_are_refused(run, digits, capsys, file, values, words):
+    change(run / file, **values)
+    assert main([str(run), digits[0]]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_folders_without_a_model_and_bad_command_lines_are_refused(run, digits, tmp_path, capsys):
+    (run / "model.safetensors").write_bytes(b"damaged")
+    cases = [([str(run), digits[0]], "cannot be read"), ([str(tmp_path), digits[0]], "no run's folder"), ([], "RUN")]
+    cases += [([str(run), digits[0], "--best"], "no model-best.safetensors"), ([str(run)], "IMAGE")]
+    (run / "model-best.safetensors").unlink(missing_ok=True)
+    for arguments, words in cases:
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+    (run / "model.safetensors").unlink()
+    assert main([str(run), digits[0]]) == 2
+    assert "train it to its end" in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""What the catalogue of datasets refuses, and how it says so: one line with the fact, the cause and the cure."""
+
+from __future__ import annotations
+
+from urllib.error import URLError
+
+import pytest
+
+from dualtrain.data import load_data
+from dualtrain.errors import UserError
+
+
+def build_nonsense():
+    return "data"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "part"),
+    [
+        ("moons", {}, "choose one of cifar10, digits"),
+        ("cifar10", {}, "--data-dir"),
+        ("cifar10", {"folder": "."}, "cifar-10-binary.tar.gz"),
+        ("mnist", {"folder": "."}, "MNIST/raw"),
+        ("imagefolder", {}, "--data-dir"),
+        ("imagefolder", {"folder": "."}, "train/CLASS"),
+        ("imagefolder", {"folder": "missing"}, "No such file"),
+        ("digits", {"augment": "imagenet"}, "lives in memory"),
+        ("digits", {"augment": "blur"}, "--augment must be one of"),
+        ("digits", {"augment": "weights"}, "--model"),
+        ("digits", {"augment": "weights", "model": "convnet"}, "publishes no weights"),
+        ("digits", {"normalize": "imagenet"}, "3 channels"),
+        ("digits", {"normalize": "0.5/0"}, "--normalize must be"),
+        ("digits", {"normalize": "a/b"}, "--normalize must be"),
+        ("synthetic", {"shape": "3,x"}, "--shape"),
+        ("text", {"text_file": "missing"}, "--text-file"),
+        ("text", {"text_file": "short.txt"}, "tokens"),
+        ("text", {"text_file": "latin.txt"}, "UTF-8"),
+        ("text", {"vocabulary": 4}, "--vocabulary"),
+        ("text", {"sequence_length": 1}, "--sequence-length"),
+        ("no.such.module:build", {}, "not found"),
+        ("tests.data.test_data_refusals:nothing", {}, "no callable"),
+        ("tests.data.test_data_refusals:build_nonsense", {}, "must return"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(tmp_path, monkeypatch, name, options, part):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
+    options = dict(options)
+    with pytest.raises(UserError) as refusal:
+        load_data(name, options.pop("folder", None), **options)
+    assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_classes_of_train_and_val_must_agree(tmp_path):
+    for part, kind in (("train", "cat"), ("val", "dog")):
+        (tmp_path / part / kind).mkdir(parents=True)
+        (tmp_path / part / kind / "1.jpg").touch()
+    with pytest.raises(UserError, match="'cat' is in one of"):
+        load_data("imagefolder", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_without_a_network_the_message_says_where_the_files_go(name, tmp_path, monkeypatch):
+    import torchvision.datasets.mnist
+    import torchvision.datasets.utils
+
+    def refuse(*args, **kwargs):
+        raise URLError("no network")
+
+    monkeypatch.setattr(torchvision.datasets.utils, "download_and_extract_archive", refuse)
+    monkeypatch.setattr(torchvision.datasets.mnist, "download_and_extract_archive", refuse)
+    with pytest.raises(UserError, match=r"could not be downloaded .*no network.*into") as refusal:
+        load_data(name, str(tmp_path / "new"), download=True)
+    assert "\n" not in str(refusal.value)

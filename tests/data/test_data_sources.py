@@ -1,0 +1,310 @@
+"""Sources: every sample once, and what happens to it depends on nothing but (seed, sample)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from dualtrain.data import Batch, Source, Task, load_data
+from dualtrain.data import draws as hashed
+from dualtrain.data.loader import LoaderSource
+from dualtrain.data.text import CLS, IGNORED, MASK, PAD
+from dualtrain.data.transforms import crop_and_flip
+from dualtrain.data.wrapped import wrap
+from dualtrain.errors import UserError
+from tests.data.test_data import write_idx
+
+CPU = torch.device("cpu")
+
+
+def epoch(source: Source, seed: int, batch: int, order=None):
+    """All inputs and targets of the source, in the order of their numbers, read in batches."""
+    order = torch.arange(len(source)) if order is None else order
+    parts = list(source.stream([Batch(numbers, seed) for numbers in order.split(batch)], CPU))
+    back = order.argsort()
+    return torch.cat([inputs for inputs, _ in parts])[back], torch.cat([targets for _, targets in parts])[back]
+
+
+def assert_same(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+
+
+def write_mnist(folder, samples=40):
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for part in ("train", "t10k"):
+        images = torch.randint(0, 256, (samples, 28, 28), dtype=torch.uint8, generator=generator)
+        write_idx(raw / f"{part}-images-idx3-ubyte", images)
+        write_idx(raw / f"{part}-labels-idx1-ubyte", torch.arange(samples, dtype=torch.uint8) % 10)
+
+
+def write_cifar(folder, each=6):
+    where = folder / "cifar-10-batches-bin"
+    where.mkdir()
+    rows = numpy.random.default_rng(0).integers(0, 256, (6 * each, 3073), dtype=numpy.uint8)
+    rows[:, 0] %= 10
+    for number, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
+        rows[number * each : (number + 1) * each].tofile(where / f"{name}.bin")
+    return rows
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    random = numpy.random.default_rng(0)
+    for part, samples in (("train", 7), ("val", 3)):
+        for kind in ("cat", "dog"):
+            where = folder / part / kind
+            where.mkdir(parents=True)
+            for number in range(samples):
+                pixels = random.integers(0, 256, (30 + number, 40, 3), dtype=numpy.uint8)
+                Image.fromarray(pixels).save(where / f"{number}.jpg")
+    return folder
+
+
+class Squares:
+    """A user's dataset, with augmentation of its own, out of two libraries."""
+
+    num_classes = 3
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, number):
+        if not 0 <= number < 11:
+            raise IndexError(number)
+        return torch.rand(2) + torch.from_numpy(numpy.random.rand(2)).float() + number, number % 3
+
+
+def build_pair(folder):
+    return Squares(), Squares()
+
+
+# ------------------------------------------------------------------------------------------------ the hash
+
+
+def test_the_hash_is_splitmix_of_seed_sample_and_draw():
+    def mix(x):
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
+        return x ^ x >> 31
+
+    golden = 0x9E3779B97F4A7C15
+    got = hashed.bits(7, torch.tensor([0, 5]), 3)
+    for row, number in enumerate([0, 5]):
+        key = mix((number * golden + mix(7)) % 2**64)
+        for draw in range(3):
+            assert int(got[row, draw]) % 2**64 == mix((key + (draw + 1) * golden) % 2**64)
+
+
+def test_hashed_numbers_are_uniform_and_unlike_for_neighbouring_seeds():
+    numbers = torch.arange(20_000)
+    one, other = (hashed.uniform(hashed.bits(seed, numbers, 2)) for seed in (0, 1))
+    table = torch.corrcoef(torch.cat([one, other], 1).T)
+    assert (table - torch.eye(4)).abs().max() < 0.03
+    assert one.min() >= 0
+    assert one.max() < 1
+    assert abs(float(one.var()) - 1 / 12) < 0.002
+    counts = hashed.below(hashed.bits(-(2**80), numbers, 1)[:, 0], 9).bincount(minlength=9)
+    assert counts.min() > 2000
+    assert len(counts) == 9
+
+
+# ------------------------------------------------------------------------------------------------ all sources
+
+
+def sources(name, tmp_path, tree) -> Task:
+    if name == "mnist":
+        write_mnist(tmp_path)
+        return load_data("mnist", str(tmp_path), augment="crop-flip", pad=4, image_size=32, normalize="dataset")
+    if name == "cifar10":
+        write_cifar(tmp_path)
+        return load_data("cifar10", str(tmp_path), augment="crop-flip", pad=4, normalize="dataset")
+    if name == "imagefolder":
+        return load_data("imagefolder", str(tree), image_size=24, workers=0)
+    if name == "text":
+        path = tmp_path / "text.txt"
+        path.write_text("one two, three four. five " * 60)
+        return load_data("text", text_file=str(path), sequence_length=8, vocabulary=9)
+    if name == "synthetic":
+        return load_data("synthetic", shape="1,4,4", classes=5, samples=30)
+    return load_data("tests.data.test_data_sources:build_pair", workers=0)
+
+
+ALL = ["mnist", "cifar10", "imagefolder", "text", "synthetic", "own"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_happens_to_a_sample_depends_on_seed_and_number_alone(name, tmp_path, tree):
+    task = sources(name, tmp_path, tree)
+    before = torch.get_rng_state()
+    one = epoch(task.train, 3, 4)
+    other = epoch(task.train, 3, 5, torch.randperm(len(task.train), generator=torch.Generator().manual_seed(1)))
+    assert_same(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+    different = epoch(task.train, 4, 4)
+    assert torch.equal(one[0], different[0]) == (name == "synthetic")
+    assert one[0].shape == (len(task.train), *task.shape)
+    assert one[1].dtype == torch.int64
+    assert int(one[1].max()) < task.classes
+    if name != "own":
+        assert_same(epoch(task.val, 3, 4), epoch(task.val, 4, 2))
+        assert one[0].is_floating_point() == (task.kind == "classes")
+        assert epoch(task.val, 0, 8)[0].shape == (len(task.val), *task.shape)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_empty_batch_is_a_batch(name, tmp_path, tree):
+    task = sources(name, tmp_path, tree)
+    none = torch.empty(0, dtype=torch.int64)
+    batches = [Batch(torch.tensor([0])), Batch(none), Batch(torch.tensor([1]))]
+    sizes = [(len(inputs), len(targets)) for inputs, targets in task.train.stream(batches, CPU)]
+    assert sizes == [(1, 1), (0, 0), (1, 1)]
+    inputs, targets = next(iter(task.train.stream([Batch(none)], CPU)))
+    assert inputs.shape == (0, *task.shape)
+    assert targets.dtype == torch.int64
+
+
+# ------------------------------------------------------------------------------------------------ in memory
+
+
+def test_digits_come_as_the_loop_has_always_had_them():
+    from dualtrain.data import load
+
+    task, data = load_data("digits"), load("digits", None)
+    inputs, targets = epoch(task.train, 0, 64)
+    assert torch.equal(inputs, data.train.inputs)
+    assert torch.equal(targets, data.train.targets)
+    assert (task.shape, task.classes, len(task.val)) == ((1, 8, 8), 10, 360)
+
+
+def test_crops_and_flips_are_windows_of_the_image():
+    images = torch.arange(2 * 36, dtype=torch.uint8).reshape(2, 1, 6, 6)
+    random = hashed.bits(0, torch.arange(200), 3)
+    windows = crop_and_flip(images[:1].expand(200, -1, -1, -1), 4, random)
+    places = set()
+    for window in windows[:, 0]:
+        flipped = bool(window[0, 0] > window[0, 1])
+        window = window.flip(1) if flipped else window
+        top, left = divmod(int(window[0, 0]), 6)
+        assert torch.equal(window, images[0, 0, top : top + 4, left : left + 4])
+        places.add((top, left, flipped))
+    assert len(places) == 3 * 3 * 2
+
+
+def test_cifar_is_read_from_bytes(tmp_path):
+    rows = torch.from_numpy(write_cifar(tmp_path))
+    task = load_data("cifar10", str(tmp_path))
+    inputs, targets = epoch(task.train, 0, 7)
+    assert targets.tolist() == rows[:30, 0].tolist()
+    assert torch.equal(inputs, rows[:30, 1:].reshape(30, 3, 32, 32).float() * (1 / 255))
+    assert len(task.val) == 6
+
+
+def test_evaluation_takes_the_centre(tmp_path):
+    write_mnist(tmp_path)
+    plain, cropped = (load_data("mnist", str(tmp_path), **options) for options in ({}, {"image_size": 20}))
+    assert torch.equal(epoch(cropped.val, 0, 9)[0], epoch(plain.val, 0, 9)[0][:, :, 4:24, 4:24])
+    wide = load_data("mnist", str(tmp_path), augment="crop-flip", pad=4, image_size=32)
+    assert torch.equal(epoch(wide.val, 0, 9)[0][:, :, 2:30, 2:30], epoch(plain.val, 0, 9)[0])
+    assert load_data("mnist", str(tmp_path), image_size=64).shape == (1, 64, 64)
+
+
+def test_weights_bring_their_own_transforms(tmp_path):
+    write_mnist(tmp_path, samples=2)
+    task = load_data("mnist", str(tmp_path), augment="weights", model="resnet18")
+    inputs, _ = epoch(task.train, 0, 2)
+    assert task.shape == tuple(inputs.shape[1:]) == (3, 224, 224)
+    assert inputs.min() < -1
+
+
+def test_normalized_channels_have_mean_0_and_deviation_1():
+    inputs, _ = epoch(load_data("digits", normalize="dataset").train, 0, 512)
+    assert abs(float(inputs.mean())) < 1e-3
+    assert abs(float(inputs.std()) - 1) < 1e-3
+    plain, halved = (epoch(load_data("digits", normalize=how).train, 0, 512)[0] for how in ("none", "0.5/2"))
+    assert torch.allclose(halved, (plain - 0.5) / 2)
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_workers_read_what_the_process_itself_reads(tree):
+    alone, helped = (load_data("imagefolder", str(tree), image_size=24, workers=workers) for workers in (0, 2))
+    assert alone.shape == (3, 24, 24)
+    assert alone.classes == 2
+    try:
+        for seed in (1, 2):  # a second epoch by the same workers
+            assert_same(epoch(alone.train, seed, 4), epoch(helped.train, seed, 3))
+        next(helped.train.stream([Batch(torch.tensor([n])) for n in range(9)], CPU))  # left early
+        assert_same(epoch(alone.train, 1, 4), epoch(helped.train, 1, 3))
+    finally:
+        helped.close()
+
+
+@pytest.mark.parametrize("augment", ["none", "crop-flip", "weights"])
+def test_image_files_can_be_read_in_other_ways(tree, augment):
+    task = load_data("imagefolder", str(tree), image_size=24, augment=augment, pad=2, workers=0, model="resnet18")
+    inputs, targets = epoch(task.train, 0, 5)
+    assert tuple(inputs.shape[1:]) == task.shape
+    assert targets.tolist() == [0] * 7 + [1] * 7
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
+    for part in ("train", "val"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+        (tmp_path / part / "cat" / "broken.jpg").write_bytes(b"not a picture")
+    task = load_data("imagefolder", str(tmp_path), workers=workers)
+    with pytest.raises(UserError, match=r"train/cat/broken\.jpg' cannot be read") as refusal:
+        epoch(task.train, 0, 1)
+    assert "\n" not in str(refusal.value)
+    task.close()
+
+
+# ------------------------------------------------------------------------------------------------ text, synthetic, own
+
+
+def test_masking_is_15_percent_of_the_words_in_three_ways():
+    task = load_data("text", sequence_length=32, vocabulary=500)
+    assert task.kind == "tokens"
+    assert task.classes == 500
+    source = task.train
+    inputs, targets = epoch(source, 5, 256)
+    tokens = torch.where(targets == IGNORED, inputs, targets)
+    words = (tokens != PAD) & (tokens != CLS)
+    chosen = targets != IGNORED
+    assert not (chosen & ~words).any()
+    assert (tokens[:, 0] == CLS).all()
+    share = float(chosen.sum() / words.sum())
+    masked = float((inputs[chosen] == MASK).float().mean())
+    kept = float((inputs[chosen] == targets[chosen]).float().mean())
+    assert abs(share - 0.15) < 0.005
+    assert abs(masked - 0.8) < 0.01
+    assert abs(kept - 0.1) < 0.01
+    assert len(task.val) == (len(source) + len(task.val)) // 10
+
+
+def test_synthetic_samples_are_unlike_and_have_unit_variance():
+    task = load_data("synthetic", shape=(3, 8, 8), classes=4, samples=50)
+    inputs, targets = epoch(task.train, 0, 50)
+    assert len(inputs.flatten(1).unique(dim=0)) == 50
+    assert abs(float(inputs.std()) - 1) < 0.05
+    assert set(targets.tolist()) == set(range(4))
+    assert not torch.equal(inputs[:10], epoch(task.val, 0, 10)[0])
+    assert math.isclose(len(task.val), 10)
+
+
+def test_a_pair_of_datasets_becomes_a_task():
+    task = wrap(Squares(), Squares())
+    assert isinstance(task.train, LoaderSource)
+    assert (task.shape, task.classes, task.kind) == ((2,), 3, "classes")
+    helped = wrap(Squares(), Squares(), workers=1)
+    assert_same(epoch(task.train, 1, 4), epoch(helped.train, 1, 3))
+    helped.close()

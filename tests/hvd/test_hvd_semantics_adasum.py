@@ -1,0 +1,165 @@
+"""SEMANTICS.md 2.18: Adasum on any number of ranks, compared with another implementation and with Horovod over MPI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import Spmd, require_horovod
+from tests.hvd.worlds import THEIRS, check, library, same, worlds
+from tests.launch.test_launch import ENV, ROOT
+
+
+def reference(vectors):
+    """Horovod's tree: neighbours first; without a neighbour, a vector goes up as it is."""
+    if len(vectors) == 1:
+        return vectors[0]
+    above = []
+    for a, b in zip(vectors[::2], vectors[1::2], strict=False):
+        dot, aa, bb = (np.vdot(x, y) for x, y in ((a, b), (a, a), (b, b)))
+        above.append((1 - dot / (2 * aa) if aa else 1.0) * a + (1 - dot / (2 * bb) if bb else 1.0) * b)
+    return reference(above + vectors[len(above) * 2 :])
+
+
+def vectors(size, what):
+    """One vector of each rank."""
+    values = np.random.default_rng(7).standard_normal((size, 3, 5))
+    if what == "equal":
+        values[:] = values[0]
+    if what == "orthogonal":
+        values = np.eye(size, 15).reshape(size, 3, 5) * 3
+    if what == "some zero":
+        values[-1] = 0
+    return list(values)
+
+
+KINDS = ["random", "equal", "orthogonal", "some zero"]
+
+
+def reductions(backend):
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        wanted = {kind: reference(vectors(size, kind)) for kind in KINDS}
+        np.testing.assert_allclose(wanted["equal"], vectors(size, "equal")[0], atol=1e-12)
+        np.testing.assert_allclose(wanted["orthogonal"], sum(vectors(size, "orthogonal")), atol=1e-12)
+        for dtype, near in [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 2e-2)]:
+            tensors = [torch.tensor(vectors(size, kind)[me]).to(dtype) for kind in KINDS]
+            kept = [t.clone() for t in tensors]
+            found = hvd.grouped_allreduce(tensors, name=f"{dtype}", op=hvd.Adasum)
+            for kind, one in zip(KINDS, found, strict=True):
+                np.testing.assert_allclose(one.double(), wanted[kind], atol=near, err_msg=kind)
+                assert one.dtype == dtype
+            alone = hvd.allreduce_(tensors[0], op=hvd.Adasum)
+            np.testing.assert_allclose(alone.double(), wanted["random"], atol=near)
+            assert all(torch.equal(a, b) for a, b in zip(tensors[1:], kept[1:], strict=True))
+        scaled = hvd.allreduce(kept[0].float(), op=hvd.Adasum, prescale_factor=2.0, postscale_factor=0.5)
+        np.testing.assert_allclose(scaled.double(), wanted["random"], atol=5e-3)
+
+
+@worlds(("torch", 2), ("torch", 3), ("torch", 4))
+def test_adasum_equals_another_implementation(real):
+    real(reductions)
+
+
+def steps_of_deltas(backend, optimizer_class, options):
+    """Each rank steps on its own gradient; the changes of the weights are combined. The result, and what it must be."""
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        weights = torch.nn.Parameter(torch.linspace(-1, 1, 6))
+        optimizer = hvd.DistributedOptimizer(optimizer_class([weights], **options), [("weights", weights)], op=hvd.Adasum)
+        alone = [torch.nn.Parameter(weights.detach().clone()) for _ in range(size)]
+        theirs = [optimizer_class([p], **options) for p in alone]
+        for step in range(3):
+            start = weights.detach().double().numpy().copy()
+            for r, (p, own) in enumerate(zip(alone, theirs, strict=True)):
+                p.data.copy_(weights.data)
+                p.grad = torch.sin(torch.arange(6.0) * (r + 1) + step)
+                own.step()
+            wanted = start + reference([p.detach().double().numpy() - start for p in alone])
+            (weights * torch.sin(torch.arange(6.0) * (me + 1) + step)).sum().backward()
+            optimizer.synchronize()  # does nothing
+            optimizer.step()
+            optimizer.zero_grad()
+            np.testing.assert_allclose(weights.detach(), wanted, atol=1e-5)
+        with pytest.raises(AssertionError, match="not supported when using Adasum"), optimizer.skip_synchronize():
+            pass
+        return weights.detach().tolist()
+
+
+@worlds(("torch", 2), ("torch", 3))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.05})],
+    ids=["sgd", "adam"],
+)
+def test_the_optimizer_combines_changes(real, kind, options):
+    results = real(steps_of_deltas, kind, options)
+    assert results == results[:1] * real.size
+
+
+def not_over_gloo(backend):
+    with library(backend) as hvd:
+        call = lambda: hvd.allreduce(torch.ones(2), name="adasum", op=hvd.Adasum)  # noqa: E731
+        check(hvd, same("adasum", call, "HorovodInternalError"))
+        assert hvd.allreduce(torch.ones(2), name="after").tolist() == [1, 1]
+
+
+@THEIRS
+def test_horovod_has_no_adasum_over_gloo(real):
+    real(not_over_gloo)
+
+
+OVER_MPI = """
+import json, sys
+import torch
+import horovod.torch as hvd
+from tests.hvd.test_hvd_semantics_adasum import KINDS, vectors
+hvd.init()
+found = {}
+for kind in KINDS:
+    x = torch.tensor(vectors(hvd.size(), kind)[hvd.rank()])
+    found[kind] = hvd.allreduce(x, name=kind, op=hvd.Adasum).tolist()
+    found[kind + " 32"] = hvd.allreduce(x.float(), name=kind + "32", op=hvd.Adasum).tolist()
+if hvd.rank() == 0:
+    print("FOUND" + json.dumps(found), flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("size", [2, 4])
+def test_adasum_equals_horovods_over_mpi(size, tmp_path, pool):
+    require_horovod()
+    script = tmp_path / "adasum.py"
+    script.write_text(OVER_MPI)
+    env = {**ENV, "PYTHONPATH": str(ROOT), "HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+    root = ["--allow-run-as-root", "--oversubscribe"]
+    end = subprocess.run(
+        ["mpirun", *root, "-np", str(size), "python", str(script)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert end.returncode == 0, end.stderr
+    found = json.loads(end.stdout.partition("FOUND")[2].splitlines()[0])
+    ours = Spmd("torch", size, pool)(values)
+    for kind in KINDS:
+        np.testing.assert_allclose(found[kind], reference(vectors(size, kind)), atol=1e-12, err_msg=kind)
+        np.testing.assert_allclose(ours[0][kind], found[kind], atol=1e-12, err_msg=kind)
+        np.testing.assert_allclose(ours[0][kind + " 32"], found[kind + " 32"], atol=1e-6, err_msg=kind)
+
+
+def values(backend):
+    with library(backend) as hvd:
+        found = {}
+        for kind in KINDS:
+            x = torch.tensor(vectors(hvd.size(), kind)[hvd.rank()])
+            found[kind] = hvd.allreduce(x, op=hvd.Adasum).tolist()
+            found[kind + " 32"] = hvd.allreduce(x.float(), op=hvd.Adasum).tolist()
+        return found

@@ -1,0 +1,116 @@
+"""SEMANTICS.md 2.6 and 2.16: ranks whose optimizers are used in another order or number than the others'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.hvd.worlds import EVERY, OURS_2, library, mean_of_ranks, sum_of_ranks
+
+
+def wrapped(hvd, lr=1.0, name="p"):
+    p = nn.Parameter(torch.zeros(2))
+    return p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr), [(name, p)])
+
+
+def uneven_backwards(backend, kind):
+    """Some losses are there on some ranks only, or are one loss on another rank; one exchange a step all the same."""
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([a, b], 1.0), [(f"{kind}.a", a), (f"{kind}.b", b)])
+        for step in range(3):
+            has_b = {"some": me == 0, "alternating": me == step % size, "joint": True}[kind]
+            if kind == "joint" and me == 0:
+                ((a + b) * (me + 1)).sum().backward()
+            else:
+                (a * (me + 1)).sum().backward()
+                if has_b:
+                    (b * (me + 1)).sum().backward()
+            optimizer.step()
+            sharing = {"some": 1, "alternating": step % size + 1, "joint": sum_of_ranks(size)}[kind]
+            torch.testing.assert_close(a.grad, torch.tensor([mean_of_ranks(size)]))
+            torch.testing.assert_close(b.grad, torch.tensor([sharing / size]))
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["some", "alternating", "joint"])
+@EVERY
+def test_ranks_may_run_backward_in_different_numbers(real, kind):
+    real(uneven_backwards, kind)
+
+
+def any_order(backend):
+    """Two optimizers whose ranks take turns differently, and a call before or after backward."""
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        pairs = [wrapped(hvd, lr=1.0, name=f"order.{i}") for i in range(2)]
+        for step in range(3):
+            order = pairs if me == 0 else pairs[::-1]
+            for p, _ in order:
+                (p * (me + 1)).sum().backward()
+            for _, optimizer in order:
+                optimizer.step()
+                optimizer.zero_grad()
+            log = torch.full((1,), me + 1.0)
+            p, optimizer = pairs[0]
+            if me == 0:
+                hvd.allreduce(log, name=f"log {step}")
+            p.sum().backward()
+            if me > 0:
+                hvd.allreduce(log, name=f"log {step}")
+            optimizer.step()
+            optimizer.zero_grad()
+        assert pairs[1][0][0].item() == pytest.approx(-3 * mean_of_ranks(size))
+
+
+@EVERY
+def test_ranks_may_take_turns_in_different_orders(real):
+    real(any_order)
+
+
+def one_more(backend):
+    """One rank makes an optimizer that it never uses."""
+    with library(backend) as hvd:
+        if hvd.rank() == 0:
+            wrapped(hvd, name="same")
+        p, optimizer = wrapped(hvd, name="same")
+        p.sum().backward()
+        optimizer.step()
+        assert repr(optimizer).startswith("SGD")
+
+
+@EVERY
+def test_an_optimizer_of_one_rank_alone_is_in_nobodys_way(real):
+    real(one_more)
+
+
+def many_optimizers(backend):
+    """Optimizers that are gone give their channels back: each has sockets and threads."""
+    with library(backend) as hvd:
+        for _ in range(24):
+            p, optimizer = wrapped(hvd, name="passing")
+            p.sum().backward()
+            optimizer.step()
+        return len(hvd.mpi_ops.engine().channels)
+
+
+@OURS_2
+def test_channels_of_optimizers_that_are_gone_are_closed(real):
+    assert max(real(many_optimizers)) <= 20
+
+
+def other_threshold(backend):
+    """HOROVOD_FUSION_THRESHOLD of one rank alone: its buckets would be others."""
+    with library(backend, HOROVOD_FUSION_THRESHOLD="0" if backend.rank == 0 else "1000") as hvd:
+        p, optimizer = wrapped(hvd, name="threshold")
+        p.sum().backward()
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"parameters differ: at most .*\b0 bytes"):
+            optimizer.step()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@OURS_2
+def test_ranks_with_other_buckets_are_told(real):
+    real(other_threshold)

@@ -1,0 +1,242 @@
+"""SEMANTICS.md 2.1 to 2.5, 2.10, 2.12, 2.13, 2.22: what one call does, on Horovod itself and on ours."""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+
+from dualtrain.hvd.reductions import Average, finished, scaled
+from tests.hvd.worlds import EVERY, PAIR, check, library, mean_of_ranks, same, sum_of_ranks
+
+FLOATS = [torch.float16, torch.float32, torch.float64]
+REDUCED = [torch.int32, torch.int64, *FLOATS]
+MOVED = [*REDUCED, torch.uint8, torch.int8, torch.int16]
+ONLY_OURS = [torch.bool, torch.bfloat16, torch.complex64, torch.complex128]
+
+
+def defaults(backend):
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        mean, total = mean_of_ranks(size), sum_of_ranks(size)
+        x = torch.tensor([me + 1.0])
+        kept = x.clone()
+        y = hvd.allreduce(x, name="average")
+        assert (y.item(), x.item()) == (mean, me + 1)
+        assert y.data_ptr() != x.data_ptr()
+        assert hvd.broadcast(x, 0, name="root").item() == 1
+        assert torch.equal(x, kept)
+        assert hvd.allreduce(x, name="sum", op=hvd.Sum).item() == total
+        assert hvd.allreduce(x, False, "deprecated").item() == total  # positions are Horovod's
+        handle = hvd.allreduce_async(x, True, "positions", None, 2.0, 3.0)
+        assert hvd.synchronize(handle).item() == 6 * mean
+        assert hvd.allreduce_(x, name="in place").data_ptr() == x.data_ptr()
+        assert x.item() == mean
+        z = torch.tensor([float(me)])
+        assert hvd.broadcast_(z, size - 1, name="in place").data_ptr() == z.data_ptr()
+        assert z.item() == size - 1
+        leaf = torch.full((1,), me + 1.0, requires_grad=True)
+        hvd.allreduce_(leaf, name="leaf", op=hvd.Sum)
+        assert leaf.item() == total
+        assert leaf.requires_grad
+        assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
+        pairs = zip([hvd.Min, hvd.Max, hvd.Product], [1, size, [1, 2, 6][size - 1]], strict=True)
+        for op, wanted in pairs:
+            assert hvd.allreduce(kept, name=f"op {op}", op=op).item() == wanted
+        # In a process set's numbering and in the world's: all of one host here.
+        places = [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.mpi_ops.is_homogeneous()]
+        assert places == [me, size, 0, 1, True]
+        assert hvd.gloo_built()
+        assert hvd.gloo_enabled()
+
+
+def integers(backend):
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+
+        def average(*values, dtype=torch.int64, **options):
+            name = f"{values} {dtype} {options}"
+            return lambda: hvd.allreduce(torch.tensor([values[me % len(values)]], dtype=dtype), name=name, **options)
+
+        def wanted(*values):
+            total = sum(values[r % len(values)] for r in range(size))
+            return [abs(total) // size * (1 if total >= 0 else -1)]
+
+        def total(*values):
+            return [sum(values[r % len(values)] for r in range(size))]
+
+        big = 2**60 + 1
+        rows = [
+            same(f"{v} {d}", average(*v, dtype=d), wanted(*v)) for v in [(3, 4), (-3, -4), (7, -8)] for d in REDUCED[:2]
+        ]
+        check(
+            hvd,
+            *rows,
+            # Horovod averages in doubles, which have 53 bits.
+            ("large", average(big, big), [2**60], [big]),
+            ("large and negative", average(-big, -big), [-(2**60)], [-big]),
+            same("each rank truncates before the sum", average(3, op=hvd.Sum, prescale_factor=0.5), [size]),
+            same("after the sum", average(3, 4, op=hvd.Sum, postscale_factor=0.5), [total(3, 4)[0] // 2]),
+            same("negative", average(-3, op=hvd.Sum, prescale_factor=0.5), [-size]),
+            same("32 bits", average(-3, dtype=torch.int32, op=hvd.Sum, prescale_factor=2.5), [-7 * size]),
+        )
+
+
+@EVERY
+def test_defaults_results_and_places(real):
+    real(defaults)
+
+
+@EVERY
+def test_integers(real):
+    real(integers)
+
+
+def test_integer_averages_are_exact_at_sizes_where_horovods_are_not():
+    def horovods(total, size):
+        return int((1 / size) * total)
+
+    k = torch.arange(1, 1001)
+    assert sum(horovods(49 * int(n), 49) != n for n in k) == 603
+    for size in (3, 49, 98, 103, 107, 161, 187, 196, 197):
+        assert torch.equal(finished(k * size, Average, size, 1.0), k)
+        assert torch.equal(finished(-k * size, Average, size, 1.0), -k)
+    large = torch.tensor([2**62, -(2**62), 2**62 + 2])
+    assert finished(large.clone(), Average, 4, 1.0).tolist() == [2**60, -(2**60), 2**60]
+    assert scaled(large, 0.5).tolist() == [2**61, -(2**61), 2**61 + 1]
+    assert scaled(torch.tensor([3, -3], dtype=torch.int8), 0.5).tolist() == [1, -1]
+
+
+def test_integer_averages_with_a_factor_are_exact():
+    k = torch.arange(1, 1001)
+    for size in (3, 7, 49, 98, 103):
+        assert torch.equal(finished(k * size, Average, size, 0.5), k // 2)
+        assert torch.equal(finished(k * size, Average, size, 2.0), k * 2)
+
+
+def without_a_dimension(backend):
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        x = torch.tensor(me + 1.0)
+        check(
+            hvd,
+            same("allreduce", lambda: hvd.allreduce(x, name="0"), mean_of_ranks(size)),
+            same("broadcast", lambda: hvd.broadcast(x, 1, name="0"), 2.0),
+            ("allgather", lambda: hvd.allgather(x, name="0"), "IndexError", [r + 1.0 for r in range(size)]),
+            same("reducescatter", lambda: hvd.reducescatter(x, name="0"), "ValueError"),
+        )
+        if backend.name != "horovod":  # which ends the process
+            check(hvd, ("alltoall", lambda: hvd.alltoall(x), None, "ValueError"))
+            check(hvd, ("alltoall", lambda: hvd.alltoall(x, [1] * size), None, "ValueError"))
+        assert hvd.allreduce(torch.ones(0), name="empty").shape == (0,)
+
+
+@EVERY
+def test_tensors_without_a_dimension(real):
+    real(without_a_dimension)
+
+
+def dtypes(backend):
+    with library(backend) as hvd:
+        size = hvd.size()
+        rows = []
+        for dtype in [*MOVED, *ONLY_OURS]:
+            logical = dtype == torch.bool
+            x = torch.ones(size, 2).to(dtype)
+            one, many = (True, True) if logical else (1, size)
+            d = str(dtype)
+            total = lambda x=x, d=d: hvd.allreduce(x, name=d, op=hvd.Sum)[0, 0]  # noqa: E731
+            rows.append(("sum " + d, total, many if dtype in REDUCED else "ValueError", many))
+            scatter = lambda x=x, d=d: hvd.reducescatter(x, name=d, op=hvd.Sum)[0, 0]  # noqa: E731
+            rows.append(("scatter " + d, scatter, many if dtype in REDUCED else "ValueError", many))
+            for kind, args in [("allgather", ()), ("broadcast", (0,)), ("alltoall", ())]:
+                move = lambda x=x, k=kind, a=args, d=d: getattr(hvd, k)(x, *a, name=d)[0, 0]  # noqa: E731
+                rows.append((f"{kind} {d}", move, one if dtype in MOVED else "ValueError", one))
+        check(hvd, *rows)
+
+
+@EVERY
+def test_dtypes(real):
+    real(dtypes)
+
+
+def layouts(backend):
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        image = torch.full((1, 2, 2, 2), me + 1.0).contiguous(memory_format=torch.channels_last)
+        row = torch.full((2,), me + 1.0)
+        mean = mean_of_ranks(size)
+        wide = row.expand(2, 2)
+        check(
+            hvd,
+            ("channels_last", lambda: hvd.allreduce(image, name="image").flatten()[0], "ValueError", mean),
+            ("transposed", lambda: hvd.allreduce(image.mT, name="t").flatten()[0], "ValueError", mean),
+            ("expanded", lambda: hvd.allreduce(wide, name="wide"), "ValueError", [[mean] * 2] * 2),
+            ("strided", lambda: hvd.allgather(image[..., 0], name="cut").numel(), "ValueError", 4 * size),
+            ("in place", lambda: hvd.allreduce_(image, name="in place").flatten()[0], "ValueError", mean),
+        )
+        if backend.name != "horovod":
+            assert image.is_contiguous(memory_format=torch.channels_last)
+            assert (image == mean).all()
+
+
+@EVERY
+def test_memory_layouts(real):
+    real(layouts)
+
+
+def halves(backend):
+    with library(backend) as hvd:
+        size = hvd.size()
+        f16, f32 = torch.tensor([60000.0]).half(), torch.tensor([2e38])
+        average = lambda x, name, **options: lambda: hvd.allreduce(x, name=name, **options)  # noqa: E731
+        split = {"op": hvd.Sum, "prescale_factor": 1 / size, "postscale_factor": 1.0}
+        check(
+            hvd,
+            # Horovod sums in 16 bits; ours in 32, rounded once.
+            ("fp16", average(f16, "a"), [inf], [60000.0]),
+            ("compressed", average(f16.float(), "b", compression=hvd.Compression.fp16), [inf], [60000.0]),
+            same("sums overflow", average(f16, "c", op=hvd.Sum), [inf]),
+            same("fp32", average(f32, "d"), [inf]),
+            same("divided before", average(torch.tensor([49152.0]).half(), "e", **split), [49152.0]),
+            same(
+                "both factors",
+                average(f16[:1] * 0 + 3, "f", op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+                [6.0 * size],
+            ),
+        )
+
+
+@PAIR
+def test_16_bits_do_not_overflow_on_ours(real):
+    real(halves)
+
+
+def handles(backend):
+    with library(backend) as hvd:
+        x = torch.ones(2)
+        handle = hvd.allreduce_async(x, name="a", op=hvd.Sum)
+        assert isinstance(handle, int)
+        first, second = hvd.synchronize(handle), hvd.synchronize(handle)
+        assert first.tolist() == [hvd.size()] * 2
+        assert second is None
+        check(
+            hvd,
+            same("poll", lambda: hvd.poll(10**6), "ValueError"),
+            same("poll again", lambda: hvd.poll(handle), "ValueError"),
+            same("synchronize", lambda: hvd.synchronize(10**6), None),
+            same("both", lambda: hvd.allreduce(x, average=True, op=hvd.Sum, name="b"), "ValueError"),
+            ("a number", lambda: hvd.allreduce(1.0, name="c"), "AttributeError", "ValueError"),
+            ("no set", lambda: hvd.allreduce(x, name="d", process_set=hvd.ProcessSet([0])), "TypeError", "ValueError"),
+        )
+        f32, f64 = hvd.grouped_allreduce([x, x.double()], name="mixed", op=hvd.Sum)
+        assert (f32.dtype, f64.dtype) == (torch.float32, torch.float64)
+        assert f32.tolist() == f64.tolist() == [hvd.size()] * 2
+        # Horovod keeps the tensors of a handle alive, and so must ours.
+        handle = hvd.allreduce_async(torch.full((1000,), 2.0), name="alive", op=hvd.Sum)
+        assert (hvd.synchronize(handle) == 2.0 * hvd.size()).all()
+
+
+@EVERY
+def test_handles(real):
+    real(handles)

@@ -1,0 +1,214 @@
+"""SEMANTICS.md 2.19, 2.20: waits that are too long, ends, new beginnings, and the timeline."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.hvd.worlds import OURS, OURS_2, OURS_3, library, ours
+from tests.patience import impatient
+
+
+class Lines(logging.Handler):
+    """What the logger of ``dualtrain.hvd`` was told."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("dualtrain.hvd").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("dualtrain.hvd").removeHandler(self)
+
+
+def optimizer_of(hvd):
+    p = nn.Parameter(torch.zeros(2))
+    return p, hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("weight", p)], op=hvd.Sum)
+
+
+def slow(backend):
+    with Lines() as lines, library(backend, HOROVOD_STALL_CHECK_TIME_SECONDS="0.3") as hvd:
+        me, size = hvd.rank(), hvd.size()
+        p, optimizer = optimizer_of(hvd)
+        hvd.barrier()
+        if me == 1:
+            time.sleep(1.0)
+        assert hvd.allreduce(torch.ones(1), name="loss", op=hvd.Sum).item() == size
+        p.sum().backward()
+        optimizer.step()  # the channel is there
+        optimizer.zero_grad()
+        if me == 0:
+            time.sleep(2.5)
+        p.sum().backward()
+        optimizer.step()
+        hvd.barrier()
+        assert p.tolist() == [-2.0 * size] * 2
+        return lines.texts
+
+
+@OURS_3
+def test_long_waits_are_reported_on_every_rank(real):
+    for texts in real(slow):
+        assert any("allreduce.loss: ranks 0, 2 waited" in text and text.endswith("for rank 1") for text in texts)
+        assert any("gradients.weight" in text and "for rank 0" in text for text in texts), texts
+
+
+def too_slow(backend, gradients):
+    env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.4", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+    started = time.monotonic()
+    with impatient(backend, 0.2), library(backend, **env) as hvd:
+        p, optimizer = optimizer_of(hvd)
+        if gradients:
+            p.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if hvd.rank() == 1:
+            deadline = time.monotonic() + 20
+            while hvd.mpi_ops.engine().down is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            what = lambda: hvd.allreduce(torch.ones(1))  # noqa: E731
+        else:
+            what = optimizer.step if gradients else lambda: hvd.allreduce(torch.ones(1), name="loss")
+            if gradients:
+                p.sum().backward()  # does not wait
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="STALL_SHUTDOWN") as info:
+            what()
+        assert ("gradients" if gradients else "allreduce.loss") in str(info.value)
+        assert "for rank 1" in str(info.value)
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError):
+            hvd.barrier()
+    assert time.monotonic() - started < 20
+    if not gradients:
+        with library(backend) as hvd:
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["call", "gradients"])
+@OURS_3
+def test_waits_that_end_the_world(real, gradients):
+    real(too_slow, gradients)
+    if gradients:
+        real.leave()  # an exchange of its own was cut off
+
+
+def one_leaves(backend):
+    for round_ in range(2):
+        with library(backend) as hvd:
+            me, size = hvd.rank(), hvd.size()
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+            if me == 1:
+                hvd.shutdown()
+                assert not hvd.is_initialized()
+                hvd.shutdown()  # may be repeated
+                continue
+            with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="rank 1 has shut"):
+                hvd.allreduce(torch.ones(1), name=f"alone {round_}")
+            with pytest.raises(hvd.mpi_ops.HorovodInternalError):
+                hvd.barrier()
+    with library(backend) as hvd:
+        assert hvd.allgather(torch.ones(1)).tolist() == [1] * backend.size
+
+
+@OURS
+def test_a_rank_that_leaves_fails_the_others_calls_and_init_works_again(real):
+    real(one_leaves)
+
+
+def elastic(backend):
+    hvd = ours()
+    hvd.init(comm=backend)
+    failures, resets = [], []
+    with impatient(backend, 0.2), mock.patch.object(hvd.elastic, "init", partial(hvd.init, comm=backend)):
+        torch.manual_seed(hvd.rank())
+        model = nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model.named_parameters()
+        )
+        state = hvd.elastic.TorchState(model, optimizer, batch=0, seen=[])
+        state.register_reset_callbacks([lambda: resets.append(state.batch)])
+
+        @hvd.elastic.run
+        def train(state):
+            while state.batch < 6:
+                if state.batch == 4 and not failures:
+                    failures.append(list(state.seen))
+                    if hvd.rank() == 1:
+                        raise hvd.mpi_ops.HorovodInternalError("by hand")
+                optimizer.zero_grad()
+                model(torch.full((1, 2), hvd.rank() + 1.0)).sum().backward()
+                optimizer.step()
+                state.seen.append(state.batch)
+                state.batch += 1
+                if state.batch % 3 == 0:
+                    state.commit()
+            return state.seen
+
+        seen = train(state)
+        weights = hvd.allgather(model.weight.detach())
+    hvd.shutdown()
+    assert failures == [[0, 1, 2, 3]]
+    assert resets == [3]
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert (weights == weights[0]).all()
+    return model.weight.tolist()
+
+
+@OURS
+def test_elastic_training_goes_on_after_a_failure(real):
+    results = real(elastic)
+    assert results == results[:1] * real.size
+    real.leave()
+
+
+def traced(backend, folder):
+    found = {}
+    with library(backend, HOROVOD_TIMELINE=f"{folder}/env.json", HOROVOD_TIMELINE_MARK_CYCLES="1") as hvd:
+        for title, mark in [("env", True), ("first", False), ("second", True)]:
+            path = f"{folder}/{title}.json"
+            if title != "env":
+                hvd.start_timeline(path, mark_cycles=mark)
+                hvd.barrier()  # a call that another rank has made before is not in it
+            for i in range(2):
+                hvd.allreduce(torch.ones(2), name=f"{title}.{i}", op=hvd.Sum)
+            hvd.broadcast(torch.ones(2), 0, name="weights")
+            hvd.barrier()
+            hvd.stop_timeline()
+            hvd.stop_timeline()
+            hvd.barrier()  # a call of a rank that is ahead would be in it
+            hvd.allreduce(torch.ones(2), name="not seen")
+            if hvd.rank() == 0:
+                with open(path, encoding="utf-8") as file:
+                    found[title] = json.load(file)
+            hvd.barrier()
+    return found
+
+
+@OURS_2
+def test_timelines(real, tmp_path):
+    found = real(traced, str(tmp_path))[0]
+    for title, events in found.items():
+        names = [event["name"] for event in events]
+        lines = [event["args"]["name"] for event in events if event["name"] == "process_name" and "name" in event["args"]]
+        assert events[0]["args"]["start_time_since_epoch_in_micros"] / 1e6 == pytest.approx(time.time(), abs=600)
+        assert {f"allreduce.{title}.0", f"allreduce.{title}.1", "broadcast.weights"} <= set(lines)
+        assert not any("not seen" in line for line in lines)
+        assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "NEGOTIATE_BROADCAST", "BROADCAST", "0", "1"} <= set(names)
+        assert ("CYCLE_START" in names) == (title != "first")
+        for name in ("ALLREDUCE", "NEGOTIATE_ALLREDUCE"):
+            phases = [event["ph"] for event in events if event["name"] == name]
+            assert phases.count("B") == phases.count("E") == 2
+        times = [event["ts"] for event in events if "ts" in event]
+        assert times == sorted(times)

@@ -1,0 +1,134 @@
+"""SEMANTICS.md 2.14: Horovod's gradients of the operations, on Horovod itself and on ours."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.hvd.worlds import EVERY, OURS_3, library, mean_of_ranks, sum_of_ranks
+
+
+@pytest.fixture
+def fresh(real):
+    """Backward makes unnamed calls, which Horovod matches by a counter: one that other tests have left apart."""
+    if real.name == "horovod":
+        real.leave()
+    return real
+
+
+def gradient(call, x, mine):
+    """The gradient of ``x`` where each output has the gradient ``mine``."""
+    x = x.clone().requires_grad_()
+    results = call(x)
+    results = list(results) if isinstance(results, list | tuple) else [results]
+    torch.autograd.backward(results, [torch.full_like(r, mine) for r in results])
+    return x.grad.tolist()
+
+
+def table(backend):
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        mean, total, rows = mean_of_ranks(size), sum_of_ranks(size), [r + 1.0 for r in range(size)]
+        one, many = torch.tensor([me + 1.0]), torch.ones(size)
+        root = [mean if me == 1 else 0.0]
+        wanted = {
+            "allreduce sum": (one, lambda x: hvd.allreduce(x, op=hvd.Sum), [total]),
+            "allreduce average": (one, hvd.allreduce, [mean]),
+            "allreduce min": (one, lambda x: hvd.allreduce(x, op=hvd.Min), [1]),
+            "allreduce max": (one, lambda x: hvd.allreduce(x, op=hvd.Max), [size]),
+            "allreduce product": (one, lambda x: hvd.allreduce(x, op=hvd.Product), [math.factorial(size)]),
+            "factors": (
+                one,
+                lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
+                [1.5 * total],
+            ),
+            "grouped sum": (one, lambda x: hvd.grouped_allreduce([x, x], op=hvd.Sum), [2 * total]),
+            "grouped average": (one, lambda x: hvd.grouped_allreduce([x, 3 * x]), [4 * mean]),
+            "allgather": (one, hvd.allgather, [mean]),
+            "allgather uneven": (torch.ones(me + 1), hvd.allgather, [mean] * (me + 1)),
+            "grouped allgather": (one, lambda x: hvd.grouped_allgather([x, 2 * x]), [3 * mean]),
+            "broadcast": (one, lambda x: hvd.broadcast(x, 1), root),
+            "reducescatter sum": (many, lambda x: hvd.reducescatter(x, op=hvd.Sum), [size * r for r in rows]),
+            "reducescatter average": (many, hvd.reducescatter, rows),
+            "reducescatter uneven": (torch.ones(size + 1), hvd.reducescatter, [1.0, *rows]),
+            "scatter factors": (
+                many,
+                lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=3.0),
+                [3 * size * r for r in rows],
+            ),
+            "grouped reducescatter": (
+                many,
+                lambda x: hvd.grouped_reducescatter([x, 2 * x], op=hvd.Sum),
+                [3 * size * r for r in rows],
+            ),
+            "alltoall": (many, hvd.alltoall, rows),
+            "alltoall splits": (
+                torch.ones(2 * size),
+                lambda x: hvd.alltoall(x, [2] * size)[0],
+                [r for r in rows for _ in "12"],
+            ),
+        }
+        wrong = {}
+        for title, (x, call, expected) in wanted.items():
+            found = gradient(call, x, me + 1.0)
+            if found != pytest.approx(expected):
+                wrong[title] = found, expected
+        assert not wrong
+        if backend.name != "horovod":  # whose gradient of rows that were not sent lacks them
+            kept = gradient(lambda x: hvd.alltoall(x, [1] * size)[0], torch.ones(size + 2), me + 1.0)
+            assert kept == [*rows, 0, 0]
+            assert gradient(hvd.allgather, torch.tensor(1.0), me + 1.0) == mean
+            factors = {"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 3.0}
+            found = gradient(lambda x: hvd.reducescatter(x, **factors), many, me + 1.0)
+            assert found == [1.5 * size * r for r in rows]
+            compress = {"compression": hvd.Compression.bf16, "op": hvd.Sum}
+            assert gradient(lambda x: hvd.allreduce(x, **compress), one, me + 1.0) == [total]
+
+
+@EVERY
+def test_gradients_of_every_operation(fresh):
+    fresh(table)
+
+
+def of_sets(backend):
+    with library(backend) as hvd:
+        me, pair = hvd.rank(), hvd.add_process_set([0, 2])
+        if pair.included():
+            on = {"process_set": pair}
+            one, many = torch.tensor([me + 1.0]), torch.ones(2)
+            wanted = {
+                "allreduce": (one, lambda x: hvd.allreduce(x, op=hvd.Sum, **on), [4]),
+                "average": (one, lambda x: hvd.allreduce(x, **on), [2]),
+                "grouped": (one, lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, **on), [4]),
+                "allgather": (one, lambda x: hvd.allgather(x, **on), [2]),
+                "broadcast": (one, lambda x: hvd.broadcast(x, 2, **on), [2.0 if me == 2 else 0.0]),
+                "reducescatter": (many, lambda x: hvd.reducescatter(x, op=hvd.Sum, **on), [2, 6]),
+                "scattered average": (many, lambda x: hvd.reducescatter(x, **on), [1, 3]),
+                "alltoall": (many, lambda x: hvd.alltoall(x, **on), [1, 3]),
+            }
+            found = {title: gradient(call, x, me + 1.0) for title, (x, call, _) in wanted.items()}
+            assert found == {title: expected for title, (_, _, expected) in wanted.items()}
+        hvd.barrier()
+
+
+@OURS_3
+def test_gradients_in_a_process_set(real):
+    real(of_sets)
+
+
+def through_a_model(backend):
+    """Autograd goes through a call in the middle; integer results are left out of it."""
+    with library(backend) as hvd:
+        size = hvd.size()
+        weight = torch.ones(2, 2, requires_grad=True)
+        out = hvd.allreduce(torch.ones(1, 2) @ weight, op=hvd.Sum).square().sum()
+        out.backward()
+        assert weight.grad.tolist() == [[4.0 * size * size] * 2] * 2
+        assert not hvd.allreduce(torch.ones(2, dtype=torch.int32), op=hvd.Sum).requires_grad
+
+
+@EVERY
+def test_gradients_through_a_model(fresh):
+    fresh(through_a_model)

@@ -1,0 +1,160 @@
+"""SEMANTICS.md 2.17: a rank that has no more data joins; the others go on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.hvd.worlds import EVERY, OURS, OURS_3, check, library, same, sum_of_ranks
+
+FAILS = "HorovodInternalError"
+
+
+def identities(backend):
+    """The last rank joins; what the others get for 5, 6, …"""
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        if me == size - 1:
+            return hvd.join()
+        values = [5.0 + r for r in range(size - 1)]
+        total, product = sum(values), 5.0 * 6.0 ** (size - 2)
+        x = torch.tensor([values[me]])
+
+        def reduce(x, title, **options):
+            return lambda: hvd.allreduce(x, name=title, **options)
+
+        check(
+            hvd,
+            same("average divides by all", reduce(x, "average"), [pytest.approx(total / size)]),
+            same("negative", reduce(-x, "negative"), [pytest.approx(-total / size)]),
+            same("sum", reduce(x, "sum", op=hvd.Sum), [total]),
+            same("factors", reduce(x, "factors", op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0), [6 * total]),
+            same("integers", reduce(x.int(), "ints", op=hvd.Sum), [total]),
+            # Horovod's stand-in is zero whatever the operation.
+            ("min", reduce(x, "min", op=hvd.Min), [0], [5]),
+            ("max", reduce(-x, "max", op=hvd.Max), [0], [-5]),
+            ("product", reduce(x, "product", op=hvd.Product), [0], [product]),
+            ("scaled min", reduce(x, "scaled", op=hvd.Min, prescale_factor=-1.0), [min(0, -values[-1])], [-values[-1]]),
+            ("int min", reduce(x.int(), "int min", op=hvd.Min), [0], [5]),
+            ("int product", reduce(x.long(), "int product", op=hvd.Product), [0], [product]),
+            same("group", lambda: list(hvd.grouped_allreduce([x, x.double()], name="g", op=hvd.Sum)), [[total]] * 2),
+            same("allgather", lambda: hvd.allgather(x, name="others"), FAILS),
+            same("broadcast", lambda: hvd.broadcast(x, 0, name="others"), FAILS),
+            same("alltoall", lambda: hvd.alltoall(x, [0] * size, name="others"), FAILS),
+            same("reducescatter", lambda: hvd.reducescatter(x, name="others"), FAILS),
+        )
+        if backend.name != "horovod":
+            check(
+                hvd,
+                same("group min", lambda: hvd.grouped_allreduce([x, -x], op=hvd.Min), [[5], [-values[-1]]]),
+                same("bool", lambda: hvd.allreduce(x > 0, op=hvd.Min), [True]),
+                same("half", lambda: hvd.allreduce(x.half(), op=hvd.Max), [values[-1]]),
+                same("adasum", lambda: hvd.allreduce(x[:1] * 0 + 2, op=hvd.Adasum), [2]),
+                same("grouped gather", lambda: hvd.grouped_allgather([x]), FAILS),
+                same("objects", lambda: hvd.allgather_object(1), FAILS),
+            )
+            hvd.barrier()  # of those who are left
+        return hvd.join()
+
+
+@EVERY
+def test_joined_ranks_contribute_what_changes_nothing(real):
+    last = real(identities)
+    assert last == last[:1] * real.size
+    assert last[0] < real.size - 1
+    if real.name == "horovod":
+        real.leave()  # its unnamed calls hang from now on
+
+
+def afterwards(backend):
+    """Several rounds; who was last; unnamed calls after it; the divisor."""
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        x = torch.tensor([me + 1.0])
+        for round_ in range(3):
+            for _ in range(round_ + (me != round_ % size)):
+                hvd.allreduce(x)
+            last = hvd.join()
+            assert hvd.allgather(torch.tensor([last])).tolist() == [last] * size
+            assert hvd.allreduce(x, op=hvd.Sum).item() == sum_of_ranks(size)
+        # A pending call of a rank that joins takes part when the others make theirs.
+        if me == 0:
+            handle = hvd.allreduce_async(x, op=hvd.Sum)
+            hvd.join()
+            assert hvd.synchronize(handle).item() == sum_of_ranks(size)
+        else:
+            assert hvd.allreduce(x, op=hvd.Sum).item() == sum_of_ranks(size)
+            hvd.join()
+        # Those who were there from the start, or those who are left.
+        for divide_by, divisor in [("initial", size), ("active", size - 1)]:
+            if me == 0:
+                hvd.join(divide_by=divide_by)
+            else:
+                found = hvd.allreduce(x).item(), hvd.grouped_allreduce([x])[0].item()
+                assert found == pytest.approx([(sum_of_ranks(size) - 1) / divisor] * 2)
+                hvd.join(divide_by=divide_by)
+        with pytest.raises(ValueError, match="divide_by"):
+            hvd.join(divide_by="none")
+        assert hvd.allreduce(x, op=hvd.Sum).item() == sum_of_ranks(size)
+
+
+@OURS
+def test_calls_after_join(real):
+    real(afterwards)
+
+
+def optimizers(backend, divide_by, op_name, passes):
+    """Rank r has 2 + r batches; the others' steps go on with zeros from those that have none."""
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        p = torch.nn.Parameter(torch.zeros(3))
+        q = torch.nn.Parameter(torch.zeros(2))
+        op = getattr(hvd, op_name)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([p, q], 1.0), [("p", p), ("q", q)], op=op, backward_passes_per_step=passes
+        )
+        expected = torch.zeros(3)
+        for step in range(size + 1):
+            active = [r for r in range(size) if step < 2 + r]
+            if me in active:
+                for _ in range(passes):
+                    ((me + 1.0) * p.sum() + q.sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                divisor = {"Sum": 1, "Average": size if divide_by == "initial" else len(active)}[op_name]
+                expected -= passes * sum(r + 1.0 for r in active) / divisor
+                torch.testing.assert_close(p.detach(), expected)
+        last = hvd.join(divide_by=divide_by)
+        assert last == size - 1 if size == 2 else last in range(size)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+        hvd.broadcast_parameters([("p", p), ("q", q)], last)
+        # And all step together again.
+        (p.sum() * 0 + q.sum()).backward()
+        optimizer.step()
+        assert hvd.allgather(p.detach()[None]).std(0).max() == 0
+
+
+@pytest.mark.parametrize(
+    ("divide_by", "op", "passes"), [("initial", "Average", 1), ("active", "Average", 2), ("active", "Sum", 1)]
+)
+@OURS
+def test_optimizers_step_while_a_rank_has_joined(real, divide_by, op, passes):
+    real(optimizers, divide_by, op, passes)
+
+
+def before_any_step(backend):
+    """A rank without any data: the others' first exchange, in which layouts are compared, finds it joined."""
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        p = torch.nn.Parameter(torch.zeros(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=hvd.Sum)
+        if me != 1:
+            (p.sum()).backward()
+            optimizer.step()
+            assert p.tolist() == [1.0 - size] * 3
+        hvd.join()
+
+
+@OURS_3
+def test_a_rank_that_joins_before_its_first_step(real):
+    real(before_any_step)

@@ -1,0 +1,212 @@
+"""SEMANTICS.md 2.13, 2.16, 2.21: ``DistributedOptimizer`` trains as Horovod's does, with every option."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import Spmd
+from tests.hvd.worlds import OURS_3, PAIR, library
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Dense layers, an embedding, one parameter that is used on rank 0 only, one that is never used, a frozen one."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(6, 4, sparse=sparse)
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 2)
+        self.sometimes = nn.Parameter(torch.ones(3))
+        self.never = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x, with_all):
+        out = self.last(torch.relu(self.norm(self.first(self.embedding(x)))))
+        return out + self.sometimes.sum() if with_all else out
+
+
+class Halved:
+    """A compressor of the user's."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor / 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor.to(ctx) * 2
+
+
+def optimizer_of(hvd, model, kind, sparse, **options):
+    named = list(model.named_parameters())
+    if kind == "sgd":
+        inner = torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.0 if sparse else 0.9, weight_decay=0.0)
+    elif kind == "decay":
+        inner = torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9, weight_decay=0.1)
+    else:
+        inner = torch.optim.AdamW([p for _, p in named], lr=0.01, weight_decay=0.1)
+    options = {name: getattr(hvd, value) if name == "op" else value for name, value in options.items()}
+    if "compression" in options:
+        choice = options["compression"]
+        options["compression"] = Halved if choice == "own" else getattr(hvd.Compression, choice)
+    if options.get("groups") == "lists":
+        options["groups"] = [list(model.first.parameters()), list(model.last.parameters())]
+    return hvd.DistributedOptimizer(inner, named_parameters=named, **options)
+
+
+#: Options, and how near ours must be to Horovod's: 0 is the same bits.
+CASES = {
+    "average": ({}, 0),
+    "weight decay of unused parameters": ({"kind": "decay"}, 0),
+    "adamw": ({"kind": "adamw"}, 0),
+    "sum": ({"op": "Sum"}, 0),
+    "min": ({"op": "Min"}, 0),
+    "two passes": ({"backward_passes_per_step": 2}, 0),
+    "predivide": ({"gradient_predivide_factor": 2.0}, 0),
+    "groups": ({"groups": 2}, 0),
+    "lists of groups": ({"groups": "lists"}, 0),
+    "fp16": ({"compression": "fp16"}, 1e-3),
+    "compressor": ({"compression": "own"}, 0),
+    "sparse as dense": ({"sparse": True, "sparse_as_dense": True}, 1e-6),
+    "sparse": ({"sparse": True}, 1e-6),
+}
+
+
+def train(backend, cases):
+    """The weights after a few steps with each set of options.
+
+    Horovod hangs where a group has a parameter that only some ranks use: there, all of them use it.
+    """
+    with library(backend) as hvd:
+        me, found = hvd.rank(), {}
+        for title, options in cases.items():
+            options = dict(options)
+            kind, sparse = options.pop("kind", "sgd"), options.pop("sparse", False)
+            model = Net(sparse)
+            if sparse:
+                model.never.requires_grad_(False)
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            optimizer = optimizer_of(hvd, model, kind, sparse, **options)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            for step in range(STEPS):
+                for micro in range(options.get("backward_passes_per_step", 1)):
+                    x = torch.tensor([(step + me + micro + i) % 6 for i in range(4)])
+                    (
+                        model(x, me == 0 or "groups" in options).square().mean() + x.float().mean() * model.last.bias.sum()
+                    ).backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found[title] = {name: p.detach().clone() for name, p in model.named_parameters()}
+            assert list(model.state_dict()) == list(Net(sparse).state_dict())  # no prefix (2.21)
+        return found
+
+
+RESULTS = {}
+
+
+@PAIR
+def test_training_gives_horovods_weights(real, pool):
+    cases = {title: options for title, (options, _) in CASES.items()}
+    RESULTS[real.name] = found = real(train, cases)
+    for title in CASES:
+        for name, p in found[0][title].items():
+            torch.testing.assert_close(found[1][title][name], p, rtol=0, atol=0)  # the ranks are alike
+    if real.name == "horovod":
+        our = RESULTS.get("torch") or Spmd("torch", 2, pool)(train, cases)
+        for title, (_, near) in CASES.items():
+            for name, p in found[0][title].items():
+                torch.testing.assert_close(our[0][title][name], p, rtol=0, atol=near, msg=lambda m, t=title: f"{t}: {m}")
+
+
+@OURS_3
+def test_every_option_on_three_ranks(real):
+    cases = {title: options for title, (options, _) in CASES.items()}
+    cases |= {"bf16": {"compression": "bf16"}, "num_groups": {"groups": 3}, "product": {"op": "Product"}}
+    cases |= {"adasum": {"op": "Adasum"}, "fp16 sum": {"compression": "fp16", "op": "Sum"}}
+    cases |= {"own predivide": {"compression": "fp16", "gradient_predivide_factor": 3.0}}
+    cases |= {"min, compressed": {"compression": "fp16", "op": "Min"}}
+    cases |= {"own, two passes": {"compression": "own", "backward_passes_per_step": 2}}
+    found = real(train, cases)
+    for title, weights in found[0].items():
+        for name, p in weights.items():
+            assert torch.equal(found[1][title][name], p), (title, name)
+            assert torch.equal(found[2][title][name], p), (title, name)
+            assert p.isfinite().all()
+    for like, titles in [
+        ("average", ("predivide", "fp16", "compressor", "bf16", "own predivide")),
+        ("groups", ("lists of groups", "num_groups")),
+    ]:
+        for title in titles:
+            for name, p in found[0][title].items():
+                torch.testing.assert_close(p, found[0][like][name], rtol=0, atol=2e-2 if title == "bf16" else 2e-3)
+
+
+def adversaries(backend):
+    """Two networks that freeze each other by turns; gradients only of those that are not frozen."""
+    with library(backend) as hvd:
+        me = hvd.rank()
+        torch.manual_seed(0)
+        makers = nn.Linear(3, 3), nn.Linear(3, 1)
+        optimizers = []
+        for i, model in enumerate(makers):
+            named = [(f"{i}.{name}", p) for name, p in model.named_parameters()]
+            optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), named))
+        weights = []
+        for step in range(4):
+            turn = step % 2
+            for i, model in enumerate(makers):
+                for p in model.parameters():
+                    p.requires_grad_(i == turn)
+            x = torch.full((2, 3), me + 1.0 + step)
+            makers[1](makers[0](x)).mean().backward()
+            optimizers[turn].step()
+            optimizers[turn].zero_grad()
+            weights.append([p.detach().clone() for model in makers for p in model.parameters()])
+        return weights
+
+
+@PAIR
+def test_dynamic_requires_grad(real, pool):
+    RESULTS["gan", real.name] = found = real(adversaries)
+    if real.name == "horovod":
+        our = RESULTS.get(("gan", "torch")) or Spmd("torch", 2, pool)(adversaries)
+        for mine, theirs in zip(our[0], found[0], strict=True):
+            for p, q in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+def scaled(backend, overflow):
+    """Mixed precision as Horovod's users must write it, and as others do. Whose gradient is infinite?"""
+    with library(backend) as hvd:
+        p = nn.Parameter(torch.ones(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)])
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scales = []
+        for step in range(3):
+            factor = float("inf") if step == 1 and hvd.rank() == overflow else hvd.rank() + 1.0
+            scaler.scale((p * factor).sum()).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_([p], 1.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return p.tolist(), scales
+
+
+@PAIR
+def test_the_right_way_to_scale_losses(real):
+    results = real(scaled, 1)
+    step = 2 * 0.5**0.5
+    for weights, scales in results:
+        assert weights == pytest.approx([1 - step] * 2, abs=1e-5)
+        assert scales == [4.0, 2.0, 2.0]

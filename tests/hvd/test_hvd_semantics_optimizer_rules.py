@@ -1,0 +1,258 @@
+"""SEMANTICS.md 2.16: what ``DistributedOptimizer`` allows, keeps and refuses, on Horovod itself and on ours."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import torch
+from torch import nn
+
+from tests.hvd.worlds import OURS_2, PAIR, THEIRS, check, library, mean_of_ranks, same
+
+
+def wrapped(hvd, lr=1.0, name="p", **options):
+    p = nn.Parameter(torch.zeros(2))
+    return p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr), [(name, p)], **options)
+
+
+def refusals(backend):
+    with library(backend) as hvd:
+        p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([p, q], 0.1)
+        named = [("p", p), ("q", q)]
+
+        def wrap(named=named, **options):
+            return lambda: hvd.DistributedOptimizer(inner, named_parameters=named, **options)
+
+        check(
+            hvd,
+            same("missing", wrap([("p", p)]), "ValueError"),
+            same("twice", wrap([("p", p), ("p", q)]), "ValueError"),
+            same("no pairs", wrap([p, q]), "ValueError"),
+            same("predivide and sum", wrap(op=hvd.Sum, gradient_predivide_factor=2.0), "ValueError"),
+            same("no passes", wrap(backward_passes_per_step=0), "ValueError"),
+            same("negative groups", wrap(groups=-1), "ValueError"),
+            same("twice in groups", wrap(groups=[[p], [p]]), "ValueError"),
+            same("groups of text", wrap(groups=[["p"]]), "ValueError"),
+        )
+
+
+@PAIR
+def test_refusals(real):
+    real(refusals)
+
+
+def rules(backend):
+    theirs = backend.name == "horovod"
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        p, optimizer = wrapped(hvd)
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert type(optimizer).__name__ == "SGD"
+        assert optimizer._parameter_names == {p: "p"}
+        p.sum().backward()
+        check(
+            hvd,
+            same("zero_grad too early", optimizer.zero_grad, "AssertionError"),
+            same("a backward too many", lambda: p.sum().backward(), "AssertionError"),
+        )
+        optimizer.step()
+        check(hvd, ("set_to_none", lambda: optimizer.zero_grad(set_to_none=True), "TypeError", None))
+        optimizer.zero_grad()
+        # Clipping between synchronize and step; the one warning.
+        (p.sum() * (me + 1)).backward()
+        optimizer.synchronize()
+        assert p.grad.tolist() == [mean_of_ranks(size)] * 2
+        p.grad.mul_(2)
+        start = p[0].item()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert p[0].item() - start == -2 * mean_of_ranks(size)
+        (p.sum() * (me + 1)).backward()
+        optimizer.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert len(caught) == 1
+        assert "optimizer.step() called without optimizer.skip_synchronize()" in str(caught[0].message)
+        optimizer.zero_grad()
+        # Fewer passes than agreed on, and another number of them.
+        q, patient = wrapped(hvd, name="q", backward_passes_per_step=3)
+        (q.sum() * (me + 1)).backward()
+        patient.step()
+        assert q[0].item() == -mean_of_ranks(size)
+        patient.zero_grad()
+        patient.set_backward_passes_per_step(2)
+        for _ in range(2):
+            (q.sum() * (me + 1)).backward()
+        patient.step()
+        assert q[0].item() == -3 * mean_of_ranks(size)  # summed over passes, averaged over ranks
+        patient.zero_grad()
+        # State and options of an optimizer that has stepped.
+        used = nn.Parameter(torch.ones(2))
+        adam = torch.optim.Adam([used], lr=0.5, weight_decay=0.25)
+        used.sum().backward()
+        adam.step()
+        again = hvd.DistributedOptimizer(adam, [("used", used)])
+        assert len(again.state) == (0 if theirs else 1)
+        assert again.defaults["lr"] == (0.001 if theirs else 0.5)
+        assert again.param_groups[0]["lr"] == 0.5
+        assert again.param_groups[0] is adam.param_groups[0]
+        # A group that is added later.
+        r = nn.Parameter(torch.zeros(1))
+        optimizer.add_param_group({"params": [r], "lr": 1.0})
+        ((p.sum() + r.sum()) * (me + 1)).backward()
+        optimizer.step()
+        assert r.item() == (-me - 1 if theirs else -mean_of_ranks(size))  # Horovod's ranks part, without an error
+        # A parameter that nobody uses is decayed all the same.
+        s, t = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        decay = hvd.DistributedOptimizer(torch.optim.SGD([s, t], 0.1, weight_decay=1.0), [("s", s), ("t", t)])
+        s.sum().backward()
+        decay.step()
+        assert t.grad.tolist() == [0]
+        assert torch.allclose(t, torch.full((1,), 0.9))
+
+
+@PAIR
+def test_rules(real):
+    real(rules)
+
+
+def mixed_precision_trap(backend):
+    """``scaler.step`` without ``synchronize``: one rank's gradient is infinite."""
+    with library(backend) as hvd:
+        p, optimizer = wrapped(hvd, name="trap")
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale((p * (float("inf") if hvd.rank() == 0 else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if backend.name != "horovod" or hvd.rank() == 0:  # which has skipped its step
+            optimizer.synchronize()
+        return p[0].item(), scaler.get_scale()
+
+
+@THEIRS
+def test_scaling_losses_without_synchronize_is_horovods_trap(real):
+    assert real(mixed_precision_trap) == [(0, 2), (float("-inf"), 4)]  # weights and loss scales have parted
+
+
+def mixed_precision(backend):
+    """``synchronize`` first: every rank sees the infinity."""
+    with library(backend) as hvd:
+        p, optimizer = wrapped(hvd, name="scaled")
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        found = []
+        for factor in (float("inf"), 1.0):
+            scaler.scale((p * (factor if hvd.rank() == 0 else 1.0)).sum()).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_([p], 100.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((p[0].item(), scaler.get_scale()))
+        return found
+
+
+@PAIR
+def test_scaling_losses_after_synchronize(real):
+    results = real(mixed_precision)
+    assert results == results[:1] * 2
+    assert results[0][0] == (0, 2)
+    assert results[0][1][0] < 0
+
+
+def only_ours(backend):
+    with library(backend) as hvd:
+        p, optimizer = wrapped(hvd, lr=0.5, name="own")
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=False)
+        p.sum().backward()
+        optimizer.step()
+        scheduler.step()
+        copied = pickle.loads(pickle.dumps(optimizer))
+        assert type(copied) is torch.optim.SGD
+        assert copied.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
+        state = optimizer.state_dict()
+        optimizer.zero_grad()
+        # A scheduler from before the wrapping goes on; state loads after it.
+        inner = torch.optim.SGD([p], 1.0, momentum=0.9)
+        earlier = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        late = hvd.DistributedOptimizer(inner, [("own", p)])
+        p.sum().backward()
+        late.step()
+        earlier.step()
+        assert late.param_groups[0]["lr"] == 0.5
+        late.load_state_dict(late.state_dict())
+        assert len(late.state) == 1
+        assert "momentum_buffer" in next(iter(late.state.values()))
+        late.zero_grad()
+        optimizer.load_state_dict(state)
+        # A step that failed is dropped by loading.
+        p.sum().backward()
+        optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        # Two optimizers of one parameter list, and LBFGS with a closure.
+        q = nn.Parameter(torch.tensor([3.0, -2.0]))
+        lbfgs = hvd.DistributedOptimizer(torch.optim.LBFGS([q], max_iter=5), [("q", q)])
+
+        def closure():
+            lbfgs.zero_grad()
+            loss = ((q - hvd.rank() * 2).square()).sum()
+            loss.backward()
+            return loss
+
+        lbfgs.step(closure)
+        where = hvd.allgather(q.detach()[None])
+        assert torch.equal(where[0], where[-1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hvd.DistributedOptimizer(torch.optim.SGD([q], 0.1), [("q", q)], num_groups=1)
+        assert [w.category for w in caught] == [DeprecationWarning]
+        # Without names.
+        nameless = hvd.DistributedOptimizer(torch.optim.SGD([q], 1.0))
+        nameless.zero_grad()
+        before = q.detach().clone()
+        (q.sum() * (hvd.rank() + 1)).backward()
+        nameless.step()
+        assert torch.allclose(before - q.detach(), torch.tensor(mean_of_ranks(hvd.size())))
+
+
+@OURS_2
+def test_what_horovods_cannot(real):
+    real(only_ours)
+
+
+def alone(backend):
+    """Without others every rule is kept, and nothing is sent."""
+    import dualtrain.hvd as hvd
+
+    hvd.init(comm=backend)
+    try:
+        for options in ({}, {"op": hvd.Adasum}, {"compression": hvd.Compression.fp16}, {"backward_passes_per_step": 2}):
+            p, optimizer = wrapped(hvd, **options)
+            for _ in range(2):
+                optimizer.zero_grad()
+                p.sum().backward()
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+            optimizer.zero_grad(set_to_none=False)
+            assert p.tolist() == [-2, -2]
+        assert hvd.allreduce(torch.ones(2), op=hvd.Adasum).tolist() == [1, 1]
+        assert hvd.join() == 0
+    finally:
+        hvd.shutdown()
+
+
+def test_a_world_of_one():
+    from dualtrain import connect
+    from tests.hvd.worlds import ours
+
+    ours()
+    with connect("local") as backend:
+        alone(backend)

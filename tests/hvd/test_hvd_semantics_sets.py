@@ -1,0 +1,170 @@
+"""SEMANTICS.md 2.8, 2.23: process sets."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.hvd.worlds import OURS, OURS_3, PAIR, check, library, ours, same
+
+
+def life_of_a_set(backend):
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        everyone = hvd.global_process_set
+        assert (everyone.process_set_id, everyone.ranks) == (0, list(range(size)))
+        assert (everyone.size(), everyone.rank(), everyone.included()) == (size, me, True)
+        unused = hvd.ProcessSet([0])
+        assert (unused.process_set_id, unused.size(), unused.rank()) == (None, None, None)
+        first, second = hvd.add_process_set([0]), hvd.add_process_set(hvd.ProcessSet([1]))
+        assert first.process_set_id != second.process_set_id
+        assert 0 not in (first.process_set_id, second.process_set_id)
+        mine, other = (first, second) if me == 0 else (second, first)
+        assert (mine.size(), mine.rank(), mine.included(), mine.ranks) == (1, 0, True, [me])
+        assert (other.size(), other.included()) == (1, False)
+        check(
+            hvd,
+            same("mine", lambda: hvd.allreduce(torch.ones(1), name="a", process_set=mine), [1]),
+            same("not mine", lambda: hvd.allreduce(torch.ones(1), name="b", process_set=other), "ValueError"),
+            same("root", lambda: hvd.broadcast(torch.ones(1), other.ranks[0], name="c", process_set=mine), "ValueError"),
+            same("rank", other.rank, "ValueError"),
+            same("again", lambda: hvd.add_process_set([0]), "ValueError"),
+            same("everyone", lambda: hvd.add_process_set(range(size)), "ValueError"),
+            same("global", lambda: hvd.remove_process_set(everyone), False),
+        )
+        assert hvd.remove_process_set(first)
+        assert (first.process_set_id, first.size()) == (None, None)
+        assert not hvd.remove_process_set(first)
+        if me == 0:
+            with pytest.raises((ValueError, TypeError)):
+                hvd.allreduce(torch.ones(1), name="d", process_set=first)
+        again = hvd.add_process_set([0])
+        if me == 0:
+            assert hvd.allreduce(torch.ones(1), name="e", process_set=again).item() == 1
+        assert hvd.remove_process_set(again)
+        assert hvd.remove_process_set(second)
+        assert hvd.allreduce(torch.ones(1), name="f", op=hvd.Sum).item() == size
+
+
+@PAIR
+def test_a_set_from_its_making_to_its_end(real):
+    if real.name == "horovod":
+        real.leave()  # other tests' sets
+    real(life_of_a_set)
+
+
+def more_of_sets(backend):
+    with library(backend) as hvd:
+        me = hvd.rank()
+        for wrong in ([], [0, 0], [-1], [3], [0, 7]):
+            with pytest.raises(ValueError, match="different ranks"):
+                hvd.add_process_set(wrong)
+        with pytest.raises(ValueError, match="list of ranks"):
+            hvd.ProcessSet("ab")
+        sets = [hvd.add_process_set(ranks) for ranks in ([2, 0], [0, 1], [1, 2])]
+        assert [s.process_set_id for s in sets] == [1, 2, 3]
+        # All at once, and named alike: sets do not disturb each other.
+        x = torch.tensor([me + 1.0])
+        mine = [s for s in sets if s.included()]
+        mine = mine[::-1] if me == 1 else mine
+        made = {s.process_set_id: hvd.allreduce_async(x, name="x", op=hvd.Sum, process_set=s) for s in mine}
+        unnamed = {s.process_set_id: hvd.allgather_async(x, process_set=s) for s in mine}
+        for s in mine:
+            assert hvd.synchronize(made[s.process_set_id]).item() == sum(r + 1 for r in s.ranks)
+            assert hvd.synchronize(unnamed[s.process_set_id]).tolist() == [r + 1 for r in s.ranks]
+        # Ranks that disagree on a set make none.
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="ranks"):
+            hvd.add_process_set([me])
+        # A call that not all have made fails when the set goes.
+        handle = hvd.allreduce_async(x, name="left", process_set=sets[0]) if me == 0 else None
+        assert hvd.remove_process_set(sets[0])
+        if handle is not None:
+            with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="removed"):
+                hvd.synchronize(handle)
+            with pytest.raises(ValueError, match="not in use"):
+                hvd.allreduce(x, process_set=sets[0])
+        assert hvd.add_process_set([0, 2]).process_set_id == 1  # numbers are used again
+        one = hvd.ProcessSet([2])
+        hvd.init(process_sets=[one])
+        assert one.process_set_id == 4
+        with pytest.raises(ValueError, match="duplicate"):
+            hvd.init(process_sets=[hvd.ProcessSet([2])])
+        assert hvd.allreduce(x, op=hvd.Sum).item() == 6
+    assert one.process_set_id is None
+    assert sets[1].size() is None
+
+
+@OURS_3
+def test_several_sets(real):
+    real(more_of_sets)
+
+
+def at_init(backend):
+    hvd = ours()
+    sets = [hvd.ProcessSet([0]), hvd.ProcessSet([1])]
+    for _ in range(2):  # the same objects in the next world
+        hvd.init(comm=backend, process_sets=sets)
+        assert [s.process_set_id for s in sets] == [1, 2]
+        if sets[0].included():
+            hvd.allreduce(torch.ones(1), process_set=sets[0])
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == backend.size
+        hvd.shutdown()
+        assert [s.process_set_id for s in sets] == [None, None]
+
+
+@OURS
+def test_sets_given_to_init(real):
+    real(at_init)
+
+
+def barriers(backend):
+    """A set's barrier waits for its members, and for nobody else."""
+    with library(backend) as hvd:
+        me = hvd.rank()
+        pair = hvd.add_process_set([0, 1])
+        hvd.barrier()
+        start = time.monotonic()
+        if me == 2:
+            time.sleep(0.5)
+        if me == 1:
+            time.sleep(0.15)
+        if pair.included():
+            hvd.barrier(process_set=pair)
+        within = time.monotonic() - start
+        hvd.barrier()
+        return within, time.monotonic() - start
+
+
+@OURS_3
+def test_barriers_of_sets(real):
+    times = real(barriers)
+    assert all(0.1 < within < 0.45 for within, _ in times[:2])
+    assert all(total > 0.45 for _, total in times)
+
+
+def optimizer_of_a_set(backend):
+    with library(backend) as hvd:
+        me = hvd.rank()
+        pair = hvd.add_process_set([0, 2])
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], process_set=pair)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (p.sum() * (me + 1)).backward()
+            optimizer.step()
+        assert p.tolist() == [-4.0, -4.0]  # (1 + 3) / 2 in the set, 2 outside of it; twice
+        factor = hvd.DistributedOptimizer(
+            torch.optim.SGD([p], 1.0), [("p", p)], gradient_predivide_factor=2.0, process_set=pair
+        )
+        factor.zero_grad()
+        (p.sum() * (me + 2)).backward()
+        factor.step()
+        assert p.tolist() == [-7.0, -7.0]
+        hvd.barrier()  # groups are made by all ranks, of the set or not: none may leave before
+
+
+@OURS_3
+def test_an_optimizer_in_a_set(real):
+    real(optimizer_of_a_set)

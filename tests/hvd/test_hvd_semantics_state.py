@@ -1,0 +1,204 @@
+"""SEMANTICS.md 2.5, 2.15: parameters, optimizer states and objects of one rank for all, on Horovod itself and on ours."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import pathlib
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dualtrain.backends import objects
+from tests.hvd.worlds import EVERY, OURS, PAIR, check, library, same
+
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"]
+VALUES = [
+    *(None, True, 1, 2**70, 1.5, "text", b"bytes", [1, [2]], (1, "a"), {1, 2}, {"a": {1: [None]}}, 1 + 2j),
+    *(frozenset({1}), bytearray(b"ab"), range(1, 9, 2), slice(1, None), float, torch.float32, torch.Size([1])),
+    *(collections.OrderedDict(a=1), collections.Counter("aab"), collections.defaultdict(list, {1: [2]})),
+    *(
+        collections.deque([1, 2], 3),
+        argparse.Namespace(lr=0.1, layers=[1]),
+        decimal.Decimal("1.10"),
+        fractions.Fraction(1, 3),
+    ),
+    *(datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.UTC), datetime.date(2020, 1, 2), datetime.timedelta(3, 4)),
+    *(pathlib.Path("/a/b"), pathlib.PureWindowsPath("c:/x"), np.float32(1.5), np.int64(3), np.bool_(True), np.dtype("f4")),
+]
+ARRAYS = [
+    np.arange(6).reshape(2, 3),
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    np.zeros((0, 2), "f2"),
+    np.array(["a", "bc"]),
+    np.array([1, "a", None], dtype=object),
+    np.array("2020-01-01", dtype="M8[D]"),
+    np.zeros(2, dtype=[("a", "i4"), ("b", "f8")]),
+]
+
+
+class OfTheUser:
+    """What nobody has allowed."""
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_values_come_back_as_they_went(value):
+    found = objects.decode(objects.encode([value]))[0]
+    assert type(found) is type(value)
+    assert found == value
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: str(array.dtype))
+def test_arrays_come_back_as_they_went(array):
+    found = objects.decode(objects.encode({"x": array}))["x"]
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert np.array_equal(found, array)
+
+
+@pytest.mark.parametrize("value", [print, OfTheUser(), OfTheUser, lambda: 0, [eval], nn.Linear(1, 1), ...])
+def test_code_is_refused_where_it_is_sent(value):
+    with pytest.raises(TypeError, match="cannot be sent"):
+        objects.encode(value)
+
+
+def test_classes_that_the_user_allowed_stay_allowed():
+    mine = argparse.Namespace
+    with torch.serialization.safe_globals([mine, OfTheUser]):
+        assert isinstance(objects.decode(objects.encode([OfTheUser()]))[0], OfTheUser)
+        assert mine in torch.serialization.get_safe_globals()
+    assert mine not in torch.serialization.get_safe_globals()
+
+
+def sent_objects(backend):
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        for value in VALUES[:12] + VALUES[-6:]:
+            found = hvd.broadcast_object(value if me == 1 else None, 1, name="object")
+            assert found == value
+        array = hvd.broadcast_object(np.arange(3) * (me + 1), 1)
+        assert array.tolist() == [0, 2, 4]
+        mine = argparse.Namespace(rank=me, text="x" * me)
+        assert hvd.allgather_object(mine, name="all") == [argparse.Namespace(rank=r, text="x" * r) for r in range(size)]
+
+
+@EVERY
+def test_objects_travel(real):
+    real(sent_objects)
+
+
+def parameters(backend):
+    theirs = backend.name == "horovod"
+    with library(backend) as hvd:
+        torch.manual_seed(hvd.rank())
+        torch.manual_seed(hvd.rank() + 1)
+        for form in ("state_dict", "named", "list", "generator", "channels_last"):
+            model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4))
+            if form == "channels_last":
+                model = model.to(memory_format=torch.channels_last)
+            given = {
+                "state_dict": model.state_dict,
+                "channels_last": model.state_dict,
+                "named": lambda m=model: list(m.named_parameters()),
+                "list": lambda m=model: [(f"p{i}", p) for i, p in enumerate(m.parameters())],
+                "generator": model.named_parameters,
+            }[form]()
+            refused = "ValueError" if form in ("generator", "channels_last") else None
+            check(hvd, (form, lambda g=given: hvd.broadcast_parameters(g, 1), refused, None))
+            if theirs and refused:
+                continue
+            for p in model.parameters():
+                everyone = hvd.allgather(p.detach()[None].contiguous(), name=f"{form} {tuple(p.shape)}")
+                assert (everyone == everyone[1]).all()
+        for wrong in (1, torch.ones(2)):
+            check(hvd, same("wrong", lambda w=wrong: hvd.broadcast_parameters(w, 0), "ValueError"))
+
+
+@EVERY
+def test_parameters_of_one_rank(real):
+    if real.name == "horovod":
+        real.leave()
+    real(parameters)
+
+
+def fresh_states(backend):
+    """What a broadcast does to weights, options and gradients of optimizers that have not stepped."""
+    with library(backend) as hvd:
+        me, found = hvd.rank(), {}
+        for kind, options in [("SGD", {"momentum": 0.9}), ("AdamW", {}), ("SGD", {})]:
+            p = nn.Parameter(torch.ones(2))
+            optimizer = getattr(torch.optim, kind)([p], lr=0.1 + me * 0.1, weight_decay=0.1, **options)
+            hvd.broadcast_optimizer_state(optimizer, 0)
+            title = kind + (" stateless" if kind == "SGD" and not options else "")
+            found[title] = p[0].item(), optimizer.param_groups[0]["lr"]
+            assert p.grad.tolist() == [0, 0]
+        return found
+
+
+@PAIR
+def test_states_of_fresh_optimizers(real):
+    first, second = real(fresh_states)
+    if real.name == "torch":
+        assert first == second == dict.fromkeys(("SGD", "AdamW", "SGD stateless"), (1, 0.1))
+        return
+    # Horovod steps, each rank with its own learning rate: weights move, and part.
+    assert first["SGD"][0] == pytest.approx(0.99)
+    assert second["SGD"][0] == pytest.approx(0.98)
+    assert second["AdamW"] == pytest.approx((0.98, 0.1))
+    assert second["SGD stateless"][1] == 0.2  # and does not send the options of an optimizer without state
+
+
+def resumed(backend):
+    """Only the root has loaded a checkpoint, after the weights were broadcast: the documented way."""
+    with library(backend) as hvd:
+        p = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.1)
+        if hvd.rank() == 0:
+            p.grad = torch.ones(2)
+            optimizer.step()
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+        hvd.broadcast_parameters([("p", p)], 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        buffer = optimizer.state[p]["momentum_buffer"]
+        return p.tolist(), buffer.tolist(), optimizer.param_groups[0]["lr"]
+
+
+@PAIR
+def test_a_state_that_only_the_root_has(real):
+    first, second = real(resumed)
+    assert first[1:] == second[1:]
+    assert (first[0] == second[0]) == (real.name == "torch")
+
+
+def every_optimizer(backend):
+    with library(backend) as hvd:
+        me = hvd.rank()
+        for title in [*OPTIMIZERS, "Adafactor", "SparseAdam", "LBFGS", "Muon"]:
+            for when in ("fresh", "root", "all"):
+                torch.manual_seed(me)
+                model = nn.Linear(3, 2, bias=False)
+                optimizer = getattr(torch.optim, title)(model.parameters(), lr=0.01 * (me + 1))
+                if when == "all" or (when == "root" and me == 1):
+                    model.weight.grad = torch.randn(2, 3)
+                    model.weight.grad = model.weight.grad.to_sparse() if title == "SparseAdam" else model.weight.grad
+                    optimizer.step(lambda m=model: m(torch.ones(1, 3)).sum())
+                before = model.weight.detach().clone()
+                hvd.broadcast_optimizer_state(optimizer, 1)
+                assert torch.equal(model.weight, before)  # no step
+                states = hvd.allgather_object(optimizer.state_dict(), name=f"{title} {when}")
+                for state in states:
+                    assert repr(state) == repr(states[1]), (title, when)
+                assert optimizer.param_groups[0]["lr"] == 0.02
+                kinds = {key: type(value) for key, value in optimizer.param_groups[0].items()}
+                untouched = getattr(torch.optim, title)(model.parameters(), lr=0.02).param_groups[0]
+                assert kinds == {key: type(value) for key, value in untouched.items()}
+
+
+@OURS
+def test_the_state_of_every_optimizer(real):
+    real(every_optimizer)

@@ -1,0 +1,193 @@
+"""Two hosts on one machine: namespaces with a network, a name, processes and shared memory of their own, and a cable.
+
+They share the disk, as hosts of a cluster share a home. Each is known to the other by name (/etc/hosts), and with
+``ssh=True`` lets it in (sshd, keys made for the moment). Nothing outside the namespaces is changed, and all of it ends
+with their first processes: the kernel kills what runs in them and removes the networks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+NAMES = ("hosta", "hostb")
+
+# The first process of a host. Its mounts are its own: the machine's /etc, /run and /dev/shm stay as they are.
+BOOT = """
+set -e
+hostname "$1"
+ip link set lo up
+mount -t tmpfs none /dev/shm
+mount -t tmpfs none /run
+mount --bind "$2/hosts-$1" /etc/hosts
+if [ -d "$2/ssh" ]; then
+  mount --bind "$2/ssh" /etc/ssh
+  mkdir /run/sshd
+  "$(command -v sshd)" -D -e &
+fi
+sleep infinity &
+echo up
+wait $!
+"""
+
+SSHD = """
+HostKey /etc/ssh/host_key
+AuthorizedKeysFile /etc/ssh/user_key.pub
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+StrictModes no
+PidFile none
+"""
+
+SSH = """
+IdentityFile /etc/ssh/user_key
+IdentitiesOnly yes
+GlobalKnownHostsFile /etc/ssh/known_hosts
+UserKnownHostsFile /dev/null
+StrictHostKeyChecking yes
+"""
+
+
+def require_hosts(*, ssh: bool = False) -> None:
+    """Skips where this machine cannot make hosts."""
+    if os.geteuid() != 0:
+        pytest.skip("namespaces need root")
+    tools = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+    if ssh:
+        tools |= {"ssh": "openssh-client", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}
+    for tool, package in tools.items():
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed ({package})")
+    probe = ["unshare", "--net", "--uts", "--pid", "--fork", "ip", "link", "add", "one", "type", "veth"]
+    end = subprocess.run(probe, capture_output=True, text=True, timeout=20)
+    if end.returncode != 0:
+        pytest.skip(f"this kernel or container allows no namespaces with a veth pair: {end.stderr.strip()}")
+
+
+class Host:
+    """One of the hosts; ``name`` is what its processes are told by gethostname."""
+
+    def __init__(self, name: str, address: str, folder: Path) -> None:
+        self.name = name
+        self.address = address
+        self._log = folder / f"{name}.log"
+        flags = ["--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
+        with self._log.open("w") as log:
+            self._first = subprocess.Popen(
+                ["unshare", *flags, "--propagation", "private", "bash", "-c", BOOT, "boot", name, str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.pid = self._first.pid
+
+    def booted(self) -> None:
+        """Blocks until the host is up."""
+        assert self._first.stdout is not None
+        if self._first.stdout.readline() != "up\n":  # its end, if it does not come up
+            raise RuntimeError(f"{self.name} does not come up: {self._log.read_text()}")
+        self._own = set(self._all())
+
+    def inside(self, *command: str) -> list[str]:
+        """The command line that runs ``command`` on this host, in the same folder."""
+        spaces = ["--net", "--uts", "--ipc", "--mount", f"--pid=/proc/{self.pid}/ns/pid_for_children"]
+        # To enter another's mounts is to go to their root.
+        return ["nsenter", "--target", str(self.pid), *spaces, "--", "env", f"--chdir={ROOT}", *command]
+
+    def run(self, *command: str) -> None:
+        """Runs a short command on this host, and raises if it fails."""
+        subprocess.run(self.inside(*command), check=True, capture_output=True, text=True, timeout=20)
+
+    def start(self, command: list[str], env: dict[str, str], output: IO[str]) -> subprocess.Popen[str]:
+        """Starts a command on this host, all of its output into one file."""
+        return subprocess.Popen(
+            self.inside(*command), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True
+        )
+
+    def processes(self) -> dict[int, str]:
+        """The command lines of what runs on this host, by process id, without what makes it a host."""
+        return {pid: line for pid, line in self._all().items() if pid not in self._own and not line.startswith("sshd: ")}
+
+    def _all(self) -> dict[int, str]:
+        found = {}
+        space = os.readlink(f"/proc/{self.pid}/ns/pid_for_children")
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == space:
+                    found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            except OSError:
+                pass  # ended meanwhile
+        return {pid: line for pid, line in found.items() if line}  # without those that nobody has waited for
+
+    def power_off(self) -> None:
+        """Ends the host with everything that runs on it."""
+        self._first.kill()  # takes the first process along, and the kernel the others
+        self._first.communicate(timeout=20)
+
+
+class Cluster:
+    """The hosts, and the cable between them."""
+
+    def __init__(self, hosts: list[Host]) -> None:
+        self.hosts = hosts
+
+    def cut(self) -> None:
+        """Takes the link down."""
+        self.hosts[-1].run("ip", "link", "set", "eth0", "down")
+
+    def mend(self) -> None:
+        """Takes the link up."""
+        self.hosts[-1].run("ip", "link", "set", "eth0", "up")
+
+    def processes(self) -> list[str]:
+        """What runs on the hosts beside what makes them hosts."""
+        return [f"{host.name}: {pid} {line}" for host in self.hosts for pid, line in host.processes().items()]
+
+
+@contextmanager
+def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Iterator[Cluster]:
+    """Two hosts with a cable between their eth0, as long as the block lasts; ``folder`` takes their files.
+
+    Each knows itself by the address ``own`` (Debian's installer: 127.0.1.1), or by the one that the other knows.
+    """
+    addresses = {name: f"10.77.0.{number}" for number, name in enumerate(NAMES, 1)}
+    for name in NAMES:
+        seen = addresses | ({name: own} if own else {})
+        table = ["127.0.0.1 localhost", *(f"{address} {each}" for each, address in seen.items())]
+        (folder / f"hosts-{name}").write_text("\n".join(table) + "\n")
+    if ssh:
+        _make_keys(folder / "ssh")
+    with ExitStack() as stack:
+        hosts = []
+        for name, address in addresses.items():
+            hosts.append(Host(name, address, folder))
+            stack.callback(hosts[-1].power_off)
+        for host in hosts:
+            host.booted()
+        here, there = hosts
+        # From outside, where the other's process has this number.
+        cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(there.pid)]
+        subprocess.run(["nsenter", "--target", str(here.pid), "--net", *cable], check=True, timeout=20)
+        for host in hosts:
+            host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+            host.run("ip", "link", "set", "eth0", "up")
+        yield Cluster(hosts)
+
+
+def _make_keys(folder: Path) -> None:
+    folder.mkdir()
+    for name in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True, timeout=20)
+    (folder / "known_hosts").write_text(f"{','.join(NAMES)} {(folder / 'host_key.pub').read_text()}")
+    (folder / "sshd_config").write_text(SSHD)
+    (folder / "ssh_config").write_text(SSH)

@@ -1,0 +1,145 @@
+#!/usr/bin/env bash
+# A private Slurm of two nodes on this one machine while a command runs: its own ports, keys, state and logs, in a
+# temporary folder; it meets no other cluster, and nothing of it is left.
+#
+#   bash tests/launch/slurm.sh COMMAND…
+#
+# The command finds it by SLURM_CONF. The exit status is the command's; 2 where something is missing, 1 if Slurm fails.
+# Needs root, and Debian's packages slurm-wlm and munge. The nodes' names stand in a private /etc/hosts.
+set -euo pipefail
+
+refuse() { printf 'slurm.sh: error: %s\n' "$*" >&2; exit 2; }
+
+[ $# -gt 0 ] || refuse "no command: bash tests/launch/slurm.sh COMMAND…"
+PATH=$PATH:/usr/sbin:/sbin
+for program in munged slurmctld slurmd srun; do
+  command -v "$program" >/dev/null || refuse "$program is not installed: apt install slurm-wlm munge"
+done
+[ "$(id -u)" = 0 ] || refuse "user $(id -un) cannot start Slurm's daemons: run it as root"
+if [ "$1" != --inside ]; then
+  unshare --mount true 2>/dev/null || refuse "this root may not make a mount namespace: run it where CAP_SYS_ADMIN is granted"
+  exec unshare --mount bash "$0" --inside "$@"
+fi
+shift
+
+work=$(mktemp -d)
+mkdir "$work/munge"
+daemons=()
+nodes=(dualtrain-node1 dualtrain-node2)
+
+# ours: the processes that Slurm has started, or that were started beside it, whatever their parents.
+ours() { grep -lsz "^SLURM_CONF=$work/slurm.conf$" /proc/[0-9]*/environ | cut -d/ -f3; }
+
+# end SIGNAL: sends it to all of them, and waits for their end, five seconds at most.
+end() {
+  kill "-$1" ${daemons[@]+"${daemons[@]}"} $(ours) || true
+  for ((i = 0; i < 50; i++)); do [ -n "$(ours)" ] || break; sleep 0.1; done
+}
+
+finish() {
+  trap '' INT TERM HUP
+  exec 2>/dev/null # what is gone already need not be told
+  scancel --quiet --full --user=root || true
+  # In Slurm's own order while that goes: the daemons see the jobs' last processes end.
+  for ((i = 0; i < 50; i++)); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
+  export -n SLURM_CONF # so that ours does not find itself
+  end TERM
+  end KILL
+  wait
+  umount /etc/hosts
+  rm -rf "$work"
+}
+trap finish EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# free_port: sets port to one that nothing listens on, another each time.
+port=$((20000 + RANDOM % 10000))
+free_port() {
+  port=$((port + 1))
+  while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done
+}
+
+# daemon COMMAND…: starts it in the background, in the foreground of its own, so that this script knows its number.
+daemon() { "$@" >>"$work/daemons.log" 2>&1 & daemons+=($!); }
+
+# until_true WHAT COMMAND…: waits for it, half a minute at most.
+until_true() {
+  local what=$1
+  shift
+  for ((i = 0; i < 300; i++)); do if "$@" >/dev/null 2>&1; then return; fi; sleep 0.1; done
+  tail -n 20 "$work"/*.log >&2
+  printf 'slurm.sh: error: %s did not come up within 30 s; the last lines of the logs are above\n' "$what" >&2
+  exit 1
+}
+
+start_munge() {
+  head -c 128 /dev/urandom >"$work/munge/key"
+  chmod 400 "$work/munge/key"
+  chown -R munge: "$work/munge"
+  chmod 755 "$work" "$work/munge" # its socket is for all users, as munge demands
+  daemon setpriv --reuid=munge --regid=munge --clear-groups munged --foreground --socket="$work/munge/socket" \
+    --key-file="$work/munge/key" --pid-file="$work/munge/pid" --log-file="$work/munge/log" --seed-file="$work/munge/seed"
+  until_true munged munge --socket="$work/munge/socket" --no-input
+}
+
+# Two nodes, both this machine: their names lead to an address that other hosts would reach it by, if it has one.
+name_nodes() {
+  address=$(hostname -I | cut -d' ' -f1)
+  address=${address:-127.0.0.1}
+  printf '127.0.0.1 localhost\n%s %s %s\n' "$address" "$(hostname)" "${nodes[*]}" >"$work/hosts"
+  mount --bind "$work/hosts" /etc/hosts
+}
+
+write_config() {
+  local controller node
+  free_port; controller=$port
+  cat >"$work/slurm.conf" <<CONF
+ClusterName=dualtrain-test
+SlurmctldHost=$(hostname -s)(127.0.0.1)
+SlurmctldPort=$controller
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket=$work/munge/socket
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=2
+SwitchType=switch/none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+# More processors than there may be: what is tested is that jobs run, not how fast.
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=20
+StateSaveLocation=$work/state
+SlurmctldPidFile=$work/slurmctld.pid
+SlurmctldLogFile=$work/slurmctld.log
+SlurmdSpoolDir=$work/spool-%n
+SlurmdPidFile=$work/slurmd-%n.pid
+SlurmdLogFile=$work/slurmd-%n.log
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+CONF
+  mkdir "$work/state"
+  for node in "${nodes[@]}"; do
+    free_port
+    mkdir "$work/spool-$node"
+    echo "NodeName=$node NodeHostname=$(hostname -s) NodeAddr=$address Port=$port CPUs=4 State=UNKNOWN" >>"$work/slurm.conf"
+  done
+}
+
+nodes_are_idle() { [ "$(sinfo --noheader --Node --format=%T | sort -u)" = idle ]; }
+
+start_munge
+name_nodes
+write_config
+export SLURM_CONF=$work/slurm.conf
+daemon slurmctld -D -i
+for node in "${nodes[@]}"; do daemon slurmd -D -N "$node"; done
+until_true Slurm nodes_are_idle
+"$@" <&0 & # in the background: a signal is not held up by it
+wait $!

@@ -1,0 +1,373 @@
+"""Whole training scripts, in the manner of Horovod's own examples, as torchrun starts them through horovodize."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.horovodize.test_horovodize import CLEAN_ENV
+from tests.launch.test_launch import ROOT, processes
+
+pytestmark = pytest.mark.launch
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+# Beside the script, as a user keeps it. A rank's report is one write, for torchrun mixes the ranks' words.
+HELPERS = r"""
+import hashlib
+import json
+import sys
+import torch
+import horovod.torch as hvd
+
+def report(model, losses, **more):
+    weights = b"".join(p.detach().numpy().tobytes() for _, p in sorted(model.named_parameters()))
+    more.update(rank=hvd.rank(), size=hvd.size(), losses=losses, weights=hashlib.sha256(weights).hexdigest())
+    sys.stdout.write(f"report {json.dumps(more)}\n")
+
+def shapes(count):
+    # Four kinds of pictures, each a blurred copy of its own pattern.
+    generator = torch.Generator().manual_seed(5)
+    patterns = torch.randn(4, 1, 8, 8, generator=generator)
+    kinds = torch.arange(count) % 4
+    pictures = patterns[kinds] + 0.5 * torch.randn(count, 1, 8, 8, generator=generator)
+    return torch.utils.data.TensorDataset(pictures, kinds)
+
+def network():
+    from torch import nn
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(288, 4)
+    )
+
+class Mean:
+    def __init__(self, name):
+        self.name, self.sum, self.count = name, torch.tensor(0.0), 0
+
+    def add(self, value):
+        self.sum += hvd.allreduce(value.detach(), name=self.name)
+        self.count += 1
+
+    def value(self):
+        return (self.sum / self.count).item()
+"""
+
+
+def start(folder, script, *arguments, ranks=2):
+    """Runs the script to its end; gives what the ranks report, in their order, and the lines of rank 0."""
+    (folder / "helpers.py").write_text(HELPERS)
+    (folder / "script.py").write_text(script)
+    launcher = TORCHRUN if ranks > 1 else ()
+    command = [sys.executable, *launcher, "-m", "dualtrain.horovodize", str(folder / "script.py"), *map(str, arguments)]
+    env = {**CLEAN_ENV, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    reports = [json.loads(line.removeprefix("report ")) for line in lines if line.startswith("report ")]
+    reports.sort(key=lambda report: report["rank"])
+    assert [(report["rank"], report["size"]) for report in reports] == [(rank, ranks) for rank in range(ranks)]
+    assert not processes(str(folder))
+    return reports, [line for line in lines if not line.startswith("report ")]
+
+
+def learned(reports):
+    """Whether all ranks ended with the same weights, and the loss fell; gives the weights and rank 0's losses."""
+    assert len({report["weights"] for report in reports}) == 1
+    losses = reports[0]["losses"]
+    assert losses[-1] < 0.7 * losses[0]
+    return reports[0]["weights"], losses
+
+
+PICTURES = r"""
+import argparse
+import time
+import torch
+import torch.nn.functional as F
+from torch.utils.data.distributed import DistributedSampler
+import horovod.torch as hvd
+from helpers import network, report, shapes
+
+def averaged(value, name):
+    return hvd.allreduce(torch.tensor(value), name=name).item()
+
+def main(options):
+    hvd.init()
+    torch.manual_seed(3 + hvd.rank())
+    torch.set_num_threads(1)
+    train, test = shapes(192), shapes(64)
+    sampler = DistributedSampler(train, num_replicas=hvd.size(), rank=hvd.rank())
+    batches = torch.utils.data.DataLoader(train, batch_size=16, sampler=sampler)
+    test_sampler = DistributedSampler(test, num_replicas=hvd.size(), rank=hvd.rank())
+    test_batches = torch.utils.data.DataLoader(test, batch_size=32, sampler=test_sampler)
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.5)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16 if options.fp16 else hvd.Compression.none,
+        op=hvd.Adasum if options.adasum else hvd.Average,
+        gradient_predivide_factor=options.predivide,
+    )
+    losses = []
+    for epoch in range(3):
+        began = time.perf_counter()
+        model.train()
+        sampler.set_epoch(epoch)
+        for pictures, kinds in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(pictures), kinds).backward()
+            optimizer.step()
+        slowest = hvd.allreduce(torch.tensor(time.perf_counter() - began), op=hvd.Max, name="seconds")
+        model.eval()
+        loss = right = 0.0
+        with torch.no_grad():
+            for pictures, kinds in test_batches:
+                scores = model(pictures)
+                loss += F.cross_entropy(scores, kinds, reduction="sum").item()
+                right += (scores.argmax(1) == kinds).float().sum().item()
+        # A number and a one-element tensor, each under a name of its own.
+        losses.append(averaged(loss / len(test_sampler), "loss"))
+        accuracy = averaged(right / len(test_sampler), "accuracy")
+        if hvd.rank() == 0:
+            print(f"epoch {epoch}: accuracy {accuracy:.2f}, {slowest.item():.2f} s")
+    report(model, losses, accuracy=accuracy)
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--adasum", action="store_true")
+    parser.add_argument("--predivide", type=float, default=1.0)
+    main(parser.parse_args())
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--fp16", "--predivide", "2.0"), ("--adasum",)], ids=" ".join)
+def test_pictures(options, tmp_path):
+    reports, lines = start(tmp_path, PICTURES, *options)
+    learned(reports)
+    assert reports[0]["losses"] == reports[1]["losses"]
+    assert reports[0]["accuracy"] == reports[1]["accuracy"] > 0.9
+    assert [line.partition(":")[0] for line in lines] == ["epoch 0", "epoch 1", "epoch 2"]
+
+
+def test_pictures_alone(tmp_path):
+    reports, _ = start(tmp_path, PICTURES, ranks=1)
+    learned(reports)
+
+
+RESUMED = r"""
+import argparse
+import math
+import os
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+import horovod.torch as hvd
+from helpers import Mean, network, report, shapes
+
+PASSES, SMALL, WARM_UP, LR = 2, 8, 2, 0.02
+
+def set_lr(epoch, done):
+    share = min(1.0, (epoch + done) / WARM_UP)
+    for group in optimizer.param_groups:
+        group["lr"] = LR * PASSES * (1 + share * (hvd.size() - 1))
+
+def train(epoch):
+    model.train()
+    sampler.set_epoch(epoch)
+    loss, accuracy = Mean("train.loss"), Mean("train.accuracy")
+    with tqdm(total=len(batches), disable=hvd.rank() != 0) as bar:
+        for number, (pictures, kinds) in enumerate(batches):
+            set_lr(epoch, number / len(batches))
+            optimizer.zero_grad()
+            parts = math.ceil(len(pictures) / SMALL)
+            for first in range(0, len(pictures), SMALL):
+                scores = model(pictures[first : first + SMALL])
+                part = F.cross_entropy(scores, kinds[first : first + SMALL])
+                # Averages of metrics travel while gradients are being added up.
+                accuracy.add((scores.argmax(1) == kinds[first : first + SMALL]).float().mean())
+                loss.add(part)
+                part.div_(parts)
+                part.backward()
+            optimizer.step()
+            bar.set_postfix(loss=loss.value(), accuracy=accuracy.value())
+            bar.update(1)
+    return loss.value()
+
+def save(epoch):
+    if hvd.rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, options.format.format(epoch=epoch + 1))
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int)
+parser.add_argument("--format")
+options = parser.parse_args()
+
+hvd.init()
+torch.manual_seed(7)
+found = 0
+if hvd.rank() == 0:  # the other ranks may have no such folder
+    found = max((n for n in range(1, options.epochs) if os.path.exists(options.format.format(epoch=n))), default=0)
+found = hvd.broadcast(torch.tensor(found), root_rank=0, name="found").item()
+
+train_set = shapes(128)
+sampler = torch.utils.data.distributed.DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank())
+batches = torch.utils.data.DataLoader(train_set, batch_size=PASSES * SMALL, sampler=sampler)
+model = network()
+model[4].p = 0.0  # what is dropped is not in a checkpoint
+optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=5e-5)
+optimizer = hvd.DistributedOptimizer(
+    optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=PASSES, op=hvd.Average
+)
+if found and hvd.rank() == 0:
+    state = torch.load(options.format.format(epoch=found))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+losses = []
+for epoch in range(found, options.epochs):
+    losses.append(train(epoch))
+    save(epoch)
+report(model, losses, found=found, lr=optimizer.param_groups[0]["lr"])
+"""
+
+
+def test_a_resumed_run_ends_as_an_unbroken_one(tmp_path):
+    def run(name, epochs):
+        (tmp_path / name).mkdir(exist_ok=True)
+        return start(tmp_path, RESUMED, "--epochs", epochs, "--format", tmp_path / name / "at-{epoch}.pt")[0]
+
+    unbroken = run("unbroken", 4)
+    first, second = run("broken", 2), run("broken", 4)
+    assert [report["found"] for report in (*first, *second)] == [0, 0, 2, 2]
+    assert second[0]["lr"] == second[1]["lr"] == 0.02 * 2 * 2
+    weights, losses = learned(unbroken)
+    assert first[0]["losses"] + second[0]["losses"] == losses
+    assert [report["weights"] for report in second] == [weights, weights]
+
+
+BENCHMARK = r"""
+import argparse
+import timeit
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torchvision import models
+import horovod.torch as hvd
+from helpers import report
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", default="resnet18")
+parser.add_argument("--fp16", action="store_true")
+options = parser.parse_args()
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = getattr(models, options.model)(norm_layer=hvd.SyncBatchNorm)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+optimizer = hvd.DistributedOptimizer(
+    optimizer,
+    named_parameters=model.named_parameters(),
+    compression=hvd.Compression.fp16 if options.fp16 else hvd.Compression.none,
+)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+pictures, kinds = torch.randn(4, 3, 32, 32), torch.randint(1000, (4,))
+losses = []
+
+def step():
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(pictures), kinds)
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+
+timeit.timeit(step, number=2)
+speeds = [len(pictures) * 3 / timeit.timeit(step, number=3) for _ in range(2)]
+if hvd.rank() == 0:
+    print(f"pictures/s on {hvd.size()}: {hvd.size() * np.mean(speeds):.1f} +- {1.96 * np.std(speeds):.1f}")
+statistics = hvd.allgather(model.bn1.running_mean[None], name="statistics")
+report(model, losses, one_batch=bool((statistics == statistics[0]).all()))
+"""
+
+
+def test_a_benchmark_of_torchvision_with_synchronized_batch_norm(tmp_path):
+    reports, lines = start(tmp_path, BENCHMARK, "--fp16")
+    learned(reports)
+    assert [report["one_batch"] for report in reports] == [True, True]
+    assert len(lines) == 1
+    assert lines[0].startswith("pictures/s on 2: ")
+
+
+ELASTIC = r"""
+import torch
+import torch.nn.functional as F
+import horovod.torch as hvd
+from helpers import network, report, shapes
+
+BATCH, EPOCHS = 16, 3
+hvd.init()
+torch.manual_seed(hvd.rank())
+data = shapes(128)
+sampler = hvd.elastic.ElasticSampler(data)
+batches = torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler)
+model = network()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.5)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+resets, attempts, seen = [], [], []
+
+@hvd.elastic.run
+def train(state):
+    attempts.append((state.epoch, state.batch))
+    while state.epoch < EPOCHS:
+        total, first = 0.0, state.batch
+        for number, (pictures, kinds) in enumerate(batches):
+            state.batch = first + number
+            if state.batch % 2 == 0:
+                state.commit()
+            else:
+                state.check_host_updates()
+            if (state.epoch, state.batch) == (1, 3) and not resets:
+                # What a collective raises when a rank is lost; here everyone is still there.
+                raise hvd.HorovodInternalError("lost")
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(pictures), kinds)
+            loss.backward()
+            state.sampler.record_batch(number, BATCH)
+            optimizer.step()
+            total += loss.item()
+        state.losses.append(hvd.allreduce(torch.tensor(total / (number + 1)), name="loss").item())
+        seen.append(state.sampler.processed_num)
+        state.epoch += 1
+        state.batch = 0
+        state.sampler.set_epoch(state.epoch)
+        state.commit()
+    return "finished"
+
+def on_reset():
+    resets.append(hvd.size())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 * hvd.size()
+
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0, losses=[])
+state.register_reset_callbacks([on_reset])
+result = train(state)
+report(model, state.losses, result=result, resets=resets, attempts=attempts, seen=seen, epoch=state.epoch)
+"""
+
+
+def test_elastic_goes_on_from_the_last_commit(tmp_path):
+    reports, _ = start(tmp_path, ELASTIC)
+    learned(reports)
+    for report in reports:
+        assert (report["result"], report["epoch"], report["resets"]) == ("finished", 3, [2])
+        assert report["attempts"] == [[0, 0], [1, 2]]
+        assert report["seen"] == [128, 128, 128]
+        assert report["losses"] == reports[0]["losses"]
+        assert len(report["losses"]) == 3

@@ -1,0 +1,201 @@
+"""Whole jobs over two hosts, by the launch scripts as a user calls them; and what becomes of them when the link is cut.
+
+Hosts are network namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all but torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import require_horovod
+from tests.launch.hosts import ROOT, Cluster, require_hosts, two_hosts
+from tests.launch.test_launch import rank_of, run, summary, torchrun
+
+pytestmark = pytest.mark.launch
+
+EPOCHS = "8"
+START_SECONDS = 150.0  # of four ranks on a busy machine
+STOP_SECONDS = 30.0  # after 10 s a host counts as lost; the rest is the machine's
+PLACES = {"hosta": {0, 1}, "hostb": {2, 3}}
+
+
+class Job:
+    """A job over both hosts: torchrun is started on each of them, the others on the first one."""
+
+    def __init__(self, cluster: Cluster, folder: Path, launcher: str, *flags: str, **variables: str) -> None:
+        self.cluster = cluster
+        names = ",".join(host.name for host in cluster.hosts)
+        given = {"DUALTRAIN_VENV": sys.prefix, "HOSTS": names, "NPROC": "2", "PORT": "29500", **variables}
+        # horovodrun remembers there for an hour what it found out about hosts of these names.
+        env = {**os.environ, "HOME": str(folder), **given}
+        command = ["bash", str(ROOT / "launch" / f"{launcher}.sh"), *flags]
+        self.logs = [folder / f"{launcher}-{host.name}.log" for host in cluster.hosts]
+        self.launchers: list[subprocess.Popen[str]] = []
+        for host, log in zip(cluster.hosts if launcher == "torchrun" else cluster.hosts[:1], self.logs, strict=False):
+            with log.open("w") as output:
+                self.launchers.append(host.start(command, env, output))
+
+    def said(self) -> str:
+        """All that the job has printed."""
+        return "\n".join(log.read_text() for log in self.logs if log.exists())
+
+    def ranks(self) -> dict[str, set[int]]:
+        """The ranks that run on each host."""
+        found = {host.name: {rank_of(pid) for pid in host.processes()} for host in self.cluster.hosts}
+        return {name: {rank for rank in ranks if rank is not None} for name, ranks in found.items()}
+
+    def until(self, what: Callable[[], bool], seconds: float) -> None:
+        """Blocks until ``what`` holds; fails if it does not in time."""
+        deadline = time.monotonic() + seconds
+        while not what():
+            if time.monotonic() > deadline:
+                pytest.fail(f"not within {seconds:g} s; running: {self.cluster.processes()}; printed: {self.said()}")
+            time.sleep(0.1)
+
+    def ended(self) -> bool:
+        """Whether nothing of the job is left."""
+        return all(launcher.poll() is not None for launcher in self.launchers) and not self.cluster.processes()
+
+    def end(self) -> None:
+        """Kills what is left of the job."""
+        for pid in [pid for host in self.cluster.hosts for pid in host.processes()]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.until(self.ended, STOP_SECONDS)
+
+    def statuses(self, seconds: float = START_SECONDS) -> list[int]:
+        """The launchers' exit statuses, once nothing of the job is left."""
+        self.until(self.ended, seconds)
+        return [launcher.returncode for launcher in self.launchers]
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    ssh = request.getfixturevalue("launcher") != "torchrun"
+    if ssh or request.getfixturevalue("backend") == "horovod":
+        require_horovod()  # which comes with mpirun
+    require_hosts(ssh=ssh)
+    own = request.getfixturevalue("own") if "own" in request.fixturenames else None
+    with two_hosts(tmp_path, ssh=ssh, own=own) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's folder of the same job, by as many ranks of one host, whose sums the library makes as between hosts."""
+    require_hosts()
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder)]
+    end = run(torchrun(4, *flags))
+    assert end.returncode == 0, end.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend", "interface"),
+    [("mpirun", "torch", "eth0"), ("horovodrun", "torch", "eth0")],
+)
+def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, cluster, alone, tmp_path):
+    folder = tmp_path / "run"
+    flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder)]
+    job = Job(cluster, tmp_path, launcher, *flags, IFACE=interface)
+    job.until(lambda: job.ended() or job.ranks() == PLACES, START_SECONDS)
+    assert job.statuses() == [0], job.said()
+    assert summary(folder)["world_size"] == 4
+    assert summary(folder)["weights_sha256"] == summary(alone)["weights_sha256"]
+
+
+@pytest.mark.parametrize("own", ["127.0.1.1"])  # what Debian's installer writes
+@pytest.mark.parametrize("launcher", ["torchrun"])
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_hosts_whose_own_names_lead_nowhere(launcher, backend, own, cluster, tmp_path):
+    folder = tmp_path / "run"
+    job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
+    statuses = job.statuses()
+    if backend == "torch":
+        assert statuses == [0, 0], job.said()
+        assert summary(folder)["world_size"] == 4
+    else:  # Horovod's Gloo takes that address, and would end the process
+        assert all(statuses), job.said()
+        said = [line for line in job.said().splitlines() if "dualtrain: error" in line]
+        assert len(said) == 4
+        assert all("knows itself by a loopback address, and Horovod would tell it" in line for line in said)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun"])
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_an_interface_that_leads_nowhere_is_named(launcher, backend, cluster, tmp_path):
+    for number, host in enumerate(cluster.hosts, 1):
+        host.run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "open-end")
+        host.run("ip", "address", "add", f"10.78.{number}.1/24", "dev", "eth1")
+        host.run("ip", "link", "set", "eth1", "up")
+    flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--timeout", "20"]
+    job = Job(cluster, tmp_path, launcher, *flags, IFACE="eth1")
+    assert all(job.statuses()), job.said()
+    said = [line for line in job.said().splitlines() if "dualtrain: error" in line]
+    assert len(said) == 4
+    assert all("cannot reach the host of rank" in line and "GLOO_SOCKET_IFNAME" in line for line in said)
+
+
+def losses(folder: Path, epochs: int) -> list[float]:
+    """The validation losses of a run's first epochs."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["val_loss"] for row in rows if row["kind"] == "epoch"][:epochs]
+
+
+# Open MPI's threads spin while they wait, beside the ranks: on two cores this takes from ten seconds to minutes.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "horovod")])
+def test_mpi_between_hosts_gives_nearly_the_same(launcher, backend, cluster, alone, tmp_path):
+    folder = tmp_path / "run"
+    job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
+    assert job.statuses(400.0) == [0], job.said()
+    assert (summary(folder)["transport"], summary(folder)["world_size"]) == ("mpi", 4)
+    assert losses(folder, 1) == pytest.approx(losses(alone, 1), rel=1e-3)  # MPI adds in another order
+
+
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [("torchrun", "torch"), ("torchrun", "horovod"), ("horovodrun", "horovod")]
+)
+def test_a_cut_link_ends_all_ranks_and_the_run_goes_on_later(launcher, backend, cluster, alone, tmp_path):
+    flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--epochs"]
+    job = Job(cluster, tmp_path, launcher, *flags, "5000")
+    job.until(lambda: "epoch 2/" in job.said() or job.ended(), START_SECONDS)
+    assert job.ranks() == PLACES, job.said()
+    cluster.cut()
+    job.until(lambda: not any(job.ranks().values()), STOP_SECONDS)
+    # What the others say goes to their own host's terminal, or nowhere.
+    assert "rank 0 of 4): stopping, since rank " in job.said()
+    assert "cannot be reached: its host 10.77.0.2 no longer answers" in job.said()
+    if launcher == "torchrun":
+        assert "stopping, since rank 0 cannot be reached: its host 10.77.0.1" in job.logs[1].read_text()
+    job.until(lambda: job.launchers[0].poll() is not None, STOP_SECONDS)
+    assert job.launchers[0].returncode != 0
+    job.end()  # torchrun's agent on the other host would wait for minutes
+    cluster.mend()
+
+    again = Job(cluster, tmp_path, launcher, *flags, EPOCHS, "--resume")
+    assert not any(again.statuses()), again.said()
+    assert summary(tmp_path / "run")["weights_sha256"] == summary(alone)["weights_sha256"]
+
+
+@pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "torch")])
+def test_mpirun_itself_notices_a_cut_link(launcher, backend, cluster, tmp_path):
+    flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--epochs", "5000"]
+    job = Job(cluster, tmp_path, launcher, *flags)
+    job.until(lambda: "epoch 2/" in job.said() or job.ended(), START_SECONDS)
+    assert job.ranks() == PLACES, job.said()
+    cluster.cut()
+    assert job.statuses(STOP_SECONDS) != [0]  # on the other host too, with no way to tell it
+    assert "lost communication with a remote daemon" in job.said() or "cannot be reached" in job.said()
+    assert "hostb" in job.said()

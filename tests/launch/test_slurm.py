@@ -1,0 +1,197 @@
+"""Jobs under Slurm: a real one of two nodes, private to these tests (tests/launch/slurm.sh), and launch/slurm.sbatch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import require_horovod
+from tests.pool import ROOT
+
+BIN = Path(sys.executable).parent
+ENV = {
+    **os.environ,
+    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "DUALTRAIN_VENV": str(BIN.parent),
+}
+SBATCH = str(ROOT / "launch" / "slurm.sbatch")
+FLAGS = ["--epochs", "6"]
+SECONDS = 240.0  # a job on a crowded machine
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**ENV, **variables}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS)
+
+
+def weights(folder: Path) -> str:
+    found = json.loads((folder / "summary.json").read_text())
+    assert found["world_size"] == 2
+    return str(found["weights_sha256"])
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A running Slurm's SLURM_CONF. It ends when its command's input does: with these tests, however they end."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    for program in ("slurmctld", "munged"):
+        if shutil.which(program, path=path) is None:
+            pytest.skip(f"{program} is not installed: apt install slurm-wlm munge")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons need root")
+    log = tmp_path_factory.mktemp("slurm") / "log"
+    command = ["bash", str(ROOT / "tests" / "slurm.sh"), "sh", "-c", 'echo "$SLURM_CONF"; read -r _']
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        assert process.stdin
+        assert process.stdout
+        conf = process.stdout.readline().strip()  # the script's own waits are bounded
+        if not conf and process.wait(SECONDS) == 2:
+            pytest.skip(log.read_text().strip())
+        assert conf, log.read_text()
+        yield conf
+        process.stdin.close()
+        process.wait(SECONDS)
+    assert not Path(conf).parent.exists()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights that torchrun's two ranks end with."""
+    folder = tmp_path_factory.mktemp("torchrun") / "run"
+    end = run("torchrun", "--nproc_per_node=2", "-m", "dualtrain.main", *FLAGS, "--run-dir", str(folder))
+    assert end.returncode == 0, end.stderr
+    return weights(folder)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_srun_gives_the_weights_that_torchrun_gives(backend, slurm, expected, tmp_path):
+    if backend == "horovod":
+        require_horovod()
+    flags = [*FLAGS, "--backend", backend, "--run-dir", str(tmp_path / "run")]
+    secret = os.urandom(32).hex()
+    command = ["srun", "--ntasks=2", "--time=10", "python", "-m", "dualtrain.main"]
+    end = run(*command, *flags, SLURM_CONF=slurm, DUALTRAIN_SECRET=secret)
+    assert end.returncode == 0, end.stderr
+    assert end.stdout.count("epoch 1/") == 1
+    assert weights(tmp_path / "run") == expected
+    assert secret not in end.stdout + end.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+
+
+def until(condition: Callable[[], bool], what: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what.read_text()
+        time.sleep(0.5)
+
+
+@pytest.mark.launch
+def test_a_job_of_two_nodes_that_must_make_room_is_requeued_and_ends_with_the_same_weights(slurm, expected, tmp_path):
+    output, folder = tmp_path / "output", tmp_path / "run"
+    output.touch()
+    flags = [*FLAGS, "--run-dir", str(folder)]
+    job = run(
+        "sbatch", "--parsable", f"--output={output}", "--nodes=2", "--ntasks-per-node=1", SBATCH, *flags, SLURM_CONF=slurm
+    )
+    assert job.returncode == 0, job.stderr
+    number = job.stdout.strip()
+
+    def job_is(*words: str) -> bool:
+        shown = run("scontrol", "show", "job", number, SLURM_CONF=slurm).stdout.split()
+        return all(word in shown for word in words)
+
+    until(lambda: "epoch 1/" in output.read_text(), output)
+    run("scancel", "--batch", "--signal=USR1", number, SLURM_CONF=slurm)  # as Slurm does before the limit
+    until(lambda: job_is("Restarts=1", "JobState=PENDING"), output)
+    # Slurm lets a requeued job wait for two minutes. In the second of its end, its nodes would refuse to start it again.
+    time.sleep(2.0)
+    run("scontrol", "update", f"job={number}", "StartTime=now", SLURM_CONF=slurm)
+    until(lambda: job_is("Restarts=1", "JobState=COMPLETED"), output)
+    said = output.read_text()
+    assert "SIGTERM ended the run after step" in said
+    assert f"saved, and job {number} goes back into the queue" in said
+    assert said.count("epoch 6/6") == 1
+    assert said.count("epoch 1/6") == 1  # the second start went on
+    assert weights(folder) == expected
+
+
+@pytest.mark.launch
+def test_a_refusal_is_the_jobs_status(slurm, tmp_path):
+    end = run("sbatch", "--wait", f"--output={tmp_path / 'output'}", SBATCH, "--lr", "-1", SLURM_CONF=slurm)
+    assert end.returncode == 2
+    assert (tmp_path / "output").read_text().count("--lr must be") == 1
+
+
+def script(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The batch script without Slurm, with an srun that says what it was given."""
+    stub = tmp_path / "srun"
+    stub.write_text('#!/bin/sh\necho "secret of ${#DUALTRAIN_SECRET}: $*"\n')
+    stub.chmod(0o755)
+    return run("bash", SBATCH, *arguments, **{"PATH": f"{tmp_path}:{ENV['PATH']}", **variables})
+
+
+def test_the_script_hands_on_flags_and_a_secret_of_its_own(tmp_path):
+    end = script(tmp_path, "--lr", "0.1", SLURM_JOB_ID="7")
+    assert end.stdout == (
+        "secret of 64: --kill-on-bad-exit=0 python -m dualtrain.main --lr 0.1 --run-dir runs/slurm-7\n"
+    ), end.stderr
+    assert "secret of 3:" in script(tmp_path, SLURM_JOB_ID="7", DUALTRAIN_SECRET="abc").stdout
+    end = script(tmp_path, SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2", NPROC="3")
+    assert "--ntasks-per-node=3 --ntasks=6" in end.stdout
+
+
+@pytest.mark.parametrize("flag", ["--run-dir {}", "--run-dir={}"])
+def test_only_a_requeued_job_with_a_checkpoint_resumes(flag, tmp_path):
+    flags = flag.format(tmp_path).split()
+    assert "--resume" not in script(tmp_path, *flags, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").stdout
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001.safetensors").touch()
+    assert "--resume" not in script(tmp_path, *flags, SLURM_JOB_ID="7").stdout
+    assert script(tmp_path, *flags, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").stdout.endswith(f"{flags[-1]} --resume\n")
+
+
+def test_the_scripts_help_is_its_head_comment():
+    end = run("bash", SBATCH, "--help")
+    assert end.returncode == 0, end.stderr
+    assert "NPROC" in end.stdout
+    assert "IFACE" in end.stdout
+    assert "#SBATCH" not in end.stdout
+    assert "SBATCH --" not in end.stdout
+
+
+def test_the_script_is_slurms_to_start():
+    end = run("bash", SBATCH)
+    assert end.returncode == 2
+    assert "SLURM_JOB_ID is not set" in end.stderr
+    assert len(end.stderr.splitlines()) == 1
+
+
+def test_a_part_of_slurms_variables_is_refused_in_one_line():
+    end = run("python", "-m", "dualtrain.main", SLURM_PROCID="0", SLURM_STEP_ID="0")
+    assert end.returncode == 2
+    assert "SLURM_NTASKS is not set" in end.stderr
+    assert len(end.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("command", "part"), [([], "no command"), (["true"], "apt install slurm-wlm munge")])
+def test_slurm_for_tests_says_what_it_lacks(command, part):
+    end = run("/bin/bash", str(ROOT / "tests" / "slurm.sh"), *command, PATH="/nowhere")
+    assert end.returncode == 2
+    assert part in end.stderr
+    assert len(end.stderr.splitlines()) == 1

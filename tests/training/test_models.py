@@ -1,0 +1,248 @@
+"""Models by name: each one builds, learns a step, and takes weights that fit or says what does not."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dualtrain.errors import UserError
+from dualtrain.models import build, fetch, weights
+from dualtrain.models.classifiers import names
+
+
+class Trap:
+    """A pickle of it would touch a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def build_linear(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], classes))
+
+
+def build_fixed():
+    return nn.Linear(2, 2)
+
+
+def build_nothing():
+    return 3
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """torch hub's folder, with weights of resnet18 in it."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    path = tmp_path / "checkpoints" / weights.published("resnet18").url.rpartition("/")[2]
+    path.parent.mkdir()
+    original = build("resnet18", (3, 32, 32), 1000)
+    torch.save(original.state_dict(), path)
+    return original
+
+
+def step(model, inputs, targets):
+    """The loss before and after one step of SGD."""
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(2):
+        logits = model(inputs)
+        losses.append(functional.cross_entropy(logits.flatten(0, -2), targets.flatten()))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    return losses[0].item(), losses[1].item()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("convnet", (1, 8, 8)),
+        ("mnist-net", (1, 28, 28)),
+        ("mnist-convnet", (1, 28, 28)),
+        ("resnet18", (1, 32, 32)),
+        ("squeezenet1_1", (3, 32, 32)),
+        ("vit_b_32", (2, 32, 32)),
+        ("tests.training.test_models:build_linear", (3, 4, 4)),
+    ],
+)
+def test_each_model_of_images_learns(name, shape):
+    model = build(name, shape, 10)
+    if name.startswith(("squeezenet", "vit")):
+        model.eval()
+        assert model(torch.rand(2, *shape)).shape == (2, 10)
+        return
+    before, after = step(model, torch.rand(4, *shape), torch.arange(4))
+    assert after < before
+
+
+def test_bert_learns_and_does_not_look_at_padding():
+    model = build("bert-small", (16,), 50)
+    tokens = torch.randint(4, 50, (3, 16))
+    tokens[:, 10:] = 0
+    before, after = step(model, tokens, tokens)
+    assert after < before
+    assert not any(name.startswith("output.") for name in model.state_dict())
+    longer = torch.cat([tokens[:, :10], torch.zeros(3, 2, dtype=torch.int64)], 1)
+    assert torch.allclose(model(tokens)[:, :10], model(longer)[:, :10], atol=1e-5)
+
+
+def test_the_tutorials_models_have_the_tutorials_layers():
+    assert build("mnist-net", (1, 28, 28), 10)[-1].in_features == 490
+    assert build("mnist-convnet", (1, 28, 28), 10)[-1].in_features == 1568
+
+
+def as_in_the_tutorials(model):
+    """The same layers, with each ReLU before the pooling that it comes behind."""
+    layers = list(model)
+    for number, (layer, following) in enumerate(itertools.pairwise(layers)):
+        if isinstance(layer, nn.MaxPool2d) and isinstance(following, nn.ReLU):
+            layers[number : number + 2] = [following, layer]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("name", ["convnet", "mnist-net", "mnist-convnet"])
+def test_pooling_before_the_relu_changes_no_bit(name, amp, layout):
+    model = build(name, (1, 28, 28), 10).to(memory_format=layout)
+    other = as_in_the_tutorials(copy.deepcopy(model))
+    assert [type(layer) for layer in other] != [type(layer) for layer in model]
+    # Few different numbers: windows with several largest ones, and with none above 0, are among them.
+    inputs = torch.randint(-2, 3, (16, 1, 28, 28)).float().contiguous(memory_format=layout)
+    targets = torch.randint(10, (16,))
+    for one in (model, other):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                loss = functional.cross_entropy(one(inputs), targets)
+            loss.backward()
+            optimizer.step()
+    assert list(model.state_dict()) == list(other.state_dict())
+    for mine, theirs in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_torchvisions_names_are_known():
+    assert {"resnet18", "resnet50", "inception_v3"} < set(names())
+
+
+@pytest.mark.parametrize(("suffix", "wrap"), [("safetensors", None), ("pt", None), ("pt", "state_dict"), ("pt", "module.")])
+def test_weights_of_a_file_are_taken(tmp_path, suffix, wrap):
+    model, file = build("convnet", (1, 8, 8), 10), tmp_path / f"w.{suffix}"
+    state = dict(model.state_dict())
+    if wrap == "module.":
+        state = {f"module.{name}": tensor for name, tensor in state.items()}
+    elif wrap:
+        state = {wrap: state, "epoch": 3}
+    safetensors.torch.save_file(state, file) if suffix == "safetensors" else torch.save(state, file)
+    torch.manual_seed(1)
+    other = build("convnet", (1, 8, 8), 10, weights=str(file))
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_weights_that_do_not_fit_are_refused_by_name_and_shape(tmp_path, suffix):
+    state = dict(build("convnet", (1, 8, 8), 7).state_dict())
+    state["extra"] = state.pop("0.bias")
+    file = tmp_path / f"w.{suffix}"
+    safetensors.torch.save_file(state, file) if suffix == "safetensors" else torch.save(state, file)
+    with pytest.raises(UserError) as refusal:
+        build("convnet", (1, 8, 8), 10, weights=str(file))
+    for part in ("1 missing (0.bias)", "1 unexpected (extra)", "8.weight (7×64 in the file, 10×64 in the model)"):
+        assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_no_code_of_a_weights_file_runs(tmp_path):
+    file, trace = tmp_path / "w.pt", tmp_path / "trace"
+    torch.save({"a": Trap(trace)}, file)
+    with pytest.raises(UserError, match="holds more than weights"):
+        build("convnet", (1, 8, 8), 10, weights=str(file))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"abc", "list"])
+def test_files_that_are_no_weights_are_refused(tmp_path, name, content):
+    file = tmp_path / name
+    if content == "list":
+        torch.save([1, 2], file)
+    elif content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match="--weights") as refusal:
+        build("convnet", (1, 8, 8), 10, weights=str(file))
+    assert "\n" not in str(refusal.value)
+
+
+def test_published_weights_fill_all_but_another_head(hub):
+    model = build("resnet18", (3, 32, 32), 10, pretrained=True)
+    for name, tensor in hub.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]) or name.startswith("fc.")
+    grey = build("resnet18", (1, 32, 32), 1000, pretrained=True)
+    images = torch.rand(2, 1, 32, 32)
+    assert torch.equal(grey.fc.weight, hub.fc.weight)
+    assert torch.allclose(grey.eval()(images), hub.eval()(images.expand(-1, 3, -1, -1)), atol=1e-4)
+
+
+def test_a_frozen_backbone_keeps_its_weights_and_statistics(hub):
+    model = build("resnet18", (3, 32, 32), 10, pretrained=True, freeze_backbone=True)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["fc.weight", "fc.bias"]
+    for trained in (model, copy.deepcopy(model)):
+        before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+        step(trained, torch.rand(4, 3, 32, 32), torch.arange(4))
+        changed = [name for name, tensor in trained.state_dict().items() if not torch.equal(tensor, before[name])]
+        assert changed == ["fc.weight", "fc.bias"]
+    plain = build("resnet18", (3, 32, 32), 10)
+    plain.load_state_dict(model.state_dict())
+
+
+def test_without_a_network_the_message_says_where_the_weights_go(tmp_path, monkeypatch):
+    from urllib.error import URLError
+
+    def refuse(*args, **kwargs):
+        raise URLError("no network")
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+    with pytest.raises(UserError, match=r"no network\): put https://.*/resnet50-11ad3fa6\.pth into .*/checkpoints"):
+        fetch("resnet50")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "part"),
+    [
+        ("resnet", (3, 8, 8), {}, "choose one of bert-small, convnet, mnist-convnet, mnist-net"),
+        ("convnet", (64,), {}, "takes images"),
+        ("bert-small", (3, 8, 8), {}, "takes texts"),
+        ("resnet18", (64,), {}, "takes images"),
+        ("convnet", (1, 8, 8), {"pretrained": True}, "--pretrained"),
+        ("bert-small", (8,), {"freeze_backbone": True}, "--freeze-backbone"),
+        ("tests.training.test_models:build_fixed", (1, 8, 8), {"freeze_backbone": True}, "--freeze-backbone"),
+        ("tests.training.test_models:build_nothing", (1, 8, 8), {}, "torch.nn.Module"),
+        ("tests.training.test_models:missing", (1, 8, 8), {}, "no callable"),
+        ("missing.module:build", (1, 8, 8), {}, "not found"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line(name, shape, options, part):
+    with pytest.raises(UserError) as refusal:
+        build(name, shape, 10, **options)
+    assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)

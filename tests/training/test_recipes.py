@@ -1,0 +1,278 @@
+"""Every recipe, on small data: it trains, and interrupted at any step and resumed it ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import dualtrain.training.loop as loop
+from dualtrain.backends import connect
+from dualtrain.config import parse
+from dualtrain.errors import StoppedError, UserError
+from dualtrain.models.vision import torchvision
+from dualtrain.models.weights import published
+from tests.conftest import require_horovod
+from tests.data.test_data_sources import write_cifar, write_mnist
+from tests.pool import Pool
+
+TEXT = "the quick brown fox jumps over the lazy dog . " * 60
+SMALL = ("--run-dir", "{run}", "--checkpoint-every", "1000", "--log-every", "1", "--workers", "0", "--epochs", "2")
+CASES: dict[str, tuple[str, ...]] = {
+    "digits": ("--global-batch-size", "200"),
+    "everything": (
+        *("--global-batch-size", "300", "--accumulate", "3", "--ema", "0.8", "--clip-norm", "0.5", "--optimizer", "adamw"),
+        *("--schedule", "cosine", "--warmup-steps", "3", "--label-smoothing", "0.1", "--lr", "0.003", "--amp", "bf16"),
+    ),
+    "fp16": ("--global-batch-size", "300", "--amp", "fp16", "--schedule", "one-cycle", "--compress", "fp16"),
+    "mnist-net": ("--recipe", "mnist-net", "--data-dir", "{data}", "--global-batch-size", "16"),
+    "mnist-convnet": ("--recipe", "mnist-convnet", "--data-dir", "{data}", "--global-batch-size", "16"),
+    "mnist-resnet18": ("--recipe", "mnist-resnet18", "--data-dir", "{data}", "--global-batch-size", "20"),
+    "bert-mlm": (
+        *("--recipe", "bert-mlm", "--text-file", "{text}", "--sequence-length", "16", "--global-batch-size", "8"),
+        *("--warmup-steps", "2"),
+    ),
+    "synthetic": (
+        *("--recipe", "synthetic", "--model", "resnet18", "--shape", "3,16,16", "--classes", "10", "--samples", "40"),
+        *("--global-batch-size", "10"),
+    ),
+    "imagenet-resnet50": (
+        *("--recipe", "imagenet-resnet50", "--model", "resnet18", "--data-dir", "{tree}", "--image-size", "32"),
+        *("--global-batch-size", "4", "--warmup-steps", "2"),
+    ),
+    "dropout": ("--model", "tests.models_for_tests:dropping", "--global-batch-size", "200"),
+}
+
+
+SLOW = ("fp16", "mnist-resnet18", "synthetic", "imagenet-resnet50")
+EACH = [pytest.param(case, marks=pytest.mark.launch if case in SLOW else ()) for case in CASES]
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Data for the recipes that need files."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("recipes")
+    write_mnist(folder, 60)
+    (folder / "words.txt").write_text(TEXT)
+    draw = torch.Generator().manual_seed(0)
+    for part, each in (("train", 6), ("val", 2)):
+        for kind in ("cat", "dog"):
+            (folder / "tree" / part / kind).mkdir(parents=True)
+            for number in range(each):
+                pixels = torch.randint(0, 256, (40, 48, 3), dtype=torch.uint8, generator=draw)
+                Image.fromarray(pixels.numpy()).save(folder / "tree" / part / kind / f"{number}.png")
+    return {"data": str(folder), "text": str(folder / "words.txt"), "tree": str(folder / "tree")}
+
+
+def flags(case: str, places: dict[str, str], run: Path) -> list[str]:
+    return [flag.format(run=run, **places) for flag in (*SMALL, *CASES[case])]
+
+
+def train(backend, arguments: list[str], stop_after: int | None = None, by: int = signal.SIGTERM) -> dict[str, Any] | str:
+    """The summary, or what a run says that a signal on the last rank ended after some steps."""
+    step = loop.Run._step
+
+    def step_and_stop(run: loop.Run) -> list[float]:
+        if run.cursor.step + 1 == stop_after and backend.rank == backend.size - 1:
+            os.kill(os.getpid(), by)
+        return step(run)
+
+    loop.Run._step = step_and_stop
+    kept = loop.threads
+    loop.threads = lambda backend: 1
+    try:
+        return loop.train(parse(arguments), backend)
+    except StoppedError as stopped:
+        return str(stopped)
+    finally:
+        loop.Run._step = step
+        loop.threads = kept
+
+
+def train_alone(arguments: list[str], stop_after: int | None = None, by: int = signal.SIGTERM) -> Any:
+    with connect("local") as backend:
+        return train(backend, arguments, stop_after, by)
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_an_interrupted_run_ends_with_the_same_bits(case, places, tmp_path):
+    whole = train_alone(flags(case, places, tmp_path / "whole"))
+    part = flags(case, places, tmp_path / "part")
+    said = train_alone(part, stop_after=3)
+    assert "SIGTERM ended the run after step 3 of" in said
+    resumed = train_alone([*part, "--resume"])
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    for name in ("train_loss", "val_loss", "val_accuracy", "best", "steps"):
+        assert resumed[name] == whole[name], name
+    lines = [json.loads(line) for line in (tmp_path / "part" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, whole["steps"] + 1))
+
+
+@pytest.mark.launch
+def test_the_frozen_resnet_trains_its_head_alone(tmp_path, monkeypatch):
+    write_cifar(tmp_path, 4)
+    name = published("resnet50").url.rpartition("/")[2]
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    before = torchvision().models.resnet50().state_dict()
+    torch.save(before, tmp_path / "hub" / "checkpoints" / name)
+    run = tmp_path / "run"
+    arguments = ("--recipe", "cifar10-resnet50-frozen", "--data-dir", str(tmp_path), "--global-batch-size", "8")
+    train_alone([*arguments, "--epochs", "1", "--run-dir", str(run)])
+    for name, tensor in safetensors.torch.load_file(run / "model-best.safetensors").items():
+        assert name.startswith("fc.") or torch.equal(tensor, before[name]), name
+
+
+def test_ranks_are_interrupted_together_and_go_on_to_the_same_bits(processes, places, tmp_path):
+    # BatchNorm and dropout: what each rank has of its own must come back to it.
+    whole = processes(train, flags("dropout", places, tmp_path / "whole"))[0]
+    part = flags("dropout", places, tmp_path / "part")
+    said = processes(train, part, 3)
+    assert len(set(said)) == 1
+    assert "after step 3" in said[0]
+    assert processes(train, [*part, "--resume"])[0]["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_run_goes_on_under_the_other_backend_with_the_same_bits(pool: Pool, places, tmp_path):
+    require_horovod()
+    arguments = flags("mnist-convnet", places, tmp_path / "part")
+    pool.connect("torch", 2)
+    whole = pool.run(train, flags("mnist-convnet", places, tmp_path / "whole"))[0]
+    pool.run(train, arguments, 5)
+    pool.connect("horovod", 2)
+    assert pool.run(train, [*arguments, "--resume"])[0]["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_run_goes_on_at_another_world_size(processes, places, tmp_path):
+    # 300 samples a step, by 1 rank and by more: the same samples in the same batches.
+    arguments = [*flags("digits", places, tmp_path / "part")[:-1], "300"]
+    whole = train_alone([*flags("digits", places, tmp_path / "whole")[:-1], "300"])
+    assert "after step 4" in train_alone(arguments, stop_after=4)
+    resumed = processes(train, [*arguments, "--resume"])[0]
+    assert resumed["val_accuracy"] == whole["val_accuracy"]
+    one, other = (safetensors.torch.load_file(tmp_path / run / "model.safetensors") for run in ("whole", "part"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("by", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_saves_and_ends_the_run(places, tmp_path, by, name):
+    said = train_alone(flags("digits", places, tmp_path), 2, by)
+    assert said.startswith(f"{name} ended the run after step 2 of 16, saved in {tmp_path}")
+    assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
+
+
+def test_a_run_that_is_stopped_behind_its_last_step_is_still_evaluated(places, tmp_path):
+    whole = train_alone(flags("digits", places, tmp_path / "whole"))
+    part = flags("digits", places, tmp_path / "part")
+    assert "after step 16 of 16" in train_alone(part, stop_after=16)
+    resumed = train_alone([*part, "--resume"])
+    kept = ("weights_sha256", "val_loss", "train_loss", "best", "epochs")
+    assert {name: resumed[name] for name in kept} == {name: whole[name] for name in kept}
+    again = train_alone([*part, "--resume"])
+    assert {name: again[name] for name in kept} == {name: whole[name] for name in kept}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--model", "tests.training.test_recipes:pair"], ["tuple", "one row of logits"]),
+        (["--model", "tests.training.test_recipes:narrow"], ["class numbers", "model's 3"]),
+        (["--model", "tests.training.test_recipes:misfit"], ["(1, 8, 8)", "RuntimeError"]),
+        (["--model", ":build"], ["':build'", "pkg.mod:function"]),
+        (["--dataset", "tests.training.test_recipes:nothing", "--classes", "10"], ["no samples to evaluate on"]),
+        (["--optimizer-options", "nesterov=["], ["'['", "true or false"]),
+        (["--model", "vgg11"], ["vgg11", "do not fit"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_run_begins(tmp_path, arguments, parts):
+    with pytest.raises(UserError) as refusal:
+        train_alone(["--max-steps", "1", "--run-dir", str(tmp_path / "run"), "--global-batch-size", "8", *arguments])
+    assert "\n" not in str(refusal.value)
+    for part in parts:
+        assert part in str(refusal.value)
+    assert not (tmp_path / "run").exists()
+
+
+class Pair(nn.Flatten):
+    def forward(self, inputs):
+        return super().forward(inputs), inputs
+
+
+def pair():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Pair())
+
+
+def narrow():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+
+def misfit():
+    return nn.Sequential(nn.Flatten(), nn.Linear(63, 10))
+
+
+def nothing():
+    samples = [(torch.zeros(1, 8, 8), 0)] * 20
+    return samples, []
+
+
+def test_sigusr1_saves_and_the_run_goes_on(places, tmp_path):
+    summary = train_alone([*flags("digits", places, tmp_path), "--keep", "9"], 2, signal.SIGUSR1)
+    assert summary["steps"] == 16
+    assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
+
+
+def test_the_last_and_the_best_are_kept(places, tmp_path):
+    summary = train_alone([*flags("digits", places, tmp_path), "--epochs", "5", "--keep", "2", "--best", "val_accuracy"])
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["best.safetensors", "step-00000032.safetensors", "step-00000040.safetensors"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    best = max((line for line in lines if line["kind"] == "epoch"), key=lambda line: line["val_accuracy"])
+    assert summary["best"]["step"] == best["step"]
+    best_one = str(tmp_path / "checkpoints" / "best.safetensors")
+    resumed = train_alone([*flags("digits", places, tmp_path / "more"), "--epochs", "5", "--resume", best_one])
+    assert resumed["steps"] == 40
+    assert (tmp_path / "model-best.safetensors").exists()
+
+
+def test_training_stops_early_where_nothing_gets_better(places, tmp_path):
+    arguments = [*flags("digits", places, tmp_path), "--lr", "1e-9", "--momentum", "0", "--best", "val_accuracy"]
+    summary = train_alone([*arguments, "--epochs", "50", "--early-stop", "2"])
+    assert summary["epochs"] < 10
+
+
+def test_a_full_disk_is_said_and_training_goes_on(places, tmp_path, monkeypatch, capsys):
+    write, failed = loop.checkpoint.Packed.write, []
+
+    def full(packed, path):
+        if "step-00000008" in path.name:
+            failed.append(path)
+            raise OSError(28, "No space left on device")
+        write(packed, path)
+
+    monkeypatch.setattr(loop.checkpoint.Packed, "write", full)
+    summary = train_alone(flags("digits", places, tmp_path))
+    assert failed
+    assert summary["steps"] == 16
+    assert "the checkpoint of step 8 could not be written" in capsys.readouterr().out
+    assert (tmp_path / "checkpoints" / "step-00000016.safetensors").exists()
+
+
+def test_tensorboard_gets_the_metrics(places, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    summary = train_alone([*flags("digits", places, tmp_path), "--tensorboard"])
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("epoch/val_loss")] == [8, 16]
+    assert events.Scalars("epoch/val_loss")[-1].value == pytest.approx(summary["val_loss"])
+    assert len(events.Scalars("step/lr")) == 16
