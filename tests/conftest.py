@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dualtrain import connect
-from tests.pool import Pool, reference
+from tests.pool import ROOT, Pool, reference
 from tests.threads import run_threads
 
 LOCAL = [("local", 1)]
@@ -25,6 +25,8 @@ TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 3), ("shm", 3)]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
+# A thread that waits for the others of its rank leaves the core to another rank.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 torch.set_num_threads(1)  # as in the workers: the same sums, and no crowd on a small machine
 
 
@@ -74,18 +76,9 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def no_idle_world(request: pytest.FixtureRequest) -> None:
     """Closes an open world before a whole job starts: its threads look for work all the time, and take the cores."""
-    if request.node.get_closest_marker("launch") and _place(request.node) < 0:
+    if _starts_jobs(request.node) and _place(request.node) < 0:
         for pool in _POOLS:
             pool.disconnect()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def early(request: pytest.FixtureRequest) -> None:
-    """Starts the processes at once if a test will need them: they get ready while the tests of this process run."""
-    if "PYTEST_XDIST_WORKER" not in os.environ and any(
-        _place(item) >= WORLDS.index(REAL[0]) for item in request.session.items
-    ):
-        request.getfixturevalue("pool").start("torch._dynamo", "tests.models_for_tests")  # optimizers load the former
 
 
 def _spmd(request: pytest.FixtureRequest) -> Spmd:
@@ -148,13 +141,17 @@ def _place(item: pytest.Item) -> int:
     return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1
 
 
+def _starts_jobs(item: pytest.Item) -> bool:
+    return "launch" in item.path.relative_to(ROOT).parts or item.get_closest_marker("launch") is not None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """With pytest-xdist's ``--dist loadgroup``, the tests of all worlds and whole jobs are one process's.
 
     The others run beside them: both cores are busy, and no two worlds fight for them. Here, since xdist reads the marks
     when all is collected, and not in an order with other hooks.
     """
-    if _place(item) >= WORLDS.index(REAL[0]) or item.get_closest_marker("launch"):
+    if _place(item) >= WORLDS.index(REAL[0]) or _starts_jobs(item):
         item.add_marker(pytest.mark.xdist_group("processes"))
 
 

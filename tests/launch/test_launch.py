@@ -2,70 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import require_horovod
-
-pytestmark = pytest.mark.launch
-
-ROOT = Path(__file__).parent.parent.parent
-BIN = Path(sys.executable).parent
-MODULE = ("python", "-m", "dualtrain.main")
-ENV = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-
-
-def torchrun(ranks: int, *arguments: str) -> list[str]:
-    return ["torchrun", f"--nproc_per_node={ranks}", "-m", "dualtrain.main", *arguments]
-
-
-def horovodrun(ranks: int, *arguments: str, controller: str | None = None) -> list[str]:
-    require_horovod()
-    return ["horovodrun", *([controller] if controller else []), "-np", str(ranks), *MODULE, *arguments]
-
-
-def alone(*arguments: str) -> list[str]:
-    return [*MODULE, *arguments]
-
-
-def run(command: list[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout)
-
-
-def summary(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / "summary.json").read_text())
-    return found
-
-
-def processes(mark: str) -> list[int]:
-    """The processes with ``mark`` on their command line."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and mark in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-        except OSError:
-            pass  # ended meanwhile
-    return [pid for pid in found if pid != os.getpid()]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A run's folder; its name is on every command line, so that no process of the run can be left unseen."""
-    yield tmp_path / "run"
-    deadline = time.monotonic() + 10
-    while (left := processes(str(tmp_path))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
-
+from tests.launch.jobs import ENV, horovodrun, processes, rank_of, run, summary, torchrun
+from tests.pool import ROOT
 
 DEFAULT_JOBS = {
     "horovodrun-4": lambda *a: horovodrun(4, *a),
@@ -90,21 +38,6 @@ LONG_JOBS = {
     "horovodrun-gloo": lambda *a: horovodrun(3, *a, controller="--gloo"),
     "horovodrun-mpi": lambda *a: horovodrun(3, *a, controller="--mpi"),
 }
-
-
-def rank_of(pid: int) -> int | None:
-    """The rank of a training process; None for a launcher."""
-    try:
-        pairs = (Path("/proc") / str(pid) / "environ").read_text().split("\0")
-        if "python" not in (Path("/proc") / str(pid) / "exe").resolve().name:
-            return None
-    except OSError:
-        return None
-    env = dict(pair.partition("=")[::2] for pair in pairs)
-    for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"):
-        if name in env:
-            return int(env[name])
-    return None
 
 
 @pytest.mark.parametrize("victim", [0, 2])

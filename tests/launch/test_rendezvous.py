@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import require_horovod
-from tests.launch.test_launch import ENV
+from tests.launch.jobs import ENV
 from tests.pool import ROOT, free_port
 
 pytestmark = pytest.mark.launch
