@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,12 +148,12 @@ def _starts_jobs(item: pytest.Item) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """With pytest-xdist's ``--dist loadgroup``, the tests of all worlds and whole jobs are one process's.
+    """With pytest-xdist's ``--dist loadgroup``, the tests of all worlds of processes run in one process, in turn.
 
-    The others run beside them: both cores are busy, and no two worlds fight for them. Here, since xdist reads the marks
-    when all is collected, and not in an order with other hooks.
+    The others run beside them: both cores are busy, and no two worlds compete for them. Here, since xdist reads the
+    marks when all is collected, and not in an order with other hooks.
     """
-    if _place(item) >= WORLDS.index(REAL[0]) or _starts_jobs(item):
+    if _place(item) >= WORLDS.index(REAL[0]):
         item.add_marker(pytest.mark.xdist_group("processes"))
 
 
@@ -177,3 +179,13 @@ def no_environment_leaks() -> Iterator[None]:
         os.environ.update(before)
         changed = sorted(name for name, _ in before.items() ^ after.items())
         pytest.fail(f"the test leaves launcher variables changed: {', '.join(changed)}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the command that repeats each failed test alone."""
+    reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    names = sorted({re.sub(r"@\w+$", "", report.nodeid) for report in reports})  # xdist adds @ and the group
+    if names:
+        terminalreporter.section("to repeat one alone")
+    for name in names:
+        terminalreporter.line(f"bash launch/test.sh {shlex.quote(name)}")

@@ -14,6 +14,8 @@ from tests.conftest import require_horovod
 from tests.launch.jobs import ENV, run, summary
 from tests.pool import ROOT, free_port
 
+pytestmark = pytest.mark.xdist_group("smoke")  # the weights of all are compared
+
 BACKENDS = ["torch", "horovod"]
 # Both backends in the processes of one launch: its start is what takes the time.
 PROGRAM = """
