@@ -124,11 +124,7 @@ def shared(request: pytest.FixtureRequest) -> Spmd:
     return _spmd(request)
 
 
-# Four ranks on two cores are slow: they run with the whole jobs.
-_EACH = [pytest.param(one, marks=pytest.mark.launch if one[1] == 4 else ()) for one in REAL]
-
-
-@pytest.fixture(params=_EACH, ids=[f"{name}-{size}" for name, size in REAL])
+@pytest.fixture(**_worlds(REAL))
 def real(request: pytest.FixtureRequest) -> Spmd:
     """The worlds of processes."""
     return _spmd(request)

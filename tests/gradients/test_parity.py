@@ -116,7 +116,7 @@ def our_hash(spmd, case, hashes):
 @pytest.mark.parametrize(
     ("real", "case"),
     [
-        pytest.param(world, case, id=f"{world[0]}-{world[1]}-{name}", marks=pytest.mark.launch if world[1] == 4 else ())
+        pytest.param(world, case, id=f"{world[0]}-{world[1]}-{name}")
         for world in REAL
         for case, name in CASES_AT[world[1] > 2]
     ],
