@@ -12,6 +12,10 @@
 set -euo pipefail
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
+if [ "${1:-}" = --all ] && [ $# -gt 1 ]; then
+  echo "test.sh: error: --all runs every test and takes no further arguments; leave it out to select tests" >&2
+  exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 source "${DUALTRAIN_VENV:-.venv}/bin/activate"
@@ -32,7 +36,6 @@ case ${1:-} in
     python -m "${tests[@]}" "${rings[@]}" tests/launch/test_smoke.py
     ;;
   --all)
-    [ $# = 1 ] || { echo "test.sh: error: --all takes no further arguments; leave it out to select tests" >&2; exit 2; }
     checks
     coverage erase
     coverage run -m "${tests[@]}"
