@@ -6,6 +6,7 @@ and state are the same objects, so that schedulers, GradScaler and checkpoints s
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,15 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.buckets import AVERAGE, Transfer
 from dualtrain.gradients import GradientReducer, Unused
+
+
+def _of_wrapped(name: str) -> Any:
+    """An attribute of the wrapped optimizer: read, set and deleted there."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+        lambda self: delattr(self.optimizer, name),
+    )
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -69,6 +79,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's own state."""
         return self.optimizer.state
+
+    #: Set by GradScaler around a step that unscales and skips by itself, for the optimizer that does so.
+    grad_scale = _of_wrapped("grad_scale")
+    found_inf = _of_wrapped("found_inf")
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks for this: true if the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``."""
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return False
+        # The older contract passes the scaler as an argument: without it, GradScaler unscales before the step.
+        return "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
 
     @property
     def cargo(self) -> torch.Tensor:

@@ -324,6 +324,53 @@ def test_loss_scaling_with_and_without_clipping(typical, max_norm):
     typical(scales, max_norm)
 
 
+class TakesScaler(torch.optim.SGD):
+    """An optimizer that unscales by the contract that torch had before: its step takes the scaler."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, grad_scaler=None):
+        assert grad_scaler is None
+        return super().step(closure)
+
+
+FUSED = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "takes scaler": (TakesScaler, {"lr": 0.1}),
+}
+
+
+def unscaled_by_the_step(backend):
+    """A fused step unscales and skips by itself. The last rank's gradients overflow in the second step."""
+    for title, (build, options) in FUSED.items():
+        for clip in (False, True):
+            model, oracle = perceptron(), perceptron()
+            optimizer = wrap(build(model.parameters(), **options), model, backend)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            seen = []
+            optimizer.optimizer.register_step_pre_hook(
+                lambda opt, args, kwargs, seen=seen: seen.append(hasattr(opt, "found_inf"))
+            )
+            for step in range(3):
+                loss = vector_loss(model, key(backend, step))
+                overflow = step == 1 and backend.rank == backend.size - 1
+                scaled_step(model, optimizer, scaler, loss * torch.inf if overflow else loss, 1e3 if clip else None)
+            single = build(oracle.parameters(), **options)
+            alone(oracle, single, backend, 1)
+            alone(oracle, single, backend, 1, start=2)
+            check(model, oracle)
+            assert scaler.get_scale() == 2.0**9
+            assert same_on_all(backend, list(model.parameters()))
+            # Without a look at the gradients on the host.
+            assert set(seen) == {title != "takes scaler"}
+            assert not hasattr(optimizer, "found_inf")
+
+
+def test_a_fused_optimizer_unscales_by_itself(typical):
+    typical(unscaled_by_the_step)
+
+
 def overflows(backend, unscaled):
     model = perceptron()
     optimizer = sgd(model, backend)

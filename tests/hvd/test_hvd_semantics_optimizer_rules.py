@@ -165,6 +165,44 @@ def test_scaling_losses_after_synchronize(real):
     assert results[0][1][0] < 0
 
 
+def fused(backend):
+    """A fused step unscales and skips by itself; one rank's gradient overflows in the second step."""
+    found = {}
+    with library(backend) as hvd:
+        mean = mean_of_ranks(hvd.size())
+        for kind, options in (("SGD", {"momentum": 0.9}), ("AdamW", {}), ("SGD", {"momentum": 0.9, "clip": True})):
+            clip = options.pop("clip", False)
+            p, alone = nn.Parameter(torch.full((2,), 0.5)), nn.Parameter(torch.full((2,), 0.5))
+            build = getattr(torch.optim, kind)
+            optimizer = hvd.DistributedOptimizer(build([p], lr=0.1, fused=True, **options), [("p", p)])
+            single = build([alone], lr=0.1, **options)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step in range(3):
+                factor = float("inf") if step == 1 and hvd.rank() == 0 else hvd.rank() + 1.0
+                scaler.scale((p * factor).sum()).backward()
+                optimizer.synchronize()
+                if clip:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_([p], 100.0)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if step != 1:
+                    alone.grad = torch.full((2,), mean)
+                    single.step()
+            torch.testing.assert_close(p.detach(), alone.detach())
+            found[kind, clip] = p.tolist(), scaler.get_scale()
+    return found
+
+
+@PAIR
+def test_loss_scaling_with_a_fused_optimizer(real):
+    first, *others = real(fused)
+    assert others == [first] * len(others)
+    assert {scale for _, scale in first.values()} == {512}
+
+
 def only_ours(backend):
     with library(backend) as hvd:
         p, optimizer = wrapped(hvd, lr=0.5, name="own")
