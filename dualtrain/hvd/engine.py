@@ -27,6 +27,7 @@ from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.operations import RUN, Task
+from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.reductions import Sum, stand_in
 from dualtrain.hvd.settings import Settings, log
 from dualtrain.hvd.timeline import Timeline
@@ -40,8 +41,10 @@ class Exchanger(Protocol):
 
     base_name: str
     channel_name: str
+    process_set: ProcessSet
     exchanges: int
     exchanging: bool
+    announced: set[int]
 
     def shadow(self, divide_by: str) -> None:
         """Takes part in one exchange with zeros."""
@@ -226,9 +229,11 @@ class Engine:
         return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
 
     def announce(self, exchanger: Exchanger) -> None:
-        """Asks those who joined, if there are any, to take part in the exchange that starts."""
+        """Asks those who joined, if there are any, to take part in the exchange that starts, and notes that in it."""
         if self.absent:
-            self.send({"kind": "shadow", "channel": exchanger.channel_name, "exchange": exchanger.exchanges})
+            exchange, number = exchanger.exchanges, exchanger.process_set.process_set_id or 0
+            exchanger.announced.add(exchange)
+            self.send({"kind": "shadow", "channel": exchanger.channel_name, "exchange": exchange, "set": number})
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
         """Called now and then while ``backend`` waits: raises where the world has ended, tells rank 0 of long waits."""
