@@ -56,7 +56,9 @@ def ours(backend, case):
 
 def ddp(backend, case):
     model = conv_net()
+    backend.make_default_group()
     fit(DistributedDataParallel(model), make_optimizer(case[0], model), backend.rank, backend.size)
+    torch.distributed.destroy_process_group()
     return weights_sha256(model)
 
 
