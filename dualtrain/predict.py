@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualtrain.console import parser_of, say
+from dualtrain.console import parser_of, say, show
 from dualtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -165,11 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for file, classes in zip(given.images, answers, strict=True):
         if given.json:
-            print(
-                json.dumps({"image": file, "classes": [{"class": name, "probability": value} for name, value in classes]})
-            )
+            show(json.dumps({"image": file, "classes": [{"class": name, "probability": value} for name, value in classes]}))
         else:
-            print(f"{file}: {', '.join(f'{name} {value:.1%}' for name, value in classes)}")
+            line = f"{file}: {', '.join(f'{name} {value:.1%}' for name, value in classes)}"
+            show(line.replace("\n", "\\n"))  # one line for each image, whatever its name
     return 0
 
 
