@@ -9,11 +9,12 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO
 
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+from dualtrain.processes import release
 
 #: Control characters but tab and newline, marks that reverse the direction of text, line separators, and halves of
 #: surrogate pairs, which stand for bytes of a file name that are no UTF-8.
@@ -76,9 +77,11 @@ def loading() -> Iterator[None]:
 
 def leave(status: int) -> NoReturn:
     """Ends this process. A failed one does not wait for others."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk or a closed pipe behind them
+        sys.stdout.flush()
+        sys.stderr.flush()
     if status:
+        release()
         # Not sys.exit: the libraries' exit handlers would wait for ranks that are gone.
         os._exit(status)
     sys.exit(0)

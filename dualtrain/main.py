@@ -15,6 +15,7 @@ from dualtrain.config import Config, parse
 from dualtrain.console import leave, loading, refuse_alike, say, show
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
+from dualtrain.training.signals import note_early_requests
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend
@@ -127,4 +128,5 @@ def _leave_on_sigterm(said: threading.Event) -> None:
 
 
 if __name__ == "__main__":
+    note_early_requests()
     leave(main())

@@ -16,6 +16,7 @@ ROOMS = [
     "errors",
     "files",
     "launchers",
+    "processes",
     "console",
     "backends",
     "buckets",

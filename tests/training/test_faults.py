@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import dualtrain.training.loop as loop
 from dualtrain import files
 from dualtrain.backends import connect
 from dualtrain.config import parse
-from dualtrain.errors import NotSavedError, UserError
-from dualtrain.training import checkpoint, writer
+from dualtrain.errors import NotSavedError, StoppedError, UserError
+from dualtrain.training import checkpoint, signals, writer
 from dualtrain.training.run_dir import step_of
+from dualtrain.training.signals import note_early_requests
 
 #: An evaluation every two steps, each better than the one before.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--momentum", "0.9", "--log-every", "1")
@@ -259,6 +262,65 @@ def json_copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: json_copy(item) for key, item in value.items()}
     return [json_copy(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("images")
+    for part, each in (("train", 4), ("val", 1)):
+        for number, kind in enumerate(("cat", "dog")):
+            (folder / part / kind).mkdir(parents=True)
+            for image in range(each):
+                Image.new("RGB", (12, 12), (90 * number, 40 * image, 0)).save(folder / part / kind / f"{image}.png")
+    return folder
+
+
+def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_path, capsys):
+    flags = ["--dataset", "imagefolder", "--data-dir", str(images), "--image-size", "8", "--batch-size", "2", "--workers"]
+    flags += ["1", "--model", "convnet", "--lr", "0.01", "--epochs", "2"]
+    step = loop.Run._step
+    for first, last in ((2, 3), (3, 2), (2, 2)):  # the steps that the helper processes and this one get SIGTERM before
+
+        def signalled(run: loop.Run, first: int = first, last: int = last) -> list[float]:
+            if run.cursor.step + 1 == first:
+                for pid in helpers(run):
+                    os.kill(pid, signal.SIGTERM)
+            if run.cursor.step + 1 == last:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(run)
+
+        folder = tmp_path / f"{first}-{last}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop.Run, "_step", signalled)
+            said = rf"SIGTERM ended the run after step {last} of 8, saved in"
+            with pytest.raises(StoppedError, match=said) as stopped, connect("local") as backend:
+                loop.train(parse([*flags, "--run-dir", str(folder)]), backend)
+        assert stopped.value.number == signal.SIGTERM
+        assert checkpoint.step_in(checkpoint.found(folder / "checkpoints")[0]) == last
+
+
+def helpers(run: loop.Run) -> list[int]:
+    """The worker processes of a run, and the server that they come from."""
+    loaders = (run.task.train._loader, run.task.val._loader)  # type: ignore[attr-defined]
+    workers = [worker.pid for loader in loaders if loader is not None for worker in loader._iterator._workers]
+    assert workers
+    return [*workers, forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
+
+
+def test_a_request_to_save_that_comes_before_the_first_step_is_noted(tmp_path):
+    earlier = signal.getsignal(signal.SIGUSR1)
+    note_early_requests()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with connect("local") as backend:
+            loop.train(parse([*FLAGS, "--epochs", "1", "--keep", "9", "--run-dir", str(tmp_path)]), backend)
+        os.kill(os.getpid(), signal.SIGUSR1)  # after the last step
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+        signals._early.clear()
+    assert [path.stem for path in checkpoint.found(tmp_path / "checkpoints")] == ["step-00000002", "step-00000001"]
 
 
 def test_a_structure_that_is_nested_too_deeply_is_refused(tmp_path):
