@@ -227,11 +227,14 @@ class _Optimizer(NativeOptimizer):
                     "context if you use optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
+                if self.reducer is not None:
+                    self.reducer.renew()  # combined once more, as by Horovod: a rank may have changed its gradients
             if closure is None:
                 self.synchronize()
-        self._synchronized = False
+        synchronized, self._synchronized = self._synchronized, False
         result = self.optimizer.step(closure and self._fresh(closure))
-        if self.reducer is not None:
+        # Otherwise an exchange is still under way, and zero_grad() and the next backward raise AssertionError.
+        if self.reducer is not None and (synchronized or closure is not None):
             self.reducer.renew()
             self.reducer.rest()
         return result

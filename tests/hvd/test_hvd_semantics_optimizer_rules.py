@@ -120,6 +120,38 @@ def test_rules(real):
     real(rules)
 
 
+def broken_rules(backend):
+    """A second synchronization, on gradients that one rank has changed; and a step with none at all."""
+    with library(backend) as hvd, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        me, size = hvd.rank(), hvd.size()
+        for op, divisor in (("Average", size), ("Sum", 1)):
+            p, optimizer = wrapped(hvd, name=f"twice {op}", op=getattr(hvd, op))
+            (p.sum() * (me + 1)).backward()
+            optimizer.synchronize()
+            once = p.grad[0].item()
+            p.grad.add_(10 * me)
+            optimizer.step()
+            assert p[0].item() == -sum(once + 10 * rank for rank in range(size)) / divisor
+        q, optimizer = wrapped(hvd, name="never")
+        (q.sum() * (me + 1)).backward()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert q[0].item() == -(me + 1)
+        check(
+            hvd,
+            same("zero_grad", optimizer.zero_grad, "AssertionError"),
+            same("backward", lambda: q.sum().backward(), "AssertionError"),
+        )
+        optimizer.synchronize()  # which ends the exchange
+
+
+@PAIR
+def test_broken_rules_end_as_with_horovod(real):
+    real(broken_rules)
+    real.leave()
+
+
 def mixed_precision_trap(backend):
     """``scaler.step`` without ``synchronize``: one rank's gradient is infinite."""
     with library(backend) as hvd:

@@ -46,14 +46,14 @@ def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
 
 
 def second_reduction(source: Source) -> Iterator[Finding]:
-    """After synchronize(), Horovod's step outside of skip_synchronize() averages again."""
+    """After synchronize(), a step outside of skip_synchronize() combines the gradients again."""
     for events in _steps(source):
         for number, event in enumerate(events):
             if event.kind not in ("step", "scaled step") or _skips(source, event):
                 continue
             if _has(_since_backward(source, events, number), "synchronize", event.optimizer):
-                message = "Horovod averages the same gradients once more here; dualtrain only warns, as Horovod does"
-                yield Finding(event.node.lineno, "differs", f"{message}; step inside `with optimizer.skip_synchronize():`")
+                message = "gradients are combined once more here, at the same cost; with op=Sum they grow by the size"
+                yield Finding(event.node.lineno, "trap", f"{message}; step inside `with optimizer.skip_synchronize():`")
 
 
 def zero_grad_before_step(source: Source) -> Iterator[Finding]:
