@@ -17,6 +17,7 @@ ROOMS = [
     "launchers",
     "console",
     "backends",
+    "turns",
     "buckets",
     "gradients",
     "optimizer",

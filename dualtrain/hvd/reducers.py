@@ -180,6 +180,9 @@ class ChannelReducer(GradientReducer):
             self.exchanges += 1
             basics.engine().announce(self)
 
+    def _enter(self, backend: Backend) -> None:
+        return None  # it has a channel of its own
+
     # -- the channel ------------------------------------------------------------------------------------------------
 
     def _enter_world(self) -> None:
