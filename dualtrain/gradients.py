@@ -24,6 +24,7 @@ from dualtrain.backends import Backend
 from dualtrain.backends.agreement import agree_on_list
 from dualtrain.buckets import AVERAGE, Bucket, Slot, Transfer, after, lay_out
 from dualtrain.errors import BackendError
+from dualtrain.turns import Turns, turns
 
 Unused = Literal["zero", "none"]
 
@@ -68,6 +69,7 @@ class GradientReducer:
         self.backend = backend
         # Two reducers may have their first bucket under way at once, and Horovod tells them apart by name.
         self.name = f"gradients.{next(_NUMBERS.setdefault(backend, itertools.count()))}"
+        self._turns = self._enter(backend)
         self.unused: Unused = unused
         self.passes = passes
         self.transfer = transfer
@@ -101,8 +103,15 @@ class GradientReducer:
             self._hooks.append(p.register_post_accumulate_grad_hook(self._hook(len(self._slots) - 1)))
             self._laid_out = False
 
+    def _enter(self, backend: Backend) -> tuple[Turns, int] | None:
+        """The order among the reducers of ``backend``, and this one's number there."""
+        order = turns(backend)
+        return order, order.enter(self)
+
     def close(self) -> None:
         """Stops watching the parameters."""
+        if self._turns is not None:
+            self._turns[0].leave(self._turns[1])
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -127,6 +136,18 @@ class GradientReducer:
         """
         if self._reduced:
             return
+        due = [self] if self._turns is None else self._turns[0].due(self._turns[1], self)
+        for reducer in due:
+            reducer.exchange()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a bucket was sent already, or the backward pass that ends has given gradients to send."""
+        ended = self._ending is not None and self._ending() is not None and self._seen >= self.passes
+        return ended or self._next > 0
+
+    def exchange(self) -> None:
+        """Averages the gradients over the ranks. Collective; blocks."""
         self._prepare()
         while self._next < len(self._buckets):
             self._send_next()
@@ -189,6 +210,8 @@ class GradientReducer:
             self._send_full()
 
     def _send_full(self) -> None:
+        if self._turns is not None and not self._turns[0].may_send(self._turns[1]):
+            return
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._send_next()
 

@@ -19,6 +19,7 @@ ROOMS = [
     "processes",
     "console",
     "backends",
+    "turns",
     "buckets",
     "gradients",
     "optimizer",

@@ -77,9 +77,14 @@ class _Lifelines(Watch):
 
     def __init__(self, backend: Backend, room: Room) -> None:
         self.backend, self.room = backend, room
-        self.loss, self.on_loss = None, None
+        self.loss, self.on_loss, self.waiting = None, None, {}
         self._heard, self._leaving, self._lines = threading.Event(), False, []
         room.lines[backend.rank] = self
+
+    def report_wait(self, what: str, *, ended: bool = False) -> None:
+        for rank, line in list(self.room.lines.items()):
+            if rank != self.backend.rank:
+                line._note_wait(self.backend.rank, what, ended)
 
     def _tell(self, loss: Loss) -> None:
         for rank, line in list(self.room.lines.items()):

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
+_REPORT_SECONDS = 1.0  # of a wait before the other ranks learn of it
+
+
 class ReduceOp(enum.Enum):
     """How the values of the ranks become one. ``AVERAGE`` is derived (a sum, then a scaling): no primitive knows it."""
 
@@ -187,20 +190,42 @@ class Primitives(ABC):
             BackendError: ``finished`` raised, a rank was lost meanwhile, or the backend's timeout has passed.
         """
         start = time.monotonic()
-        deadline = start + self.timeout
+        reported = False
         try:
             while not finished(0.25):
                 self.raise_if_lost(what)
+                seconds = time.monotonic() - start
                 if self.on_wait is not None:
-                    self.on_wait(self, what, time.monotonic() - start)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"waited {self.timeout:g} s for the other ranks: one has not reached this operation, or hangs"
-                    )
+                    self.on_wait(self, what, seconds)
+                if self.watch is not None and not reported and seconds > min(_REPORT_SECONDS, self.timeout / 3):
+                    reported = True
+                    self.watch.report_wait(what)
+                if seconds > self.timeout:
+                    raise TimeoutError(self._overdue())
         except BackendError:
             raise
         except Exception as error:  # whatever the library throws: all of it means that the operation did not happen
             raise self.failure(what, error) from error
+        # Not after a failure: the others' waits for the same rank run out in the same moment.
+        if self.watch is not None and reported:
+            self.watch.report_wait(what, ended=True)
+
+    def _overdue(self) -> str:
+        """Why a wait has run out: the ranks that do not wait themselves."""
+        late = f"waited {self.timeout:g} s for"
+        waiting = {} if self.watch is None else dict(self.watch.waiting)
+        others = [rank for rank in self.members if rank != self.members[self.rank]]
+        missing = [str(rank) for rank in others if not waiting.get(rank)]
+        if self.watch is None or not others:
+            return f"{late} the other ranks: one has not reached this operation, or hangs"
+        if missing:
+            several = len(missing) > 1
+            return (
+                f"{late} rank{'s' * several} {', '.join(missing)}, which {'have' if several else 'has'} not reached "
+                f"this operation, or {'hang' if several else 'hangs'}"
+            )
+        elsewhere = "; ".join(f"rank {rank} in {waiting[rank][-1]}" for rank in others)
+        return f"{late} the other ranks, which wait too: {elsewhere}; make the same calls in the same order on every rank"
 
     def failure(self, what: str, error: BaseException) -> BackendError:
         """The :class:`BackendError` for a third-party ``error`` in ``what``, naming the lost rank if there is one."""

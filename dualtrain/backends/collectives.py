@@ -7,7 +7,9 @@ and nowhere else; each call first makes sure that all ranks make the same one.
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial, reduce
 from operator import index
 from types import TracebackType
@@ -73,6 +75,7 @@ class Backend(Primitives):
         #: What the ranks of a host share, if they do; the library is used for all else.
         self.memory: SharedMemory | None = None
         self._parent: Backend | None = None  # of a group
+        self._groups_made: list[Backend] = []
         self._copies_said = False
         self._queue = SerialQueue()
         self._open = True
@@ -247,6 +250,35 @@ class Backend(Primitives):
             raise ValueError(f"a group needs one or more different ranks from 0 to {self.size - 1}, not {list(ranks)}")
         return self._now(partial(self._group, members))
 
+    def channel(self) -> Backend:
+        """A backend over the same ranks, for operations whose order among this one's may differ between ranks.
+
+        Collective; blocks. Ends with this backend.
+        """
+        channel = self._now(partial(self._group, list(range(self.size))))
+        assert channel is not None
+        if self.memory is not None:
+            between = self.between_hosts() if len(set(self.hosts)) > 1 else None
+            with suppress(UnsharedError):  # then by the library
+                channel.memory = SharedMemory(channel, between, beside=self.memory)
+                channel.transport = self.transport
+        return channel
+
+    def between_hosts(self) -> Backend:
+        """The ranks that have this rank's number on their hosts. Collective; blocks."""
+        mine = None
+        for number in range(self.local_size):
+            places = Counter[int]()
+            ranks = []
+            for rank, host in enumerate(self.hosts):
+                if places[host] == number:
+                    ranks.append(rank)
+                places[host] += 1
+            group = self._now(partial(self._group, ranks))
+            mine = group if group is not None else mine
+        assert mine is not None
+        return mine
+
     # -- the gradient path ----------------------------------------------------------------------------------------
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -291,13 +323,13 @@ class Backend(Primitives):
 
         By :meth:`exchange`, or through memory where there is some.
         """
-        if self._parent is not None and self._parent.memory is not None:
-            self._parent.memory.finish()
         if self.memory is not None:
-            self.memory.finish()
             rows = self.memory.exchange(row)
             if rows is not None:
                 return rows
+            self.memory.finish()
+        if self._parent is not None and self._parent.memory is not None:
+            self._parent.memory.finish()
         gathered: list[list[int]] = self.exchange(torch.tensor(row, dtype=torch.int64)).tolist()
         return gathered
 
@@ -312,6 +344,8 @@ class Backend(Primitives):
         if not self._open:
             return
         self._open = False
+        for group in self._groups_made:
+            group.close()
         self._queue.close()
         if self.memory is not None:
             self.memory.close()
@@ -493,6 +527,7 @@ class Backend(Primitives):
         group.hosts, group.watch, group.on_wait = tuple(hosts), self.watch, self.on_wait
         group.members = tuple(members)
         group._parent = self
+        self._groups_made = [one for one in self._groups_made if one._open] + [group]
         if self.memory is not None:
             group.transport = self.memory.library_transport
         return group

@@ -257,28 +257,14 @@ def _share_memory(backend: Backend, transport: str) -> None:
     try:
         if len(set(Counter(backend.hosts).values())) > 1:
             raise UnsharedError("the hosts do not have equally many ranks")
-        across = _across(backend) if several else None
+        across = backend.between_hosts() if several else None
         backend.memory = SharedMemory(backend, across)
         backend.transport = f"shm+{backend.transport}" if several else "shm"
     except (UnsharedError, BackendError, ValueError) as reason:  # the latter two: of groups between the hosts
+        if not isinstance(reason, UnsharedError) and backend.watch is not None and backend.watch.loss is not None:
+            raise
         if backend.rank == 0:
             say(f"shared memory cannot be used ({reason}): the reductions go over {backend.transport}, as with native")
-
-
-def _across(backend: Backend) -> Backend:
-    """The ranks that have this rank's number on their hosts. Collective."""
-    mine = None
-    for number in range(backend.local_size):
-        places = Counter[int]()
-        ranks = []
-        for rank, host in enumerate(backend.hosts):
-            if places[host] == number:
-                ranks.append(rank)
-            places[host] += 1
-        group = backend.group(ranks)
-        mine = group if group is not None else mine
-    assert mine is not None
-    return mine
 
 
 def _as_numbers(text: str) -> list[int]:

@@ -244,7 +244,8 @@ class HorovodBackend(Backend):
         group.library, group.transport, group._ops = self.library, self.transport, self._ops
         group._owns_world, group._launched, group._set = False, self._launched, members
         # Groups that share a set must not share names: both may have a call of the same name under way.
-        group._scope, group._sets, group._groups = f"group.{self._groups}.", {}, 0
+        group._scope, group._groups = f"{self._scope}group.{self._groups}.", 0
+        group._sets = {tuple(range(len(ranks))): members}
         return group
 
     def _new_set(self, ranks: list[int]) -> Any:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dualtrain.backends.collectives import Backend
 
 _STAGE_BYTES = 1 << 20  # of the buffer through which tensors of other memory go, piece by piece
+_SLICE_SECONDS = 5e-4  # of a wait in which other operations go on
 _ROW_BYTES = 1 << 10  # the longest row that is exchanged here
 _READY, _DONE, _ROW = range(3)
 _KINDS = 3
@@ -53,14 +54,16 @@ class SharedMemory:
     Args:
         backend: all ranks; each host has equally many.
         across: the ranks with this rank's local rank on all hosts, if there are several.
+        beside: another one, whose operations go on while this one waits.
 
     Raises:
         UnsharedError: on every rank, if one of them cannot have it.
     """
 
-    def __init__(self, backend: Backend, across: Backend | None = None) -> None:
+    def __init__(self, backend: Backend, across: Backend | None = None, beside: SharedMemory | None = None) -> None:
         self._backend = backend
         self._across = across
+        self._beside = beside
         #: What carries all that does not go through memory.
         self.library_transport = backend.transport
         self._host = backend.hosts[backend.rank]
@@ -219,8 +222,27 @@ class SharedMemory:
             missing = [rank for rank, host in enumerate(self._backend.hosts) if host == self._host][other]
             what = _COMPARING if kind == _ROW else self._pending[0].what
             what = f"{what} (waiting for rank {missing})"
-            self._backend.await_bounded(what, partial(self._semaphores.taken_within, kind, other))
+            self._backend.await_bounded(what, partial(self._taken_meanwhile, kind, other))
         return block
+
+    def _taken_meanwhile(self, kind: int, other: int, seconds: float) -> bool:
+        """Takes a word, and does this rank's part in operations that the other rank may wait for before it tells it."""
+        going = self._beside is not None and self._beside.go_on()
+        if kind == _ROW:
+            self.advance()
+            going = going or bool(self._pending)
+        return self._semaphores.taken_within(kind, other, _SLICE_SECONDS if going else seconds)
+
+    def go_on(self) -> bool:
+        """Does what can be done without blocking, unless another thread does; whether anything is left to do."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            with suppress(BackendError):  # whoever waits for that operation is told
+                self.advance()
+            return bool(self._pending)
+        finally:
+            self._lock.release()
 
     def _new_region(self, nbytes: int) -> Region:
         nbytes = -(-nbytes // PAGE) * PAGE

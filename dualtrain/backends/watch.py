@@ -51,6 +51,8 @@ class Watch:
         self.backend = backend
         self.loss: Loss | None = None
         self.on_loss: Callable[[Loss], None] | None = None
+        #: What other ranks have waited for, for some time now.
+        self.waiting: dict[int, list[str]] = {}
         self._heard = threading.Event()
         self._lock = threading.Lock()
         self._leaving = False
@@ -92,12 +94,20 @@ class Watch:
         if self._lines:
             self._heard.wait(seconds)
 
+    def report_wait(self, what: str, *, ended: bool = False) -> None:
+        """Sends the other ranks the operation that this one waits for, and once more when that has ``ended``."""
+        self._send({"rank": self.backend.rank, "waits": what, "ended": ended})
+
     def _tell(self, loss: Loss) -> None:
+        self._send(asdict(loss))
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """To all ranks that have a line here, but the one that it is about."""
         with self._lock:
             for line in self._lines:
-                if line.rank != loss.rank:
+                if line.rank != message["rank"]:
                     try:
-                        line.send(asdict(loss))
+                        line.send(message)
                     except OSError:
                         pass  # gone itself: the listening thread sees that, and says so
 
@@ -122,11 +132,20 @@ class Watch:
 
     def _hear(self, messages: list[dict[str, Any]], farewells: set[int]) -> None:
         for message in messages:
+            if "waits" in message:
+                self._note_wait(**message)
+                if self.backend.rank == 0:
+                    self._send(message)
+                continue
             loss = Loss(**message)
             farewells.add(loss.rank)
             self._note(loss)
             if self.backend.rank == 0:
                 self._tell(loss)
+
+    def _note_wait(self, rank: int, waits: str, ended: bool) -> None:
+        found = self.waiting.get(rank, [])  # several threads of a rank may wait
+        self.waiting[rank] = [one for one in found if one != waits] if ended else [*found, waits]
 
     def _note(self, loss: Loss) -> None:
         # The first loud loss is the cause; what follows (others stopping because of it) is not news.

@@ -191,6 +191,9 @@ class ChannelReducer(GradientReducer):
             self.exchanging = True  # the engine's thread announces it too, if it learns of one that joined from now on
             basics.engine().announce(self)
 
+    def _enter(self, backend: Backend) -> None:
+        return None  # it has a channel of its own
+
     # -- the channel ------------------------------------------------------------------------------------------------
 
     def _enter_world(self) -> None:

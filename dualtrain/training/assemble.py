@@ -109,7 +109,10 @@ def make_model(config: Config, task: Task, backend: Backend) -> nn.Module:
 
 
 class RankNorm(SyncBatchNorm):
-    """BatchNorm over the samples of all ranks of ``backend``, which a subclass names: copies of a layer share it."""
+    """BatchNorm over the samples of all ranks of ``backend``, which a subclass names: copies of a layer share it.
+
+    A channel of its own: a rank that has no gradients for some layers sends buckets at other times than the others.
+    """
 
     backend: Backend
     title: str
@@ -124,10 +127,18 @@ class RankNorm(SyncBatchNorm):
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replaces the BatchNorm layers of ``model`` that train, in place; frozen ones (of another class) stay."""
-    kind: Any = type("RankNorm", (RankNorm,), {"backend": backend})
-    for title, layer in list(model.named_modules()):
-        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+    """Replaces the BatchNorm layers of ``model`` that train, in place; frozen ones (of another class) stay.
+
+    Collective; blocks.
+    """
+    layers = [
+        (title, layer)
+        for title, layer in model.named_modules()
+        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    ]
+    if layers:
+        kind: Any = type("RankNorm", (RankNorm,), {"backend": backend.channel()})
+        for title, layer in layers:
             made = kind.convert_sync_batchnorm(layer)
             made.title = title
             parent, _, name = title.rpartition(".")

@@ -333,6 +333,19 @@ def test_without_shared_memory_the_library_carries_reductions_and_one_line_says_
     assert said in lines[0]
 
 
+def stops_meanwhile(backend):
+    if backend.rank == 1:
+        backend.abort("RuntimeError: boom")
+    else:
+        with impatient(backend), pytest.raises(BackendError, match="rank 1 stopped: RuntimeError: boom"):
+            factory._share_memory(backend, "shm")
+
+
+def test_a_rank_that_is_lost_while_memory_is_shared_is_named(capfd):
+    run_threads(2, stops_meanwhile)
+    assert "cannot be used" not in capfd.readouterr().err
+
+
 def uneven(backend):
     backend.hosts = (0, 0, 1)
     backend.world = backend.world.placed(backend.rank, backend.hosts)

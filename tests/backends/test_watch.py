@@ -140,6 +140,44 @@ def test_who_waits_for_a_rank_that_has_left_is_told(typical):
         assert first < CONTRACT_SECONDS
 
 
+def misses_a_call(backend):
+    """Rank 0 does not come; the others, which wait too, are not taken for missing."""
+    backend.barrier()
+    backend.timeout, patience = 4.0, backend.timeout
+    try:
+        if backend.rank == 0:
+            return time.sleep(6.0)
+        with pytest.raises(BackendError, match="waited 4 s for rank 0, which has not reached this operation, or hangs"):
+            backend.barrier()
+    finally:
+        backend.timeout = patience
+
+
+def test_a_wait_that_runs_out_names_the_rank_that_does_not_come(pool):
+    pool.connect("torch", 3)
+    pool.run(misses_a_call)
+    pool.disconnect()
+
+
+def waits_elsewhere(backend):
+    if backend.rank == 0:
+        backend.watch.report_wait("sum of 'b'")
+        backend.barrier()
+        backend.barrier()
+        backend.watch.report_wait("sum of 'b'", ended=True)
+        backend.barrier()
+        return
+    backend.barrier()
+    assert "the other ranks, which wait too: rank 0 in sum of 'b'; make the same calls" in backend._overdue()
+    backend.barrier()
+    backend.barrier()
+    assert "for rank 0, which" in backend._overdue()
+
+
+def test_ranks_that_wait_in_different_calls_are_told_so():
+    run_threads(2, waits_elsewhere)
+
+
 # -- the watch by itself, over threads --------------------------------------------------------------------------------
 
 STRANGERS = [
@@ -200,6 +238,26 @@ def fails_with_its_greeting(backend):
 
 def test_a_rank_that_fails_with_its_greeting_is_heard():
     assert run_threads(2, fails_with_its_greeting)[0] == Loss(1, "stopped: boom")
+
+
+def hears_of_waits(backend):
+    """Rank 0 passes on what rank 1 waits for."""
+    watch = Watch(backend, "127.0.0.1")
+    if backend.rank == 1:
+        watch.report_wait("a")
+        watch.report_wait("b")
+        watch.report_wait("a", ended=True)
+    else:
+        deadline = time.monotonic() + CONTRACT_SECONDS
+        while watch.waiting != {1: ["b"]}:
+            assert time.monotonic() < deadline, watch.waiting
+            time.sleep(0.01)
+    backend.barrier()
+    watch.leave()
+
+
+def test_what_a_rank_waits_for_reaches_all_others():
+    run_threads(3, hears_of_waits)
 
 
 def hear_of_losses(backend):

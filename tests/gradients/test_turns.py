@@ -1,0 +1,162 @@
+"""Several reducers, and synchronized norms, in one backward that does not reach the same parameters on every rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain import BackendError, DistributedOptimizer, weights_sha256
+from dualtrain.backends.local import LocalBackend
+from dualtrain.buckets import Transfer
+from dualtrain.launchers import World
+from dualtrain.training.assemble import synchronize_norms
+from dualtrain.turns import turns
+from tests.patience import impatient
+from tests.threads import run_threads
+
+SMALL = Transfer(bucket_bytes=64)
+#: Of what a rank's loss is made in a step: of models 0 and 1, in this order.
+PARTS = [(0, 1), (1,), (1, 0), (), (0,), (0, 1), (1,)]
+STEPS = 7
+
+
+def wrapped(model, backend, transfer=SMALL):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return DistributedOptimizer(optimizer, model.named_parameters(), backend=backend, transfer=transfer)
+
+
+@torch.no_grad()
+def filled(model):
+    """The same weights on ranks that are threads, too, which share torch's random numbers."""
+    for number, p in enumerate(model.parameters()):
+        p.copy_(torch.sin(torch.arange(p.numel()) * 0.7 + number).view_as(p) * 0.4)
+    return model
+
+
+def two_models():
+    return [filled(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))) for _ in range(2)]
+
+
+def loss_of(models, rank, step):
+    parts = PARTS[(3 * rank + step) % len(PARTS)]
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+    return sum(models[part](x).square().mean() for part in parts)
+
+
+def alone(size):
+    """The weights that one process gives both models."""
+    models = two_models()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        total = sum(loss_of(models, rank, step) for rank in range(size)) / size
+        total.backward()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            optimizer.step()
+    return [p for model in models for p in model.parameters()]
+
+
+def in_parts(backend):
+    models = two_models()
+    optimizers = [wrapped(model, backend) for model in models]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of(models, backend.rank, step)
+        if isinstance(loss, torch.Tensor):
+            loss.backward()
+        for optimizer in optimizers[:: (-1) ** (backend.rank + step)]:  # in another order on every rank
+            optimizer.step()
+    mine = [p for model in models for p in model.parameters()]
+    for p, expected in zip(mine, alone(backend.size), strict=True):
+        torch.testing.assert_close(p, expected, rtol=1e-4, atol=1e-6)
+    return [weights_sha256(model) for model in models]
+
+
+def test_two_optimizers_in_one_backward_that_ranks_use_in_part(many):
+    hashes = many(in_parts)
+    assert hashes == hashes[:1] * many.size
+
+
+class Branched(nn.Module):
+    """A branch that only even ranks use lies behind a normed part that all use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+        self.branch = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x, branch):
+        x = self.norm(self.first(x))
+        return self.last(x) + (self.branch(x) if branch else 0.0)
+
+
+def samples(rank, step):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(7 * rank + step)).double()
+
+
+def norms_in_part(backend):
+    model = filled(Branched().double())
+    whole = copy.deepcopy(model)
+    synchronize_norms(model, backend)
+    optimizer = wrapped(model, backend)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(samples(backend.rank, step), backend.rank % 2 == 0).square().mean().backward()
+        optimizer.step()
+        reference.zero_grad()
+        x = whole.norm(whole.first(torch.cat([samples(rank, step) for rank in range(backend.size)])))
+        outputs = [whole.last(x), whole.branch(x)]
+        total = torch.zeros(())
+        for rank, (plain, branched) in enumerate(zip(*(each.split(4) for each in outputs), strict=True)):
+            total = total + (plain + (branched if rank % 2 == 0 else 0.0)).square().mean() / backend.size
+        total.backward()
+        reference.step()
+    for p, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p, expected)
+    torch.testing.assert_close(model.norm.running_var, whole.norm.running_var)
+    return weights_sha256(model)
+
+
+def test_synchronized_norms_in_a_backward_that_ranks_use_in_part(many):
+    hashes = many(norms_in_part)
+    assert hashes == hashes[:1] * many.size
+
+
+def uses_a_dropped_one(backend):
+    models = two_models()
+    optimizers = [wrapped(model, backend) for model in models]
+    if backend.rank == 1:
+        turns(backend)._members[1] = lambda: None
+        with pytest.raises(BackendError, match="an optimizer that rank 1 has dropped"):
+            optimizers[0].synchronize()
+    else:
+        with impatient(backend), pytest.raises(BackendError, match="rank 1"):
+            optimizers[1].synchronize()
+
+
+def test_an_optimizer_that_one_rank_has_dropped_is_an_error_there():
+    run_threads(2, uses_a_dropped_one)
+
+
+def test_closed_reducers_need_no_agreement():
+    backend = LocalBackend(World(), torch.device("cpu"), 60.0)
+    first, second = (wrapped(model, backend) for model in two_models())
+    order = turns(backend)
+    assert [order.may_send(n) for n in (0, 1)] == [True, False]
+    second.synchronize()
+    assert [order.may_send(n) for n in (0, 1)] == [False, True]  # whose buckets go first is who was last alone
+    first.reducer.close()
+    first.reducer.close()
+    assert len(order._members) == 1
+    assert order.may_send(1)
