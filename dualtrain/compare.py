@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from dualtrain.console import say, show
 from dualtrain.errors import UserError
+from dualtrain.files import read_json
 
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "run": lambda s: s.get("run", "-"),
@@ -17,11 +17,19 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "launcher": lambda s: s["launcher"],
     "ranks": lambda s: str(s["world_size"]),
     "accuracy": lambda s: f"{s['val_accuracy']:.4f}",
-    "precision": lambda s: {"off": "fp32"}.get(s.get("amp", "off"), s.get("amp", "")),
+    "precision": lambda s: "fp32" if s.get("amp", "off") == "off" else str(s["amp"]),
     "samples/s": lambda s: f"{s['samples_per_second']:.0f}",
     "seconds": lambda s: f"{s['seconds']:.1f}",
     "weights": lambda s: s["weights_sha256"][:16],
 }
+
+
+_KINDS: dict[str, Any] = dict.fromkeys(("backend", "transport", "launcher", "weights_sha256"), str)
+_KINDS |= dict.fromkeys(("val_accuracy", "samples_per_second", "seconds", "world_size"), int | float)
+
+
+def _item(summary: Any, name: str) -> Any:
+    return summary.get(name) if isinstance(summary, dict) else None
 
 
 def read(folder: str) -> dict[str, Any]:
@@ -32,9 +40,12 @@ def read(folder: str) -> dict[str, Any]:
     """
     path = Path(folder) / "summary.json"
     try:
-        summary: dict[str, Any] = json.loads(path.read_text())
+        summary = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder!r} holds no finished run (no readable summary.json): name a run's folder") from error
+    wrong = [name for name, kinds in _KINDS.items() if not isinstance(_item(summary, name), kinds)]
+    if wrong:
+        raise UserError(f"{folder!r} has a summary.json without a usable {wrong[0]}: name a run's folder")
     return {**summary, "run": Path(folder).resolve().name}
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
@@ -36,6 +36,14 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, epilog: str) -> None:
         super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See argparse, which drops the value of ``--flag=--`` and gives a list in its place."""
+        words = list(sys.argv[1:] if args is None else args)
+        for word in words[: words.index("--") if "--" in words else None]:
+            if word.startswith("-") and word.endswith("=--"):
+                self.error(f"{word[:-3]} must have a value, not '--'")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raises UserError."""

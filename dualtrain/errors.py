@@ -1,5 +1,14 @@
 """The kinds of failure that dualtrain raises itself, below everything else so that all rooms can use them."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: How torch says, in exceptions of several types, that memory is short or a size does not fit into 64 bits.
+_TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
+
 
 class UserError(ValueError):
     """Something that the person who started the program can mend: the message says the fact, the cause and the cure.
@@ -33,3 +42,17 @@ class StoppedError(RuntimeError):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.number = number
+
+
+@contextmanager
+def enough_memory(cure: str) -> Iterator[None]:
+    """Turns the errors of sizes that are too large, and of memory that is short, into a UserError with ``cure``."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, MemoryError | OverflowError) or _TOO_LARGE.search(reason):
+            raise UserError(f"too large for this machine ({reason or type(error).__name__}): {cure}") from error
+        raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualtrain.console import parser_of, say, show
-from dualtrain.errors import UserError
+from dualtrain.errors import UserError, enough_memory
 from dualtrain.files import read_json
 
 if TYPE_CHECKING:
@@ -109,12 +109,17 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
     """From an image file to the model's input, float32 (1, c, h, w), as in the run's evaluation."""
     import torch
 
+    from dualtrain.config import FIELDS
     from dualtrain.data.catalog import transforms_of
     from dualtrain.data.files import geometries
     from dualtrain.data.images import ImageFiles
     from dualtrain.data.options import NAMES, Options
 
-    options = Options(**{name: config[name] for name in NAMES if config.get(name) is not None})
+    given = {name: config[name] for name in NAMES if config.get(name) is not None}
+    wrong = [name for name, value in given.items() if type(value).__name__ not in str(FIELDS[name].type)]
+    if wrong:
+        raise UserError(f"the run's config.json has {wrong[0]} = {given[wrong[0]]!r}: name a run's folder")
+    options = Options(**given)
     dataset, number = str(config.get("dataset")), torch.zeros(1, dtype=torch.int64)
     if dataset == "imagefolder":
         _, geometry, normalized = geometries(options)
@@ -163,7 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print each image's answer as a line of JSON")
     try:
         given = parser.parse_args(arguments)
-        answers = predict(given.run, given.images, best=given.best)
+        with enough_memory("check the run's task.json and config.json"):
+            answers = predict(given.run, given.images, best=given.best)
     except UserError as error:
         say(error)
         return 2

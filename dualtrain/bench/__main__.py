@@ -18,6 +18,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, JOBS, Q
 from dualtrain.bench.rows import Row, rows_of, sweep_of
 from dualtrain.console import parser_of, say, show
 from dualtrain.errors import UserError
+from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
 
 LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0
@@ -81,10 +83,11 @@ def _prefix(text: str | None) -> tuple[str, ...]:
 def _folder(text: str | None) -> Path:
     folder = Path(text) if text is not None else Path("runs", f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        (folder / "work").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
     except OSError as error:
         raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): name another folder") from error
-    return folder
 
 
 def _missing(names: Sequence[str], place: Place) -> dict[str, str]:
@@ -141,7 +144,7 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> l
         "bench.html": page(results, rows, world, png).encode(),
     }
     for name, content in contents.items():
-        (folder / name).write_bytes(content)
+        write_whole(folder / name, content)
     return [folder / name for name in contents]
 
 
@@ -157,7 +160,15 @@ def _run(given: argparse.Namespace) -> None:
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
     prefix = _prefix(given.launch)
     folder = _folder(given.out)
-    place = Place(given.nproc, given.device, folder / "work", prefix)
+    # A folder of its own, and not one that is there already: what it holds is deleted in the end.
+    with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
+        place = Place(given.nproc, given.device, Path(work), prefix)
+        results = _measure(given, jobs, names, place)
+    _conclude(folder, results, _world(place, results))
+
+
+def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str, ...], place: Place) -> Results:
+    """Measures what can be started in ``place``."""
     spares = _spares(place, jobs) if given.contenders is None else {}
     missing = _missing(names, place)
     names += tuple(spares[name] for name in missing if spares.get(name, name) not in names)
@@ -174,8 +185,7 @@ def _run(given: argparse.Namespace) -> None:
     asked = Asked(entries, jobs, given.pairs, 0.5 if given.quick else 1.0, seconds, spares)
     results = measure(asked, place, lambda line: show(line, sys.stderr))
     results.missing = {**missing, **results.missing}
-    shutil.rmtree(place.folder, ignore_errors=True)
-    _conclude(folder, results, _world(place, results))
+    return results
 
 
 def _conclude(folder: Path, results: Results, world: str) -> None:

@@ -16,6 +16,7 @@ from dualtrain.config.settings import Config
 from dualtrain.console import Parser, show
 from dualtrain.errors import UserError
 
+LARGEST = 2**32 - 1  # of whole numbers: products of a few of them stay within 64 bits
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 
@@ -134,6 +135,8 @@ def _convert(field: dataclasses.Field[Any], text: str) -> Any:
         value = kind(text)
     except ValueError:
         raise UserError(f"{flag(field.name)} must be {wanted}, not {text!r}") from None
+    if kind is int and not -LARGEST <= value <= LARGEST:
+        raise UserError(f"{flag(field.name)} must be {wanted}, up to {LARGEST}, not {text[:80]!r}")
     if bounds is not None and not bounds.accepts(value):
         raise UserError(f"{flag(field.name)} must be {wanted}, not {text!r}")
     return value

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dualtrain.data.transforms import IMAGENET, Statistics
 from dualtrain.errors import UserError
 
+LIMIT = 2**31  # values of a sample, and samples: positions are drawn below it
 AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 
@@ -58,6 +59,8 @@ class Options:
             sizes = ()
         if not sizes or min(sizes) < 1:
             raise UserError(f"--shape must be whole numbers above 0 as in 3,224,224, not {self.shape!r}")
+        if math.prod(sizes) >= LIMIT:
+            raise UserError(f"--shape {str(self.shape)[:80]} is of more values than a sample can have: below {LIMIT}")
         return sizes
 
 

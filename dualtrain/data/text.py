@@ -71,9 +71,10 @@ def load_text(options: Options) -> Task:
         raise UserError(f"--sequence-length must be 2 or more, for [CLS] and a token, not {length}")
     sequences = [words[start : start + length - 1] for start in range(0, len(words), length - 1)]
     if len(sequences) < 10:
+        where = f" in {options.text_file!r}" if options.text_file else ""
         raise UserError(
-            f"the text has {len(words)} tokens, {len(sequences)} sequences, and 10 are needed: give a longer --text-file, "
-            "or a shorter --sequence-length"
+            f"the text{where} has {len(words)} tokens, {len(sequences)} sequences, and 10 are needed: give a longer "
+            "--text-file, or a shorter --sequence-length"
         )
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0)).tolist()
     val, train = order[: len(order) // 10], order[len(order) // 10 :]

@@ -55,7 +55,7 @@ def load_own(name: str, folder: str | None, options: Options) -> Task:
     Raises:
         UserError: it is not there, or gives something else.
     """
-    built = call(name, "--dataset", folder)
+    built = call(name, "--dataset", "the folder of --data-dir", folder)
     if isinstance(built, Task):
         return built
     if not isinstance(built, tuple | list) or len(built) != 2 or not all(map(_map_style, built)):

@@ -10,14 +10,15 @@ from dualtrain.errors import UserError
 from dualtrain.models.vision import mended
 
 
-def call(path: str, flag: str, *arguments: Any) -> Any:
+def call(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     """What the callable ``path`` (``pkg.mod:build``) gives for ``arguments``, or for none where it takes none.
 
     Raises:
-        UserError: the module or the callable is not there; names ``flag``. Its own errors pass through.
+        UserError: the module or the callable is not there, or takes other arguments than ``takes`` says; names ``flag``.
+            Its own errors pass through.
     """
     module_name, _, name = path.partition(":")
-    if not module_name or not name:
+    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise UserError(f"{flag} {path!r} does not name a callable: give pkg.mod:function")
     try:
         module = mended(lambda: importlib.import_module(module_name))
@@ -28,7 +29,15 @@ def call(path: str, flag: str, *arguments: Any) -> Any:
     build = getattr(module, name, None)
     if not callable(build):
         raise UserError(f"{flag} {path!r}: {module_name} has no callable {name!r}: give pkg.mod:function")
-    return build(*arguments) if _takes(build, arguments) else build()
+    for given in (arguments, ()):
+        if _takes(build, given):
+            return build(*given)
+    raise UserError(f"{flag} {path!r} takes {_signature(build)}: it must take {takes}, or nothing")
+
+
+def _signature(build: Any) -> str:
+    text = str(inspect.signature(build))
+    return text if len(text) < 200 else "other arguments"
 
 
 def _takes(build: Any, arguments: tuple[Any, ...]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from dualtrain.compare import read
 from dualtrain.errors import UserError
+from dualtrain.files import parse_json, read_json, read_text
 
 NONE = "–"
 COLORS = ("#0b6fb8", "#e07b00", "#2a9152", "#c2383c", "#7a56b3", "#8a5a48", "#d4579f", "#6f6f6f", "#98981d", "#149aa8")
@@ -83,16 +83,16 @@ def _read_run(folder: Path, label: str, color: str) -> Run:
     last = max((line["step"] for line in metrics if _finite(line.get("step"))), default=0)
     if _finite(summary.get("steps")) and last > summary["steps"]:
         summary = {}  # of an earlier end: the run has been gone on with
-    config = _or_nothing(lambda: json.loads((folder / "config.json").read_text()))
+    config = _or_nothing(lambda: read_json(folder / "config.json"))
     return Run(folder, label, color, config, metrics, summary)
 
 
 def _read_metrics(folder: Path) -> list[dict[str, Any]]:
     try:
-        text = (folder / "metrics.jsonl").read_text(errors="replace")
+        text = read_text(folder / "metrics.jsonl", errors="replace")
     except OSError as error:
         raise UserError(f"{str(folder)!r} holds no run (no readable metrics.jsonl): name a run's folder") from error
-    lines = [_or_nothing(partial(json.loads, line)) for line in text.splitlines()]  # the last may be cut off
+    lines = [_or_nothing(partial(parse_json, line)) for line in text.splitlines()]  # the last may be cut off
     if not any(lines):
         raise UserError(f"{str(folder)!r} has no metrics yet: wait until its first steps are logged (--log-every)")
     return [line for line in lines if line]

@@ -18,7 +18,7 @@ from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.config import Config
 from dualtrain.data import Batch, Task, load_data
 from dualtrain.data.draws import derived
-from dualtrain.data.options import NAMES
+from dualtrain.data.options import LIMIT, NAMES
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.training.randomness import seed_all
@@ -45,6 +45,8 @@ def _filled(task: Task, name: str) -> Task:
     for title, source in (("train on", task.train), ("evaluate on", task.val)):
         if not len(source):
             raise UserError(f"--dataset {name!r} has no samples to {title}: give some")
+        if len(source) >= LIMIT:
+            raise UserError(f"--dataset {name!r} has {len(source)} samples to {title}: give less than {LIMIT}")
     return task
 
 

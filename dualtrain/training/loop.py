@@ -18,7 +18,7 @@ from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import Sampler, share
 from dualtrain.data.text import CHOSEN
-from dualtrain.errors import DivergedError, StoppedError, UserError
+from dualtrain.errors import DivergedError, StoppedError, UserError, enough_memory
 from dualtrain.training import checkpoint
 from dualtrain.training.assemble import compiled, determinism, load_task, make_model, threads, try_out
 from dualtrain.training.cursor import Cursor
@@ -47,6 +47,11 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
         NotSavedError: the training ended, and its results could not be written.
         StoppedError: a signal asked for it; a checkpoint was saved.
     """
+    with enough_memory("choose smaller samples, a smaller model, or a smaller --batch-size"):
+        return _train(config, backend)
+
+
+def _train(config: Config, backend: Backend) -> dict[str, Any]:
     torch.set_num_threads(threads(backend))
     task = load_task(config, backend)
     try:

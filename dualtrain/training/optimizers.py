@@ -67,7 +67,7 @@ def _options(config: Config, known: list[str]) -> dict[str, Any]:
             raise UserError(f"--optimizer-options {part!r}: {config.optimizer} has no option {name!r}{hint}")
         try:
             options[name] = _value(yaml.safe_load(text), text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):
             raise UserError(f"--optimizer-options {part!r}: {text!r} is no value; give a number, true or false") from None
     return options
 

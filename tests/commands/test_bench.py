@@ -603,6 +603,22 @@ def test_bad_input_is_refused_in_one_line(arguments, words, capsys):
     assert said.count("\n") == 1
 
 
+def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("years")
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / ".bench.json.tmp").symlink_to(target)
+    used = []
+    monkeypatch.setattr(bench, "measure", lambda asked, place, said: used.append(place.folder) or Results())
+    monkeypatch.setattr(bench, "_conclude", lambda folder, *_: bench.write_whole(folder / "bench.json", b"{}"))
+    assert main(["--quick", "--out", str(tmp_path), "--contenders", f"alone,{TUNED}"]) == 0
+    assert (tmp_path / "work" / "thesis.txt").read_text() == "years"
+    assert target.read_text() == "mine"
+    assert used[0].parent == tmp_path
+    assert not used[0].exists()
+
+
 def test_it_is_no_rank_itself(monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

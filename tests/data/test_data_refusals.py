@@ -39,6 +39,8 @@ def build_nonsense():
         ("text", {"sequence_length": 1}, "--sequence-length"),
         ("no.such.module:build", {}, "not found"),
         ("tests.data.test_data_refusals:nothing", {}, "no callable"),
+        ("..tests:build", {}, "does not name a callable"),
+        ("synthetic", {"shape": "3,65536,65536"}, "--shape"),
         ("tests.data.test_data_refusals:build_nonsense", {}, "must return"),
     ],
 )
@@ -74,3 +76,22 @@ def test_without_a_network_the_message_says_where_the_files_go(name, tmp_path, m
     with pytest.raises(UserError, match=r"could not be downloaded .*no network.*into") as refusal:
         load_data(name, str(tmp_path / "new"), download=True)
     assert "\n" not in str(refusal.value)
+
+
+def build_with(one, two, three):
+    raise AssertionError("it is not called")
+
+
+def build_by_name(*, folder):
+    raise AssertionError("it is not called")
+
+
+@pytest.mark.parametrize("name", ["build_with", "build_by_name"])
+def test_a_function_of_other_arguments_is_refused_with_its_signature(name):
+    from dualtrain.models import build
+
+    path = f"tests.data.test_data_refusals:{name}"
+    with pytest.raises(UserError, match=r"takes \(.*\): it must take the folder of --data-dir, or nothing"):
+        load_data(path)
+    with pytest.raises(UserError, match=r"takes \(.*\): it must take \(shape, classes\), or nothing"):
+        build(path, (1, 8, 8), 10)

@@ -113,3 +113,14 @@ def test_help_names_every_flag(capsys):
     text = capsys.readouterr().out
     for field in FIELDS:
         assert flag(field.name) in text
+
+
+@pytest.mark.parametrize("name", [field.name for field in FIELDS])
+def test_no_flag_takes_a_number_beyond_64_bits_or_a_bare_mark(name):
+    field = next(field for field in FIELDS if field.name == name)
+    with pytest.raises(UserError, match=f"{flag(name)} must have a value, not '--'"):
+        parse([f"{flag(name)}=--"])
+    if str(field.type).startswith("int"):
+        for text in (str(2**63), "1" * 5000, str(-(2**63))):
+            with pytest.raises(UserError, match=f"{flag(name)} must be a whole number"):
+                parse([flag(name), text])

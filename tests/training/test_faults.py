@@ -332,3 +332,15 @@ def test_a_structure_that_is_nested_too_deeply_is_refused(tmp_path):
         path.write_bytes(safetensors.torch.save({}, metadata=header))
         with pytest.raises(UserError, match="its structure cannot be read"):
             checkpoint.load(path)
+
+
+def test_sizes_that_do_not_fit_into_memory_are_one_line(tmp_path, monkeypatch):
+    for flags, part in (
+        (["--recipe", "synthetic", "--samples", str(2**32 - 1)], "has 4294967295 samples"),
+        (["--pad", str(2**32 - 1), "--augment", "crop-flip"], "too large for this machine"),
+        (["--image-size", str(2**32 - 1)], "too large for this machine"),
+        (["--model", "tests.models_for_tests:enormous"], "too large for this machine .*allocate"),
+    ):
+        with pytest.raises(UserError, match=part) as refusal, connect("local") as backend:
+            loop.train(parse([*flags, "--run-dir", str(tmp_path)]), backend)
+        assert "\n" not in str(refusal.value)

@@ -1,0 +1,378 @@
+"""Every path that reads a file, given a FIFO, a device, a loop of links, a folder, nothing, or half of a file.
+
+Each is refused in one line that names it, and none blocks, or reads without end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from torch import nn
+
+from dualtrain import compare, predict
+from dualtrain.data import load_data
+from dualtrain.data.cifar import read_cifar10
+from dualtrain.data.decode import read_image as decode
+from dualtrain.data.downloads import missing
+from dualtrain.data.files import load_files
+from dualtrain.data.images import Geometry, ImageFiles
+from dualtrain.data.mnist import read_mnist
+from dualtrain.data.options import Options
+from dualtrain.errors import UserError
+from dualtrain.horovodize.check import check
+from dualtrain.horovodize.run import load_script
+from dualtrain.models import build, classifiers
+from dualtrain.models.weights import load_weights, read_state
+from dualtrain.report.runs import read_runs
+from dualtrain.training import checkpoint
+from dualtrain.training.run_dir import MetricsFile, step_of, write_weights
+from tests.data.test_data_sources import write_cifar, write_mnist
+
+LIMIT = 30.0  # seconds until a read, of milliseconds, is taken to hang
+KINDS = ("FIFO", "device", "loop of links", "folder", "empty", "half")
+
+
+def replace(path: Path, kind: str) -> None:
+    """Puts something else in the place of a good file."""
+    content = path.read_bytes()
+    path.unlink()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "loop of links":
+        path.symlink_to(path.name)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(content[: len(content) // 2] if kind == "half" else b"")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One path that reads ``file``, below a folder that ``make`` fills; ``fine``: kinds that it may take."""
+
+    make: Callable[[Path], Any]
+    file: str
+    read: Callable[[Path], Any]
+    fine: tuple[str, ...] = ()
+
+
+def status(command: Callable[[list[str]], int], *arguments: str) -> None:
+    """Runs a command; its one line on standard error becomes a UserError."""
+    errors = StringIO()
+    with redirect_stderr(errors), redirect_stdout(StringIO()):
+        end = command(list(arguments))
+    if end == 2:
+        raise UserError(errors.getvalue().removesuffix("\n"))
+    assert end == 0, errors.getvalue()
+
+
+def make_weights(folder: Path) -> None:
+    weights = {"weight": torch.ones(20, 20)}
+    safetensors.torch.save_file(weights, folder / "w.safetensors")
+    torch.save(weights, folder / "w.pt")
+
+
+def load_published(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classifiers, "fetch", lambda name: folder / "w.pt")
+        patch.setattr(classifiers, "find_head", lambda model: "head")
+        classifiers._load_published(nn.Linear(20, 20, bias=False), "resnet18")
+
+
+def make_run(folder: Path) -> None:
+    """A finished run on the digits."""
+    (folder / "checkpoints").mkdir()
+    torch.manual_seed(0)
+    model = build("convnet", (1, 8, 8), 10)
+    write_weights(folder / "model.safetensors", model.state_dict(), 1)
+    summary = {"backend": "torch", "transport": "none", "launcher": "none", "world_size": 1, "val_accuracy": 0.5}
+    summary |= {"samples_per_second": 1.0, "seconds": 1.0, "weights_sha256": "0"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "config.json").write_text(json.dumps({"dataset": "digits", "model": "convnet"}))
+    (folder / "task.json").write_text(json.dumps({"kind": "classes", "shape": [1, 8, 8], "classes": 10}))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "kind": "step", "loss": 1.0, "accuracy": 0.5, "lr": 0.125}\n')
+    checkpoint.write(checkpoint.path_of(folder / "checkpoints", 1), {"cursor": {"step": 1}, "x": torch.ones(50)})
+    Image.new("L", (8, 8)).save(folder / "image.png")
+
+
+def make_images(folder: Path) -> None:
+    for part in ("train", "val"):
+        (folder / part / "cat").mkdir(parents=True)
+        Image.effect_noise((16, 16), 50).save(folder / part / "cat" / "1.png")
+
+
+def read_image(folder: Path) -> None:
+    read = ImageFiles([(str(folder / "train/cat/1.png"), 0)], Geometry(8, 8)).__getitems__(([0], 0))
+    if isinstance(read, UserError):
+        raise read
+
+
+def make_text(folder: Path) -> None:
+    (folder / "words.txt").write_text("a word " * 12)
+
+
+def make_script(folder: Path) -> None:
+    (folder / "script.py").write_text("values = [\n    1,\n]\n")
+
+
+def absent(value: int | None) -> None:
+    if value is None:
+        raise UserError("step-00000001 or model is not there")
+
+
+def continue_metrics(folder: Path) -> None:
+    try:
+        MetricsFile(folder, 1, lambda line: None).close()
+    except OSError as error:
+        raise UserError(str(error)) from error  # as ``together`` does
+
+
+def predicted(folder: Path) -> None:
+    status(predict.main, str(folder), str(folder / "image.png"))
+
+
+def read_mnist_of(folder: Path) -> None:
+    read_mnist("mnist", str(folder))
+
+
+RAW = "MNIST/raw/"
+BIN = "cifar-10-batches-bin/"
+STEP = "checkpoints/step-00000001.safetensors"
+READERS = {
+    "safetensors": Reader(make_weights, "w.safetensors", lambda folder: read_state(str(folder / "w.safetensors"))),
+    "pickled weights": Reader(make_weights, "w.pt", lambda folder: read_state(str(folder / "w.pt"))),
+    "published weights": Reader(make_weights, "w.pt", load_published),
+    "checkpoint": Reader(make_run, STEP, lambda folder: checkpoint.load(folder / STEP)),
+    "newest checkpoint": Reader(make_run, STEP, lambda folder: checkpoint.newest_good(folder / "checkpoints")),
+    "best checkpoint": Reader(make_run, STEP, lambda folder: absent(checkpoint.step_in(folder / STEP))),
+    "best weights": Reader(make_run, "model.safetensors", lambda folder: absent(step_of(folder / "model.safetensors"))),
+    "metrics of a run that goes on": Reader(make_run, "metrics.jsonl", continue_metrics, fine=("empty", "half")),
+    "image": Reader(make_images, "train/cat/1.png", read_image),
+    "tree of images": Reader(
+        make_images, "train/cat/1.png", lambda folder: load_files(str(folder), Options()), fine=("empty", "half")
+    ),
+    "text": Reader(
+        make_text, "words.txt", lambda folder: load_data("text", text_file=str(folder / "words.txt"), sequence_length=3)
+    ),
+    "cifar": Reader(
+        write_cifar, BIN + "data_batch_2.bin", lambda folder: read_cifar10(str(folder)), fine=("empty", "half")
+    ),
+    "mnist images": Reader(write_mnist, RAW + "train-images-idx3-ubyte", read_mnist_of),
+    "mnist labels": Reader(write_mnist, RAW + "t10k-labels-idx1-ubyte", read_mnist_of),
+    "predict's image": Reader(make_run, "image.png", predicted),
+    "predict's settings": Reader(make_run, "config.json", predicted),
+    "predict's task": Reader(make_run, "task.json", predicted),
+    "predict's weights": Reader(make_run, "model.safetensors", predicted),
+    "compare": Reader(make_run, "summary.json", lambda folder: status(compare.main, str(folder))),
+    "report": Reader(make_run, "metrics.jsonl", lambda folder: read_runs([str(folder)])),
+    "report's settings": Reader(make_run, "config.json", lambda folder: read_runs([str(folder)]), fine=KINDS),
+    "report's summary": Reader(make_run, "summary.json", lambda folder: read_runs([str(folder)]), fine=KINDS),
+    "check of a script": Reader(
+        make_script, "script.py", lambda folder: status(check, str(folder / "script.py")), fine=("empty",)
+    ),
+}
+
+
+def within_limit(what: str, function: Callable[[], Any]) -> None:
+    """Calls ``function`` in a thread, since it may hang, and raises what it raises."""
+    ends: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            function()
+            ends.append(None)
+        except BaseException as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT)
+    assert ends, f"{what} blocks"
+    if ends[0] is not None:
+        raise ends[0]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_no_good_file_is_refused_at_once_and_in_one_line(name, tmp_path):
+    reader = READERS[name]
+    good = tmp_path / "good"
+    good.mkdir()
+    reader.make(good)
+    reader.read(good)
+    for kind in KINDS:
+        folder = tmp_path / kind.replace(" ", "-")
+        shutil.copytree(good, folder)
+        replace(folder / reader.file, kind)
+        try:
+            within_limit(f"{name} of a {kind}", partial(reader.read, folder))
+        except UserError as error:
+            refusal = str(error)
+        else:
+            assert kind in reader.fine, kind
+            continue
+        assert "\n" not in refusal, kind
+        part, whole = Path(reader.file).stem, str(folder)
+        assert part in refusal or whole in refusal, (kind, refusal)
+
+
+def test_a_script_to_run_must_be_a_regular_file(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "script.py")
+    with pytest.raises(UserError, match="a FIFO, not a regular file"):
+        within_limit("a script", lambda: load_script(str(tmp_path / "script.py"), []))
+
+
+def test_a_download_does_not_touch_what_is_no_regular_file(tmp_path):
+    files, archives = [tmp_path / "a", tmp_path / "b"], [tmp_path / "a.gz"]
+    assert missing(files, archives)
+    (tmp_path / "target").write_text("")
+    files[0].symlink_to("target")
+    files[1].write_text("")
+    assert not missing(files, archives)  # links to files that are there are fine
+    files[1].unlink()
+    with pytest.raises(UserError, match="delete it first"):
+        missing(files, archives)
+    files[0].unlink()
+    os.mkfifo(archives[0])
+    with pytest.raises(UserError, match=r"a\.gz.*delete it first"):
+        missing(files, archives)
+
+
+def test_a_link_to_a_folder_above_is_no_endless_tree(tmp_path):
+    make_images(tmp_path)
+    (tmp_path / "val" / "cat" / "more").symlink_to(tmp_path / "train" / "cat")
+    assert len(load_files(str(tmp_path), Options()).val) == 2  # a link to another folder is followed
+    for name in ("one", "two"):
+        (tmp_path / "train" / "cat" / name).symlink_to("..")
+    with pytest.raises(UserError, match="a link to a folder that it is in"):
+        load_files(str(tmp_path), Options())
+
+
+def test_formats_are_found_by_content_and_none_of_them_starts_a_program(tmp_path):
+    path = tmp_path / "photo.jpg"
+    path.write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(" + str(tmp_path) + "/made) (w) file\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subprocess.Popen", refuse)
+        patch.setattr("os.system", refuse)
+        with pytest.raises(UserError, match="none of JPEG, PNG"):
+            decode(path)
+    for kind in ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP"):
+        Image.new("RGB", (4, 3)).save(path, format=kind)
+        assert decode(path).size == (4, 3)
+
+
+def refuse(*args: Any, **options: Any) -> None:
+    raise AssertionError("a program is started")
+
+
+def test_an_image_that_would_fill_the_memory_is_refused(tmp_path):
+    # A PNG of 60000 × 60000 pixels in its header, and none in its data.
+    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    content = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+    with pytest.raises(UserError, match=r"bomb\.png.*decompression bomb"):
+        decode(tmp_path / "bomb.png")
+
+
+@pytest.mark.parametrize(
+    ("state", "part"),
+    [
+        (lambda: {1: torch.ones(1)}, "the key 1, which is not text"),
+        (lambda: {("a",): torch.ones(1)}, "which is not text"),
+        (lambda: {"a": torch.ones(2, 2).to_sparse()}, "'a', a sparse tensor"),
+        (lambda: {"a": torch.ones(2, 2).to_sparse_csr()}, "'a', a sparse tensor"),
+        (lambda: {"a": torch.ones(2, device="meta")}, "'a', a meta tensor"),
+        (lambda: {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "'a', a quantized tensor"),
+        (lambda: {"a": torch.ones(2, dtype=torch.complex64)}, "'a', a complex tensor"),
+        (lambda: {"a": 1}, "not a mapping from names to tensors"),
+        (lambda: [torch.ones(1)], "not a mapping"),
+        (lambda: {"model": {"state_dict": torch.ones(1), 2: torch.ones(1)}}, "which is not text"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, of these kinds of tensors
+def test_weights_that_cannot_be_copied_into_a_model_are_refused(tmp_path, state, part):
+    torch.save(state(), tmp_path / "w.pt")
+    with pytest.raises(UserError) as refusal:
+        load_weights(nn.Linear(2, 2), str(tmp_path / "w.pt"))
+    assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "change", "part"),
+    [
+        ("images", lambda data: data[:2] + b"\x0d" + data[3:], "no idx file of uint8 values in 3 dimensions"),
+        ("images", lambda data: data[:3] + b"\x01" + data[4:], "no idx file of uint8 values in 3 dimensions"),
+        ("images", lambda data: data[:8] + struct.pack(">II", 14, 56) + data[16:], r"the shape \(40, 14, 56\)"),
+        ("images", lambda data: data[:4] + b"\xff" * 12 + data[16:], "is said to have the shape"),
+        ("images", lambda data: data + b"\0", "bytes and is said"),
+        ("images", lambda data: data[:4] + struct.pack(">I", 39) + data[8:-784], "39 images and .* 40 labels"),
+        ("labels", lambda data: data[:-1] + b"\x0a", "labels that are not from 0 to 9"),
+        ("labels", lambda data: data[:4] + b"\0\0\0\0", "40 images and .* 0 labels"),
+    ],
+)
+def test_mnist_files_of_other_types_shapes_and_labels_are_refused(tmp_path, what, change, part):
+    write_mnist(tmp_path)
+    path = next((tmp_path / "MNIST" / "raw").glob(f"train-{what}*"))
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UserError, match=part) as refusal:
+        read_mnist("mnist", str(tmp_path))
+    assert "\n" not in str(refusal.value)
+
+
+def test_names_of_classes_do_not_control_the_terminal(tmp_path, capsys):
+    make_run(tmp_path)
+    task = json.loads((tmp_path / "task.json").read_text())
+    (tmp_path / "task.json").write_text(json.dumps({**task, "class_names": [f"\x1b]0;{n}\x07\n" for n in range(10)]}))
+    image = tmp_path / "\x1b[2Jimage\n.png"
+    (tmp_path / "image.png").rename(image)
+    assert predict.main([str(tmp_path), str(image)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    assert out.count("\n") == 1
+    assert "\\x1b[2Jimage" in out
+
+
+def test_settings_and_summaries_of_other_kinds_are_refused(tmp_path):
+    make_run(tmp_path)
+    for file, name, value in (
+        ("config.json", "pad", "x"),
+        ("config.json", "normalize", [1]),
+        ("task.json", "shape", [1, "8", 8]),
+        ("task.json", "shape", "188"),
+        ("task.json", "classes", -1),
+        ("summary.json", "backend", None),
+        ("summary.json", "val_accuracy", "x"),
+    ):
+        before = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(json.dumps({**json.loads(before), name: value}))
+        with pytest.raises(UserError) as refusal:
+            status(compare.main, str(tmp_path)) if file == "summary.json" else predicted(tmp_path)
+        assert "\n" not in str(refusal.value)
+        (tmp_path / file).write_text("[" * 10**5)
+        with pytest.raises(UserError):
+            status(compare.main, str(tmp_path)) if file == "summary.json" else predicted(tmp_path)
+        (tmp_path / file).write_text(before)

@@ -1,0 +1,79 @@
+"""Files are replaced as a whole, durable before they get their name, and never through a link."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from dualtrain import files
+
+
+def test_a_temporary_name_is_never_followed(tmp_path, monkeypatch):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (".config.json.tmp", f".config.json.{'0' * 16}.tmp"):
+        (tmp_path / name).symlink_to(precious)
+    files.write_json(tmp_path / "config.json", {"a": 1})
+    assert files.read_json(tmp_path / "config.json") == {"a": 1}
+    monkeypatch.setattr(files.secrets, "token_hex", lambda count: "0" * 16)  # even if it could be foreseen
+    for write in (
+        lambda path: files.write_whole(path, b"x"),
+        lambda path: files.link_whole(tmp_path / "config.json", path),
+    ):
+        with pytest.raises(FileExistsError):
+            write(tmp_path / "config.json")
+    assert precious.read_text() == "mine"
+    assert files.read_json(tmp_path / "config.json") == {"a": 1}
+
+
+def test_a_link_that_is_written_to_is_replaced_and_its_target_kept(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "out").symlink_to(precious)
+    files.write_whole(tmp_path / "out", b"ours")
+    assert ((tmp_path / "out").read_text(), precious.read_text()) == ("ours", "mine")
+
+
+def test_content_is_durable_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+    order = []
+    fsync, replace = os.fsync, files.Path.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        order.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "content")
+        fsync(descriptor)
+
+    def noted_replace(path, target):
+        order.append("name")
+        return replace(path, target)
+
+    monkeypatch.setattr(files.os, "fsync", noted_fsync)
+    monkeypatch.setattr(files.Path, "replace", noted_replace)
+    files.write_whole(tmp_path / "a", b"1")
+    assert order == ["content", "name", "folder"]
+
+
+def test_a_link_becomes_a_copy_where_there_are_none(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(b"content")
+
+    def refuse(path, target):
+        raise OSError(95, "Operation not supported")
+
+    for _ in range(2):
+        files.link_whole(tmp_path / "a", tmp_path / "b")
+        files.link_whole(tmp_path / "a", tmp_path / "b")  # again: two names of one file
+        assert (tmp_path / "b").read_bytes() == b"content"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+        monkeypatch.setattr(files.Path, "hardlink_to", refuse)
+        (tmp_path / "b").unlink()
+
+
+def test_only_what_a_killed_process_left_is_removed(tmp_path):
+    left = [".a.json.tmp", f".a.json.{'0f' * 8}.tmp"]
+    kept = ["a.json", ".b.json.tmp", ".a.json.swp", ".tmp", f".a.json.{'0f' * 8}.tmp.txt"]
+    for name in [*left, *kept]:
+        (tmp_path / name).touch()
+    (tmp_path / ".link.tmp").symlink_to("a.json")
+    files.remove_temporary(tmp_path, re.compile(r"a\.json|link"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, ".link.tmp"])
