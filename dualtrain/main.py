@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
 from dualtrain.console import leave, loading, refuse_alike, say
-from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError
+from dualtrain.errors import BackendError, DivergedError, RanksDifferError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     if isinstance(error, StoppedError):
         status = 128 + error.number
     if isinstance(error, DivergedError | StoppedError) or (isinstance(error, UserError) and error.shared):
-        if backend.rank == 0:
+        if backend.rank == 0 or isinstance(error, RanksDifferError):
             say(error, backend.rank, backend.size)
         _wait_for_all(backend)
     elif isinstance(error, BackendError):
