@@ -62,12 +62,20 @@ def say(what: object, rank: int = 0, size: int = 1) -> None:
     show(f"dualtrain: error{where}: {what}", sys.stderr)
 
 
+def warn(what: object) -> None:
+    """One line on standard error about a run that goes on; on one rank."""
+    print(f"dualtrain: warning: {what}", file=sys.stderr, flush=True)
+
+
 def refuse_alike(error: UserError, world: World) -> int:
-    """Every process has the same command line: rank 0 answers, and the others leave it the time to. Gives the status."""
-    if world.rank == 0:
-        say(error, world.rank, world.size)
-    else:
-        time.sleep(3.0)  # a launcher stops all processes when the first one ends
+    """For what all processes most likely refuse: one line of rank 0's. Gives the status.
+
+    A launcher stops all processes when the first one ends. One that still runs after a while has a line of its own to say:
+    its command line may be another one.
+    """
+    if world.rank != 0:
+        time.sleep(3.0)
+    say(error, world.rank, world.size)
     return 2
 
 

@@ -21,6 +21,16 @@ class UserError(ValueError):
         self.shared = shared
 
 
+class RanksDifferError(UserError):
+    """The ranks were given different settings or data, or only some of them cannot do something; raised on every rank.
+
+    Each of them says so: they may have been started by hand, in different places.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, shared=True)
+
+
 class BackendError(RuntimeError):
     """A collective operation that did not happen: a mismatch between ranks, a lost rank, a wait that ran out.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
 from dualtrain.console import leave, loading, refuse_alike, say, show
-from dualtrain.errors import BackendError, DivergedError, NotSavedError, StoppedError, UserError
+from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.training.signals import note_early_requests
 
@@ -86,7 +86,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     if isinstance(error, StoppedError):
         status = 128 + error.number
     if isinstance(error, DivergedError | StoppedError | NotSavedError) or (isinstance(error, UserError) and error.shared):
-        if backend.rank == 0:
+        if backend.rank == 0 or isinstance(error, RanksDifferError):
             say(error, backend.rank, backend.size)
         _wait_for_all(backend)
     elif isinstance(error, BackendError):

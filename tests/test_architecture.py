@@ -33,7 +33,7 @@ BACKENDS = [
     {"base"},
     {"lines"},
     {"watch", "agreement", "wire", "serial", "objects", "http_store", "store", "hosts", "semaphores", "heap"},
-    {"segment", "shards"},
+    {"segment", "shards", "comparison"},
     {"memory"},
     {"rendezvous", "reach"},
     {"collectives"},

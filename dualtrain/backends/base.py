@@ -13,7 +13,8 @@ from __future__ import annotations
 import enum
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -85,6 +86,7 @@ class Primitives(ABC):
         narrow: what ``start_allreduce`` carries besides the dtypes of ``REDUCIBLE``.
         transport: what carries reductions, for reports: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"none"``, or where the
             ranks of a host share memory, ``"shm"``; with several hosts ``"shm+gloo"`` or ``"shm+mpi"``.
+        versions: of the libraries beside torch that it works with, by name.
         world: this process's place; for a group, the place inside the group.
         device: where this rank's tensors are expected to live.
         timeout: seconds that any wait lasts at most.
@@ -95,6 +97,7 @@ class Primitives(ABC):
 
     name: str
     transport: str
+    versions: Mapping[str, str] = MappingProxyType({})
     narrow: frozenset[torch.dtype] = frozenset({torch.float16, torch.bfloat16})
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:

@@ -164,6 +164,7 @@ class HorovodBackend(Backend):
         super().__init__(world, device, timeout)
         self.graves: list[_HorovodWork] = []
         self.library = _library()
+        self.versions = {"Horovod": getattr(sys.modules["horovod"], "__version__", "unknown")}
         self._owns_world = not self.library.is_initialized()
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
         if self._owns_world:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,16 @@ class LoaderSource(Source):
 
     def __len__(self) -> int:
         return len(self._reader)
+
+    @property
+    def stored(self) -> bool:  # type: ignore[override]
+        """See the base class: where the reader has ``contents`` of its own."""
+        return hasattr(self._reader, "contents")
+
+    def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
+        """See the base class. Read in this process: workers are for the run."""
+        read = getattr(self._reader, "contents", None) or (lambda number: _good(self._reader.__getitems__(([number], 0))))
+        return (read(number) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """The batches, read and sent ahead. The first stream starts the workers, who stay for the next ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -21,8 +21,14 @@ class TensorSource(Source):
         self._targets = targets
         self._transform = transform
 
+    stored = True
+
     def __len__(self) -> int:
         return len(self._targets)
+
+    def contents(self, numbers: Sequence[int]) -> Iterator[Tensors]:
+        """See the base class."""
+        return ((self._inputs[number], self._targets[number]) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """The batches, float32 and int64. The split moves to ``device`` at the first one, to stay there."""

@@ -6,9 +6,9 @@ A source is for training (augmented) or for evaluation (not). It never decides a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +44,16 @@ class Source(ABC):
         Raises:
             UserError: a sample cannot be read.
         """
+
+    #: Whether ``contents`` gives samples as they are stored: the same bits on every processor.
+    stored: bool = False
+
+    def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
+        """Each of the samples ``numbers`` before augmentation, as tensors, bytes or plain values: ranks compare them.
+
+        Here: what a stream gives for the seed 0, with which augmentation is the same on every rank.
+        """
+        return self.stream((Batch(torch.tensor([number])) for number in numbers), torch.device("cpu"))
 
     def close(self) -> None:  # noqa: B027 -- most sources have nothing to end
         """Ends worker processes, if there are any. The source can be used again."""

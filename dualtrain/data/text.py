@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -35,8 +35,14 @@ class MaskedText(Source):
         self._size = size
         self._seed = seed
 
+    stored = True
+
     def __len__(self) -> int:
         return len(self._tokens)
+
+    def contents(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
+        """The tokens, not masked."""
+        return (self._tokens[number] for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """Masked tokens and targets, int64 (n, t) each."""

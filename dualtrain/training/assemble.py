@@ -22,6 +22,7 @@ from dualtrain.data.options import LIMIT, NAMES
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.training.randomness import seed_all
+from dualtrain.training.same_run import compare_task
 from dualtrain.training.together import together
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -38,7 +39,9 @@ def load_task(config: Config, backend: Backend) -> Task:
     if config.download:
         first = backend.local_rank == 0
         fetched = together(backend, "download of the data", lambda: load(True) if first else None)
-    return together(backend, "data", lambda: _filled(fetched or load(False), config.dataset))
+    task = together(backend, "data", lambda: _filled(fetched or load(False), config.dataset))
+    compare_task(task, backend)
+    return task
 
 
 def _filled(task: Task, name: str) -> Task:

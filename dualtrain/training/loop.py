@@ -29,6 +29,7 @@ from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import conclude, weights_of, write_task
 from dualtrain.training.resume import restore_best, set_aside
 from dualtrain.training.run_dir import claim
+from dualtrain.training.same_run import compare_settings
 from dualtrain.training.signals import SIGNALS, Signals
 from dualtrain.training.together import on_root, together
 from dualtrain.training.trainer import Tensors, Trainer
@@ -41,6 +42,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
     """Trains as ``config`` says and gives the summary, on every rank. Collective.
 
     Raises:
+        RanksDifferError: the ranks have other settings, versions or data.
         UserError: something in the configuration cannot be done here.
         DivergedError: the loss became infinite or not a number.
         BackendError: the ranks lost each other.
@@ -52,6 +54,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 
 
 def _train(config: Config, backend: Backend) -> dict[str, Any]:
+    compare_settings(config, backend)  # before anything that only some settings do
     torch.set_num_threads(threads(backend))
     task = load_task(config, backend)
     try:
@@ -80,28 +83,26 @@ class Run:
         steps = config.epochs * self.sampler.batches
         self.total_steps = min(steps, config.max_steps) if config.max_steps else steps
         self.lr, self.arithmetic = scaled_lr(config, backend.size)
-        self.trainer = together(backend, "trainer", lambda: self._trainer(model))
+        optimizer, options = together(backend, "trainer", lambda: self._prepare(model))
+        self.trainer = Trainer(model, optimizer, CrossEntropy(config.label_smoothing), backend=backend, **options)
         self._stream: Iterator[Tensors] | None = None
 
-    def _trainer(self, model: nn.Module) -> Trainer:
+    def _prepare(self, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        """The optimizer, and the trainer's other arguments. Not collective: it may fail on one rank."""
         config = self.config
         check_tensorboard(config)
         self._check_batches()
         optimizer = make_optimizer(config, model, self.lr)
         if config.compress == "bf16" and torch.bfloat16 not in self.backend.narrow:
             raise UserError(f"--compress bf16: the {self.backend.name} backend does not carry it; use fp16")
-        return Trainer(
-            model,
-            optimizer,
-            CrossEntropy(config.label_smoothing),
-            backend=self.backend,
-            schedule=make_schedule(config, optimizer, self.lr, self.total_steps),
-            clip_norm=config.clip_norm,
-            amp=config.amp,
-            ema=config.ema,
-            compress=config.compress,
+        return optimizer, {
+            "schedule": make_schedule(config, optimizer, self.lr, self.total_steps),
+            "clip_norm": config.clip_norm,
+            "amp": config.amp,
+            "ema": config.ema,
+            "compress": config.compress,
             **self._computation(model),
-        )
+        }
 
     def _computation(self, model: nn.Module) -> dict[str, Any]:
         """What computes the model, where the settings ask for more than the model itself."""

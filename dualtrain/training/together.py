@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dualtrain.backends import Backend
-from dualtrain.errors import UserError
+from dualtrain.errors import RanksDifferError, UserError
 
 T = TypeVar("T")
 
@@ -15,7 +15,8 @@ def together(backend: Backend, what: str, task: Callable[[], T]) -> T:
     """``task()`` on every rank, once it is known to have succeeded on all. Collective; blocks.
 
     Raises:
-        UserError: on every rank, with the first rank's reason, if it raised UserError anywhere.
+        UserError: on every rank, with the first rank's reason, if it raised UserError anywhere; RanksDifferError if not
+            everywhere.
     """
     result, problem = None, None
     try:
@@ -25,8 +26,9 @@ def together(backend: Backend, what: str, task: Callable[[], T]) -> T:
     problems = backend.allgather_object(problem, name=what)
     for rank, reason in enumerate(problems):
         if reason is not None:
-            everywhere = all(other is not None for other in problems)
-            raise UserError(reason if everywhere or backend.size == 1 else f"rank {rank}: {reason}", shared=True)
+            if all(other is not None for other in problems):
+                raise UserError(reason, shared=True)
+            raise RanksDifferError(f"rank {rank}: {reason}")
     return result  # type: ignore[return-value]  # every task that raised has ended above
 
 

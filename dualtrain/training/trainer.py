@@ -28,6 +28,7 @@ from dualtrain.training import checkpoint
 from dualtrain.training.local_state import local_state, restore_local_state
 from dualtrain.training.objective import NAMES, CrossEntropy, MeanLoss, Objective, OfTorch, added, metrics
 from dualtrain.training.precision import DTYPES, Precision
+from dualtrain.training.same_run import compare_trainer
 from dualtrain.training.together import on_root
 
 T = TypeVar("T")
@@ -69,6 +70,10 @@ class Trainer:
         compress: what gradients travel as: ``"none"``, ``"fp16"`` or ``"bf16"``.
         forward: what computes the outputs, if not ``model`` itself: a compiled form of it, or replicas.
         measure: what computes the loss and its sums of (inputs, targets) in training, if not ``loss`` of the outputs.
+
+    Raises:
+        RanksDifferError: on every rank, where the ranks are given other classes, functions or settings; the model's weights
+            may differ. Names what differs, and each rank's value.
     """
 
     def __init__(
@@ -86,6 +91,9 @@ class Trainer:
         forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
         measure: Objective | None = None,
     ) -> None:
+        objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
+        options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
+        compare_trainer(backend, model, optimizer, objects, options)
         self.model = model
         self.backend = backend
         self.schedule = schedule

@@ -12,8 +12,9 @@ import pytest
 
 from dualtrain import main as command
 from dualtrain.config import parse
-from dualtrain.errors import DivergedError, UserError
+from dualtrain.errors import DivergedError, RanksDifferError, UserError
 from tests.pool import free_port
+from tests.threads import run_threads
 
 MAIN = [sys.executable, "-m", "dualtrain.main"]
 
@@ -122,11 +123,26 @@ def test_the_status_says_what_kind_of_end_it_was(tmp_path, monkeypatch, capsys, 
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_only_rank_0_answers_a_mistyped_flag(monkeypatch, capsys):
+def give_up(backend) -> int:
+    errors = RanksDifferError("another seed"), UserError("the disk is full", shared=True)
+    return command._give_up(errors[backend.size - 2], backend)
+
+
+def test_each_rank_says_that_the_ranks_differ_and_rank_0_what_all_have_met(capsys):
+    assert run_threads(2, give_up) == [2, 2]
+    lines = sorted(capsys.readouterr().err.splitlines())
+    assert lines == [f"dualtrain: error (rank {rank} of 2): another seed" for rank in range(2)]
+    assert run_threads(3, give_up) == [2, 2, 2]
+    assert capsys.readouterr().err.splitlines() == ["dualtrain: error (rank 0 of 3): the disk is full"]
+
+
+def test_rank_0_answers_a_mistyped_flag_and_another_rank_if_it_is_not_stopped_then(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    silent: list[str] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: silent.append(capsys.readouterr().err))
     assert command.main(["--lr", "x"]) == 2
-    assert capsys.readouterr().err == ""
+    assert silent == [""]
+    assert capsys.readouterr().err.startswith("dualtrain: error (rank 1 of 2): --lr must be a number")
     with pytest.raises(UserError):
         parse(["--lr", "x"])

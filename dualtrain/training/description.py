@@ -1,0 +1,196 @@
+"""Settings that objects and functions hold, as text that is the same on two ranks where the settings are.
+
+There are no addresses in it, no order of sets and no device numbers, and no code of the objects' own is run. A function is
+its name, its code and the variables that it captures, an object its class and its public attributes; global variables
+that a function reads are not followed.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import re
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from dualtrain.backends.wire import as_bytes
+
+_DEPTH = 8  # of containers in containers
+_ITEMS = 16  # of a list that is a setting of a module
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype)
+_ARRAYS = (numpy.generic, numpy.ndarray)
+_CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
+
+
+class Text:
+    """A text whose ``repr`` has no quotes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def of_object(name: str, value: Any) -> dict[str, Text | None]:
+    """The class of ``value``, or the function, and what it holds; ``name`` begins all names.
+
+    Attributes and variables with a leading underscore are left out, but for a torch scheduler's, which are settings.
+    """
+    if value is None:
+        return {name: None}
+    if isinstance(value, nn.Module):
+        return of_module(name, value)
+    seen = {id(value)}
+    parts = {f"{name}.{part}": Text(_text(held, seen)) for part, held in _parts(value)}
+    return {name: Text(_kind(value)), **parts}
+
+
+def of_module(name: str, module: nn.Module) -> dict[str, Text | None]:
+    """The class and the plain public attributes (sizes, probabilities, …) of ``module`` and of the modules in it."""
+    found: dict[str, Text | None] = {}
+    for path, part in module.named_modules():
+        where = f"{name}.{path}" if path else name
+        found[where] = Text(class_name(type(part)))
+        for attribute, held in vars(part).items():
+            if attribute[:1] != "_" and attribute != "training" and _is_setting(held):
+                found[f"{where}.{attribute}"] = Text(describe(held))
+    return found
+
+
+def of_weights(name: str, value: Any, model: nn.Module) -> dict[str, Text]:
+    """A hash of each parameter and buffer of ``value``, if it is a module, that is not one of ``model``'s."""
+    if not isinstance(value, nn.Module):
+        return {}
+    others = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    tensors = [*value.named_parameters(), *value.named_buffers()]
+    return {f"{name}.{path}": Text(_hashed(tensor)) for path, tensor in tensors if id(tensor) not in others}
+
+
+def describe(value: Any) -> str:
+    """``value`` as text."""
+    return _text(value, set())
+
+
+def _text(value: Any, seen: set[int], depth: int = 0) -> str:
+    """``seen`` has the objects and functions that are described already: of those, the kind is enough."""
+    if isinstance(value, _ARRAYS):
+        return _array(numpy.asarray(value))
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, enum.Enum):
+        return f"{class_name(type(value))}.{value.name}"
+    if isinstance(value, _PLAIN):
+        return re.sub(r"cuda:\d+", "cuda", repr(value))
+    if isinstance(value, torch.Tensor):
+        return _form(value) if value.requires_grad else _hashed(value)  # weights may still differ: rank 0's will be taken
+    if depth < _DEPTH and isinstance(value, Mapping | set | frozenset | list | tuple):
+        return _container(value, seen, depth + 1)
+    if id(value) in seen or depth >= _DEPTH:
+        return _kind(value)
+    seen.add(id(value))
+    parts = ", ".join(f"{name}={_text(held, seen, depth + 1)}" for name, held in _parts(value))
+    return f"{_kind(value)}({parts})" if parts else _kind(value)
+
+
+def _container(value: Any, seen: set[int], depth: int) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{describe(key)}: {_text(item, seen, depth)}' for key, item in value.items()))}}}"
+    items = [_text(item, seen, depth) for item in value]
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(items))}}}"
+    return f"[{', '.join(items)}]" if isinstance(value, list) else f"({', '.join(items)})"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """The settings that an object or a function holds, by name."""
+    if isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from _parts(value.__func__)
+    elif isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield from ((name, held) for held in _content(cell) if name[:1] != "_")
+        if value.__defaults__ or value.__kwdefaults__:
+            yield "defaults", (value.__defaults__, value.__kwdefaults__)
+    elif isinstance(value, LRScheduler):
+        yield from ((name, held) for name, held in vars(value).items() if not isinstance(held, torch.optim.Optimizer))
+    elif isinstance(value, nn.Module):
+        yield from ((name.lstrip("."), text) for name, text in of_module("", value).items() if name)
+    elif isinstance(value, Text):
+        return
+    elif not isinstance(value, type | types.ModuleType):
+        attributes = getattr(value, "__dict__", {})
+        yield from ((name, held) for name, held in attributes.items() if name[:1] != "_" and _is_comparable(held))
+
+
+def _is_setting(value: Any) -> bool:
+    """A plain value or a few of them, and no path: files may lie elsewhere on each host."""
+    if isinstance(value, list | tuple):
+        return len(value) <= _ITEMS and all(map(_is_setting, value))
+    return isinstance(value, _PLAIN) and not (isinstance(value, str) and "/" in value)
+
+
+def _is_comparable(value: Any) -> bool:
+    return _is_setting(value) or isinstance(value, (torch.Tensor, nn.Module, *_ARRAYS, *_CALLABLE))
+
+
+def _content(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # not assigned yet
+        return []
+
+
+def _kind(value: Any) -> str:
+    """The class of an object; of a function its name and a hash of its code."""
+    if isinstance(value, Text):
+        return value.text
+    if isinstance(value, type):
+        return class_name(value)
+    if isinstance(value, types.MethodType):
+        return f"{_kind(value.__func__)} of {class_name(type(value.__self__))}"
+    if isinstance(value, types.FunctionType):
+        return f"{class_name(value)} (code {_digest(_code(value.__code__).encode(errors='surrogatepass'))})"
+    return class_name(value if isinstance(value, types.BuiltinFunctionType) else type(value))
+
+
+def class_name(named: Any) -> str:
+    """The full name of a class or function."""
+    # A process that multiprocessing has started calls its main module by another name.
+    return f"{named.__module__}.{named.__qualname__}".replace("__mp_main__", "__main__")
+
+
+def _code(code: types.CodeType) -> str:
+    """What a function does, wherever it is written."""
+    constants = [_code(item) if isinstance(item, types.CodeType) else describe(item) for item in code.co_consts]
+    return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_varnames} {code.co_freevars}"
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _hashed(tensor: torch.Tensor) -> str:
+    if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
+        return _form(tensor)
+    if not tensor.dim():
+        return repr(tensor.item())
+    return f"{_form(tensor)} {_digest(as_bytes(tensor).cpu().numpy())}"
+
+
+def _array(array: numpy.ndarray[Any, Any]) -> str:
+    if not array.shape:
+        return repr(array.item())
+    return f"{array.dtype} {array.shape} {'' if array.dtype.hasobject else _digest(array.tobytes())}".strip()
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

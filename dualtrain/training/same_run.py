@@ -1,0 +1,251 @@
+"""All ranks must be in the same run: settings, versions, data and what a trainer is given are compared at the start.
+
+Ranks with other settings would train to other weights, or to a mixture of both, and end well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualtrain.backends import Backend
+from dualtrain.backends.comparison import Difference, compare, in_words
+from dualtrain.config import FIELDS, Config, flag
+from dualtrain.console import warn
+from dualtrain.data import Source, Task
+from dualtrain.data.seeding import seeded
+from dualtrain.errors import RanksDifferError
+from dualtrain.training.description import Text, class_name, describe, of_module, of_object, of_weights
+from dualtrain.version import __version__
+
+#: Settings that may differ between ranks, and why; all others are compared.
+MAY_DIFFER = {
+    "device": "a GPU has another number on each rank; the kind of device is compared",
+    "data_dir": "a path of each host; the data are compared",
+    "text_file": "a path of each host; the data are compared",
+    "weights": "a path of each host; rank 0's weights are taken, and whether there is one is compared",
+    "run_dir": "rank 0 alone writes",
+    "resume": "rank 0 alone reads; whether the run goes on is compared",
+    "workers": "a host's own number of cores; no sample depends on it",
+    "log_every": "rank 0 alone writes",
+    "tensorboard": "rank 0 alone writes",
+}
+_GIVEN_OR_NOT = ("weights", "resume")
+
+_PROCESSORS = ("CPU capability", "GPU")
+_SAME_VERSIONS = "install the same versions on all hosts"
+_CURES = {
+    **dict.fromkeys(("Python", "torch", "dualtrain", "Horovod"), _SAME_VERSIONS),
+    "kind of device": "give all ranks a GPU each, or --device cpu",
+}
+_SAMPLES = 16  # of a split that are compared
+_SECONDS = 5.0  # after which no further sample is read for it
+
+
+def compare_settings(config: Config, backend: Backend) -> None:
+    """Makes sure that all ranks have the same settings, versions and kind of device. Collective; blocks.
+
+    Unlike processors are one warning: they round differently, and torch runs on them all the same.
+
+    Raises:
+        RanksDifferError: on every rank; names the settings and each rank's value.
+    """
+
+    def read() -> dict[str, Any]:
+        given = {flag(name): "given" if getattr(config, name) is not None else None for name in _GIVEN_OR_NOT}
+        same = {flag(name): getattr(config, name) for name in FIELDS if name not in MAY_DIFFER}
+        return {**same, **given}
+
+    _require_same(backend, "settings", read, "give every rank the same command line")
+
+
+def compare_task(task: Task, backend: Backend) -> None:
+    """Makes sure that all ranks have the same data: sizes and classes, then some samples of each split. Collective; blocks.
+
+    Raises:
+        RanksDifferError: on every rank; names what differs, a sample that some ranks cannot read included.
+    """
+    cure = "give every host the same data"
+    _require_same(backend, "data", lambda: _sizes(task), cure)
+    for title, source in (("training", task.train), ("validation", task.val)):
+        _compare_samples(backend, title, source, cure)
+
+
+def compare_trainer(
+    backend: Backend,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objects: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
+    """Makes sure that a trainer is given the same on all ranks: classes, functions and settings. Collective; blocks.
+
+    Not the model's weights, which are rank 0's afterwards.
+
+    Args:
+        backend: the ranks.
+        model: its modules' classes and plain attributes are compared.
+        optimizer: its class, its groups' options, their parameters and its state are compared.
+        objects: losses, schedules and the like, by name.
+        options: plain values by name.
+
+    Raises:
+        RanksDifferError: on every rank; names what differs.
+    """
+
+    def read() -> dict[str, Any]:
+        found = {**options, **_optimizer(optimizer, model)}
+        for name, value in objects.items():
+            found |= of_object(name, value)
+        return {**found, **of_weights("loss", objects["loss"], model), **of_module("model", model)}
+
+    cure = "give every rank the same (attributes and variables whose names begin with an underscore are not compared)"
+    _require_same(backend, "settings of the trainer", read, cure, lambda found: _is_own_rank(found, backend))
+
+
+def _require_same(
+    backend: Backend,
+    what: str,
+    read: Callable[[], Mapping[str, object]],
+    cure: str,
+    may_differ: Callable[[Difference], bool] = lambda difference: False,
+) -> None:
+    found = compare(backend, what, lambda: {**read(), **_platform(backend), **_processors(backend)})
+    unlike = [difference for difference in found if difference.name in _PROCESSORS]
+    others = [difference for difference in found if difference not in unlike and not may_differ(difference)]
+    if others:
+        cures = dict.fromkeys(_CURES.get(difference.name, cure) for difference in others)
+        raise RanksDifferError(f"the ranks do not have the same {what}: {in_words(others)}; {', and '.join(cures)}")
+    if unlike and backend.rank == 0:
+        _warn_once(f"the ranks have unlike processors, whose results differ in the last digits: {in_words(unlike)}")
+
+
+def _platform(backend: Backend) -> dict[str, str]:
+    return {
+        "Python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "dualtrain": __version__,
+        **backend.versions,
+        "kind of device": backend.device.type,
+    }
+
+
+def _processors(backend: Backend) -> dict[str, str | None]:
+    gpu = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else None
+    return dict(zip(_PROCESSORS, (torch.backends.cpu.get_cpu_capability(), gpu), strict=True))
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warn(text)
+
+
+# -- data ---------------------------------------------------------------------------------------------------------
+
+
+def _sizes(task: Task) -> dict[str, Any]:
+    classes = {f"name of class {number}": name for number, name in enumerate(task.names or ())}
+    return {
+        "number of training samples": len(task.train),
+        "number of validation samples": len(task.val),
+        "shape of a sample": tuple(task.shape),
+        "number of classes": task.classes,
+        "kind of targets": task.kind,
+        **classes,
+    }
+
+
+def _compare_samples(backend: Backend, title: str, source: Source, cure: str) -> None:
+    what = f"{title} data"
+    first: dict[str, str] = {}
+
+    def read() -> dict[str, Any]:
+        first.update(_checksums(title, source))
+        return {**first, **_processors(backend)}
+
+    found = compare(backend, what, read)
+    # A rank that was slow to read them has fewer.
+    samples = [one for one in found if one.name not in _PROCESSORS and None not in one.values]
+    if not samples:
+        return
+    reason = _why_not_comparable(backend, title, source, first, unlike=any(one.name in _PROCESSORS for one in found))
+    seen = f"{samples[0]}" + (f" (and {len(samples) - 1} more of those compared)" if len(samples) > 1 else "")
+    if reason is None:
+        raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}")
+    if backend.rank == 0:
+        _warn_once(f"whether the ranks have the same {what} is not known: {seen}, but {reason}")
+
+
+def _why_not_comparable(
+    backend: Backend, title: str, source: Source, first: Mapping[str, str], *, unlike: bool
+) -> str | None:
+    """Why other values on another rank prove nothing, if so. Collective, and the same on every rank."""
+    try:
+        again = _checksums(title, source)
+        repeats = all(again[name] == first[name] for name in again.keys() & first.keys())
+    except Exception:  # what it could read once, it cannot read again
+        repeats = False
+    if not all(backend.allgather_object(repeats, name="whether samples can be read again")):
+        return "the dataset gives another value each time that a sample is read"
+    # The same on every rank: an attribute of the class of a source.
+    stored = all(backend.allgather_object(bool(getattr(source, "stored", False)), name="whether samples are as stored"))
+    return "unlike processors compute them" if unlike and not stored else None
+
+
+def _checksums(title: str, source: Source) -> dict[str, str]:
+    """A hash of each of some samples, evenly spread from the first to the last."""
+    size, began = len(source), time.monotonic()
+    found: dict[str, str] = {}
+    numbers = sorted({place * (size - 1) // max(1, min(_SAMPLES, size) - 1) for place in range(min(_SAMPLES, size))})
+    # A source of the user's own may be one in all but its class.
+    contents = getattr(source, "contents", None) or partial(Source.contents, source)
+    with seeded(0, 0):
+        read = _lazily(contents, numbers)
+        for number in numbers:
+            name = f"checksum of {title} sample {number}"
+            try:
+                found[name] = hashlib.blake2b(describe(next(read)).encode(), digest_size=8).hexdigest()
+            except Exception as error:
+                # What no rank can read is none of this check: the run meets it when it comes to that sample.
+                found[name] = f"unreadable ({' '.join(str(error).split()) or type(error).__name__})"
+                break
+            if time.monotonic() - began > _SECONDS:
+                break
+    return found
+
+
+def _lazily(contents: Callable[[list[int]], Iterable[Any]], numbers: list[int]) -> Iterator[Any]:
+    yield from contents(numbers)
+
+
+# -- a trainer ----------------------------------------------------------------------------------------------------
+
+
+def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, Any] = {"optimizer": Text(class_name(type(optimizer)))}
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"optimizer.param_groups[{number}]"
+        for option, value in group.items():
+            if option != "params":
+                found[f"{where}[{option!r}]"] = Text(describe(value))
+        for place, parameter in enumerate(group["params"]):
+            found[f"parameter {place} of {where}"] = names.get(id(parameter), "not a parameter of the model")
+    for parameter, held in optimizer.state.items():
+        found[f"optimizer.state of {names.get(id(parameter))}"] = Text(describe(held))
+    return found
+
+
+def _is_own_rank(difference: Difference, backend: Backend) -> bool:
+    """A rank's number, in the job or on its host, that a loss or a model knows: it is no setting."""
+    if "rank" not in difference.name.rpartition(".")[2]:
+        return False
+    places = [backend.hosts[:rank].count(host) for rank, host in enumerate(backend.hosts)]
+    return list(difference.values) in ([str(rank) for rank in range(backend.size)], list(map(str, places)))

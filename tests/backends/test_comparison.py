@@ -1,0 +1,114 @@
+"""Named values on all ranks: the differences are the same list everywhere, also where a rank has none to give."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from dualtrain.backends.comparison import Difference, compare, in_words, ranks_in_words
+from dualtrain.errors import BackendError, UserError
+from tests.threads import run_threads
+
+
+def found(backend, values) -> list[str] | str:
+    """The differences as text, or the error."""
+
+    def read():
+        mine = values[backend.rank]
+        if isinstance(mine, Exception):
+            raise mine
+        return mine
+
+    try:
+        return [str(difference) for difference in compare(backend, "settings", read)]
+    except UserError as error:
+        return str(error) if error.shared else "not shared"
+
+
+CASES = [
+    ([{"a": 1, "b": "x"}, {"b": "x", "a": 1}], []),
+    ([{"a": 1}, {"a": 1.0}], ["a is 1 on rank 0 and 1.0 on rank 1"]),
+    ([{"a": 1, "b": None}, {"a": 1, "b": "not set"}], ["b is not set on rank 0 and 'not set' on rank 1"]),
+    ([{"a": 1}, {}], ["a is 1 on rank 0 and missing on rank 1"]),
+    (
+        [{}, {"new": 1, "newer": 2}],
+        ["new is missing on rank 0 and 1 on rank 1", "newer is missing on rank 0 and 2 on rank 1"],
+    ),
+    ([{"a": "caf\udce9\x1b[31m"}, {"a": "b"}], [r"a is 'caf\udce9\x1b[31m' on rank 0 and 'b' on rank 1"]),
+    # Names and values do not run into one another.
+    ([{"a": 1, "b": 2}, {"a'\0'b": 2}], 3),
+    ([{"a": 1}, UserError("no such file")], "rank 1: no such file"),
+    ([UserError("no such file"), {"a": 1}], "rank 0: no such file"),
+    ([UserError("no such file"), UserError("no such file")], "no such file"),
+    ([{"a": 1}, KeyError("lost")], "rank 1: the settings cannot be compared between the ranks (KeyError: 'lost', in "),
+]
+
+
+def both(backend) -> list[list[str] | str]:
+    return [found(backend, values) for values, _ in CASES]
+
+
+def test_every_rank_learns_what_differs_or_failed(spmd):
+    """One world for all cases: each leaves it usable for the next."""
+    if spmd.size != 2:
+        values = [{"a": rank // 2} for rank in range(spmd.size)]
+        expected = [] if spmd.size == 1 else ["a is 0 on ranks 0, 1 and 1 on rank 2"]
+        assert spmd(found, values) == [expected] * spmd.size
+        return
+    answers = spmd(both)
+    assert answers[0] == answers[1]
+    for answer, (values, expected) in zip(answers[0], CASES, strict=True):
+        if isinstance(expected, str):
+            assert isinstance(answer, str), values
+            assert answer.startswith(expected), values
+            assert "\n" not in answer
+        elif isinstance(expected, int):
+            assert len(answer) == expected
+        else:
+            assert answer == expected
+
+
+def other_call(backend) -> str:
+    call = backend.barrier if backend.rank else partial(compare, backend, "settings", dict)
+    with pytest.raises(BackendError) as error:
+        call()
+    return str(error.value)
+
+
+def test_a_rank_that_calls_something_else_is_an_error_on_all():
+    one, other = run_threads(2, other_call)
+    assert one == other
+    assert "comparison of 'settings'" in one
+    assert "barrier" in one
+
+
+def test_a_reader_that_gives_no_mapping_is_an_error_on_all():
+    for message in run_threads(2, found, [{"a": 1}, 7]):
+        assert "cannot be compared between the ranks (AttributeError" in str(message)
+
+
+def test_messages_are_short():
+    many = [Difference(f"--flag-{number}", ("1", "2")) for number in range(20)]
+    text = in_words(many)
+    assert text.startswith("--flag-0 is 1 on rank 0 and 2 on rank 1; --flag-1 is")
+    assert text.endswith("and 17 more: --flag-3, --flag-4, --flag-5, --flag-6, --flag-7, …")
+    assert in_words(many[:2]).count(";") == 1
+    each = str(Difference("seed", tuple(map(str, range(1000)))))
+    assert each.startswith("seed is 0 on rank 0, 1 on rank 1, ")
+    assert each.endswith(" and others on 994 more")
+    # Of long values, the part that differs is shown.
+    long = str(Difference("text", ("x" * 500 + "one" + "y" * 500, "x" * 500 + "two" + "y" * 500, None)))
+    assert len(long) < 400
+    assert "xone" in long
+    assert "xtwo" in long
+    assert "missing on rank 2" in long
+
+
+def test_ranks_are_written_as_ranges():
+    assert [ranks_in_words(ranks) for ranks in ([3], [0, 2], [0, 1], [0, 1, 2, 5, 7, 8, 9])] == [
+        "rank 3",
+        "ranks 0, 2",
+        "ranks 0, 1",
+        "ranks 0-2, 5, 7-9",
+    ]

@@ -1,0 +1,360 @@
+"""Ranks that were started for different runs: refused on all of them before the first step, and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import dualtrain.training.loop as loop
+import dualtrain.training.same_run as same_run
+from dualtrain import connect
+from dualtrain.config import FIELDS, flag, parse
+from dualtrain.data import Batch, Source, Task
+from dualtrain.data.images import Geometry, ImageFiles
+from dualtrain.data.loader import LoaderSource
+from dualtrain.data.memory import TensorSource
+from dualtrain.data.text import MaskedText
+from dualtrain.data.wrapped import wrap
+from dualtrain.errors import RanksDifferError, UserError
+from tests.threads import run_threads
+
+#: The decision on every setting. A new one belongs here, or into ``same_run.MAY_DIFFER`` with the reason.
+COMPARED = {
+    *("backend", "transport", "nproc", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
+    *("deterministic", "dataset", "download", "augment", "image_size", "resize", "pad", "normalize", "classes", "shape"),
+    *("samples", "sequence_length", "vocabulary", "model", "pretrained", "freeze_backbone", "channels_last", "compile"),
+    *("sync_batchnorm", "batch_size", "global_batch_size", "accumulate", "drop_last", "optimizer", "optimizer_options"),
+    *("momentum", "weight_decay", "label_smoothing", "clip_norm", "amp", "compress", "ema", "seed", "lr", "lr_scale"),
+    *("lr_batch", "schedule", "warmup_steps", "lr_step", "lr_milestones", "lr_gamma", "lr_power", "lr_min", "epochs"),
+    *("max_steps", "early_stop", "checkpoint_every", "checkpoint_epochs", "keep", "best"),
+}
+MAY_DIFFER = {
+    *("device", "data_dir", "text_file", "weights", "run_dir", "resume", "workers", "log_every", "tensorboard"),
+}
+
+
+@pytest.fixture(autouse=True)
+def warnings_of_this_test():
+    same_run._warn_once.cache_clear()
+
+
+def message(call, *args: Any) -> str:
+    """The refusal, or "" where there is none."""
+    try:
+        call(*args)
+    except RanksDifferError as error:
+        return str(error)
+    return ""
+
+
+def alike(answers: list[Any]) -> Any:
+    """What all ranks say."""
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+def other(name: str, config) -> Any:
+    """Another value of the setting; of those that may be absent, one that is there."""
+    value, kind = getattr(config, name), str(FIELDS[name].type)
+    if "bool" in kind:
+        return not value
+    if "int" in kind or "float" in kind:
+        return 7 if value is None else value + 1
+    return f"{value}-other"
+
+
+def changed_settings(backend, names: list[str]) -> list[str]:
+    config, last = parse([]), backend.rank == backend.size - 1
+    found = []
+    for name in names:
+        mine = dataclasses.replace(config, **{name: other(name, config)}) if last else config
+        found.append(message(same_run.compare_settings, mine, backend))
+    return found
+
+
+def test_every_setting_is_compared_or_may_differ_for_a_reason():
+    assert set(FIELDS) == COMPARED | MAY_DIFFER
+    assert set(same_run.MAY_DIFFER) == MAY_DIFFER
+    assert not COMPARED & MAY_DIFFER
+    names, config = sorted(FIELDS), parse([])
+    for name, text in zip(names, alike(run_threads(2, changed_settings, names)), strict=True):
+        if name in COMPARED:
+            mine, theirs = ("not set" if v is None else repr(v) for v in (getattr(config, name), other(name, config)))
+            line = f"the ranks do not have the same settings: {flag(name)} is {mine} on rank 0 and {theirs} on rank 1; "
+            assert text == line + "give every rank the same command line"
+        elif name in ("weights", "resume"):  # there or not is a difference
+            assert f"{flag(name)} is not set on rank 0 and 'given' on rank 1" in text
+        else:
+            assert text == "", name
+
+
+def other_paths(backend) -> None:
+    folder = f"/host-{backend.rank}"
+    same_run.compare_settings(
+        parse(["--resume", f"{folder}/step-1", "--run-dir", folder, "--weights", folder, "--data-dir", folder]), backend
+    )
+
+
+def test_paths_may_differ():
+    run_threads(2, other_paths)
+
+
+def train_with(backend, arguments: list[list[str]]) -> str:
+    return message(loop.train, parse(arguments[backend.rank]), backend)
+
+
+@pytest.mark.parametrize("flags", [["--download"], ["--pretrained", "--model", "resnet18"], ["--max-steps", "3"]])
+def test_nothing_is_begun_before_the_comparison(flags, tmp_path, monkeypatch):
+    def begun(*args: object) -> None:
+        raise AssertionError("a rank went on")
+
+    monkeypatch.setattr(loop, "load_task", begun)
+    text = alike(run_threads(2, train_with, [["--run-dir", str(tmp_path)], ["--run-dir", str(tmp_path), *flags]]))
+    assert f"{flags[0]} is " in text
+    assert not list(tmp_path.iterdir())
+
+
+def other_versions(backend) -> str:
+    backend.versions = {"Horovod": f"0.28.{backend.rank}"}
+    return message(same_run.compare_settings, parse(["--seed", str(backend.rank)]), backend)
+
+
+def test_other_versions_are_named_with_their_cure():
+    text = alike(run_threads(2, other_versions))
+    assert "Horovod is '0.28.0' on rank 0 and '0.28.1' on rank 1" in text
+    assert text.endswith("give every rank the same command line, and install the same versions on all hosts")
+    with connect("local") as backend:
+        assert {"Python", "torch", "dualtrain", "kind of device"} <= set(same_run._platform(backend))
+
+
+def unlike_processors(backend) -> None:
+    for _ in range(2):
+        same_run.compare_settings(parse([]), backend)
+
+
+def processors_of_each(backend) -> dict[str, str]:
+    return {"CPU capability": ["AVX2", "AVX512"][backend.rank], "GPU": "none"}
+
+
+def test_unlike_processors_are_one_warning(monkeypatch, capsys):
+    monkeypatch.setattr(same_run, "_processors", processors_of_each)
+    run_threads(2, unlike_processors)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dualtrain: warning: the ranks have unlike processors")
+    assert line.endswith("CPU capability is 'AVX2' on rank 0 and 'AVX512' on rank 1")
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def task_of(train: Any, val: Any = None, **options: Any) -> Task:
+    return Task(train, val or numbered(4), **{"shape": (1,), "classes": 3, **options})
+
+
+def numbered(samples: int, **changed: float) -> TensorSource:
+    inputs = torch.arange(float(samples))[:, None]
+    for number, value in changed.items():
+        inputs[int(number[1:])] = value
+    return TensorSource(inputs, torch.arange(samples) % 3)
+
+
+class Pairs:
+    """A user's dataset, with augmentation out of ``draw``."""
+
+    num_classes = 3
+
+    def __init__(self, draw: Any = float, broken: int | None = None, offset: float = 0.0) -> None:
+        self.draw, self.broken, self.offset = draw, broken, offset
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        if number == self.broken:
+            raise RuntimeError(f"sample {number} is broken")
+        return torch.tensor([number + self.draw() + self.offset]), number % 3
+
+
+def drawn() -> float:
+    """Out of the generators of the process, which threads have in common."""
+    return torch.rand(()).item() + random.random() + numpy.random.rand()
+
+
+class Streamed(Source):
+    """A user's source with nothing but what a source must have."""
+
+    def __init__(self, offset: float) -> None:
+        self.offset = offset
+
+    def __len__(self) -> int:
+        return 40
+
+    def stream(self, batches, device):
+        for batch in batches:
+            yield batch.numbers[:, None] + self.offset, batch.numbers % 3
+
+
+class Duck:
+    """As much of a source as a run needs, without its class."""
+
+    __len__, stream, close = Streamed.__len__, Streamed.stream, Source.close
+    offset = 0
+
+
+def images(root, changed: bool = False) -> LoaderSource:
+    samples = []
+    for number in range(20):
+        path = root / ("cat" if number < 10 else "dog") / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"other" if changed and number == 19 else b"not decoded")
+        samples.append((str(path), int(number >= 10)))
+    return LoaderSource(ImageFiles(samples, Geometry(4, 4)), 0)
+
+
+DATA = {
+    "equal": (lambda rank: task_of(numbered(100)), ""),
+    "more samples": (
+        lambda rank: task_of(numbered(100 + rank)),
+        "number of training samples is 100 on rank 0 and 101 on rank 1; give every host the same data",
+    ),
+    "fewer to validate": (lambda rank: task_of(numbered(9), numbered(4 - rank)), "number of validation samples is 4 on"),
+    "classes": (lambda rank: task_of(numbered(9), classes=3 + rank), "number of classes is 3 on rank 0 and 4 on rank 1"),
+    "names": (
+        lambda rank: task_of(numbered(9), names=("cat", ["dog", "cow"][rank])),
+        "name of class 1 is 'dog' on rank 0 and 'cow' on rank 1; ",
+    ),
+    "the last value": (lambda rank: task_of(numbered(100, n99=rank)), "checksum of training sample 99 is '"),
+    "one value to validate": (
+        lambda rank: task_of(numbered(9), numbered(5, n3=rank)),
+        "do not have the same validation data: checksum of validation sample 3 is '",
+    ),
+    "a target": (
+        lambda rank: task_of(TensorSource(torch.zeros(2, 1), torch.tensor([0, rank]))),
+        "checksum of training sample 1 is '",
+    ),
+    "tokens": (lambda rank: task_of(MaskedText(torch.full((8, 4), 7 + rank), 9)), "checksum of training sample 0 is '"),
+    "own, equal": (lambda rank: wrap(Pairs(), Pairs()), ""),
+    "own, other": (lambda rank: wrap(Pairs(offset=rank), Pairs()), "checksum of training sample 0 is '"),
+    "own, broken on a rank": (
+        lambda rank: wrap(Pairs(broken=19 if rank else None), Pairs()),
+        "on rank 0 and 'unreadable (sample 19 is broken)' on rank 1; ",
+    ),
+    "own, broken on all": (lambda rank: wrap(Pairs(broken=19), Pairs()), ""),  # the run meets it if it gets there
+    "streamed, equal": (lambda rank: task_of(Streamed(0)), ""),
+    "streamed, other": (lambda rank: task_of(Streamed(rank)), "checksum of training sample 0 is '"),
+    "nearly a source": (lambda rank: task_of([Streamed(0), Duck()][rank]), ""),
+    "empty": (lambda rank: task_of(numbered(0)), ""),
+}
+
+
+def compared_data(backend, folder) -> list[str]:
+    found = [message(same_run.compare_task, make(backend.rank), backend) for make, _ in DATA.values()]
+    mine = folder / f"host-{backend.rank}"
+    for changed in (False, True):
+        task = task_of(images(mine, changed=changed and backend.rank == 1))
+        found.append(message(same_run.compare_task, task, backend))
+    return found
+
+
+def test_data_are_compared(tmp_path):
+    *answers, same_files, other_file = alike(run_threads(2, compared_data, tmp_path))
+    for (name, (_, part)), text in zip(DATA.items(), answers, strict=True):
+        assert part in text if part else text == "", f"{name}: {text}"
+    assert same_files == ""
+    assert "checksum of training sample 19 is '" in other_file
+
+
+def test_a_file_that_is_no_file_is_not_waited_for(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "0.jpg")
+    source = LoaderSource(ImageFiles([(str(tmp_path / "0.jpg"), 0)], Geometry(4, 4)), 0)
+    (found,) = same_run._checksums("training", source).values()
+    assert "is not a regular file" in found
+
+
+def own_generators(backend) -> str:
+    # Not the same draws on two ranks, and not twice the same.
+    return message(same_run.compare_task, wrap(Pairs(random.Random(backend.rank).random), Pairs()), backend)
+
+
+def test_data_that_are_other_at_each_reading_prove_nothing(capsys):
+    assert alike(run_threads(2, own_generators)) == ""
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "whether the ranks have the same training data is not known" in line
+    assert "another value each time" in line
+
+
+def computed_and_stored(backend) -> list[str]:
+    tasks = task_of(Streamed(backend.rank)), task_of(numbered(9, n0=backend.rank + 1))
+    return [message(same_run.compare_task, task, backend) for task in tasks]
+
+
+def test_samples_that_unlike_processors_compute_may_differ(monkeypatch, capsys):
+    monkeypatch.setattr(same_run, "_processors", processors_of_each)
+    computed, stored = alike(run_threads(2, computed_and_stored))
+    assert computed == ""
+    assert "checksum of training sample 0 is" in stored
+    assert "unlike processors compute them" in capsys.readouterr().err
+
+
+def slow_rank(backend) -> str:
+    return message(same_run.compare_task, wrap(Pairs(), Pairs()), backend)
+
+
+def test_a_slow_rank_compares_fewer_samples(monkeypatch):
+    monkeypatch.setattr(same_run, "_SECONDS", -1.0)
+    assert list(same_run._checksums("training", numbered(100))) == ["checksum of training sample 0"]
+    names = iter([["a", "b"], ["a"]])
+    monkeypatch.setattr(same_run, "_checksums", lambda title, source: dict.fromkeys(next(names, ["a"]), "1"))
+    assert alike(run_threads(2, slow_rank)) == ""
+
+
+def test_the_samples_are_spread_from_the_first_to_the_last_and_nothing_is_drawn():
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    for size, numbers in ((1, [0]), (3, [0, 1, 2]), (16, [*range(16)]), (31, [*range(0, 31, 2)])):
+        names = same_run._checksums("training", numbered(size))
+        assert list(names) == [f"checksum of training sample {number}" for number in numbers]
+    assert len(same_run._checksums("training", numbered(10**6))) == 16
+    own = wrap(Pairs(drawn), Pairs(drawn), workers=2)
+    assert same_run._checksums("training", own.train) == same_run._checksums("training", own.train)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
+    (first,) = TensorSource(torch.ones(1, 1), torch.zeros(1)).contents([0])
+    assert [tensor.tolist() for tensor in first] == [[1.0], 0.0]
+    assert next(iter(Streamed(0).stream([Batch(torch.tensor([5]))], torch.device("cpu"))))[0].item() == 5
+
+
+def test_what_one_rank_lacks_for_its_trainer_is_an_error_on_all(tmp_path, monkeypatch):
+    def lacking(config) -> None:
+        if config.log_every == 3:
+            raise UserError("no TensorBoard here")
+
+    monkeypatch.setattr(loop, "threads", lambda backend: 1)
+    monkeypatch.setattr(loop, "check_tensorboard", lacking)
+    flags = ["--run-dir", str(tmp_path)]
+    assert alike(run_threads(2, train_with, [flags, [*flags, "--log-every", "3"]])) == "rank 1: no TensorBoard here"
+    assert not list(tmp_path.iterdir())
+
+
+def missing_on_one_host(backend, files: list[str]) -> str:
+    try:
+        loop.load_task(parse(["--dataset", "text", "--text-file", files[backend.rank]]), backend)
+    except UserError as error:
+        return str(error) if error.shared else "not shared"
+    return "loaded"
+
+
+def test_data_that_one_host_lacks_are_an_error_on_all(tmp_path):
+    file = tmp_path / "words.txt"
+    file.write_text("one two three " * 500)
+    text = alike(run_threads(2, missing_on_one_host, [str(file), str(tmp_path / "missing")]))
+    assert text.startswith("rank 1: --text-file")

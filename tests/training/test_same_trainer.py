@@ -1,0 +1,273 @@
+"""Trainers that are given something else on one rank: refused on all, and named; the same in other words is not."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, Adam, lr_scheduler
+
+from dualtrain import Trainer
+from dualtrain.errors import BackendError, RanksDifferError
+from dualtrain.training.description import describe, of_object
+from dualtrain.training.objective import CrossEntropy
+from tests.threads import run_threads
+
+
+def net(p: float = 0.1) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(p), nn.Linear(4, 2))
+
+
+class Scaled(nn.Module):
+    """A model with settings of every kind as attributes."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+
+class Loss:
+    def __init__(self, **settings: Any) -> None:
+        vars(self).update(settings)
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs, targets)
+
+    def method(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self(outputs, targets)
+
+
+class Penalty(nn.Module):
+    """A loss that knows the model, whose weights may still differ, and has weights of its own."""
+
+    def __init__(self, model: nn.Module, own: float) -> None:
+        super().__init__()
+        self.model, self.own = model, nn.Parameter(torch.tensor([own]))
+
+
+def capturing(smoothing: float, **others: Any) -> Any:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert others is not None
+        return functional.cross_entropy(outputs, targets, label_smoothing=smoothing)
+
+    return loss
+
+
+def groups(model: nn.Sequential, decay: float, *, swapped: bool = False) -> SGD:
+    first, second = list(model[0].parameters()), list(model[2].parameters())
+    if swapped:
+        first, second = second, first
+    return SGD([{"params": first}, {"params": second, "weight_decay": decay}], 0.1)
+
+
+def stepped(optimizer: torch.optim.Optimizer, value: float) -> torch.optim.Optimizer:
+    """With a state, as after a checkpoint was loaded."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, value)
+    return optimizer
+
+
+def given(model: nn.Module | None = None, optimizer: Any = None, schedule: Any = None, **options: Any) -> dict[str, Any]:
+    model = model or net()
+    optimizer = optimizer(model) if optimizer else SGD(model.parameters(), 0.1)
+    return {"model": model, "optimizer": optimizer, "schedule": schedule and schedule(optimizer), **options}
+
+
+def sequential(optimizer: torch.optim.Optimizer, drop: int) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, drop)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+
+#: What rank r is given, and what the refusal says; "" for none.
+CASES: dict[str, tuple[Any, str]] = {
+    "the same": (lambda r: given(), ""),
+    "lr": (
+        lambda r: given(optimizer=lambda m: SGD(m.parameters(), [0.1, 0.2][r])),
+        "optimizer.param_groups[0]['lr'] is 0.1 on rank 0 and 0.2 on rank 1; ",
+    ),
+    "lr as a tensor": (
+        lambda r: given(optimizer=lambda m: Adam(m.parameters(), torch.tensor([0.5, 0.25][r]))),
+        "optimizer.param_groups[0]['lr'] is 0.5 on rank 0 and 0.25 on rank 1",
+    ),
+    "class of the optimizer": (
+        lambda r: given(optimizer=lambda m: [SGD, Adam][r](m.parameters(), 0.1)),
+        "optimizer is torch.optim.sgd.SGD on rank 0 and torch.optim.adam.Adam on rank 1; ",
+    ),
+    "momentum": (lambda r: given(optimizer=lambda m: SGD(m.parameters(), 0.1, r / 2)), "['momentum'] is 0.0 on rank 0 and"),
+    "betas": (
+        lambda r: given(optimizer=lambda m: Adam(m.parameters(), betas=(0.9, [0.99, 0.999][r]))),
+        "optimizer.param_groups[0]['betas'] is (0.9, 0.99) on rank 0 and (0.9, 0.999) on rank 1",
+    ),
+    "weight decay of a group": (
+        lambda r: given(optimizer=lambda m: groups(m, [0.1, 0.2][r])),
+        "optimizer.param_groups[1]['weight_decay'] is 0.1 on rank 0 and 0.2 on rank 1",
+    ),
+    "groups in another order": (
+        lambda r: given(optimizer=lambda m: groups(m, 0.1, swapped=bool(r))),
+        "parameter 0 of optimizer.param_groups[0] is '0.weight' on rank 0 and '2.weight' on rank 1",
+    ),
+    "state of the optimizer": (
+        lambda r: given(optimizer=lambda m: stepped(SGD(m.parameters(), 0.1), r)),
+        "optimizer.state of 0.weight is {'exp_avg': float32 (4, 3) ",
+    ),
+    "state on one rank": (
+        lambda r: given(optimizer=lambda m: stepped(Adam(m.parameters()), 0) if r else Adam(m.parameters())),
+        "optimizer.state of 0.weight is missing on rank 0 and {'exp_avg': ",
+    ),
+    "clip_norm": (lambda r: given(clip_norm=[None, 1.0][r]), "clip_norm is not set on rank 0 and 1.0 on rank 1"),
+    "amp": (lambda r: given(amp=["off", "bf16"][r]), "amp is 'off' on rank 0 and 'bf16' on rank 1"),
+    "amp that is unknown on one rank": (
+        lambda r: given(amp=["off", "fp8"][r]),
+        "amp is 'off' on rank 0 and 'fp8' on rank 1",
+    ),
+    "ema": (lambda r: given(ema=[0.5, None][r]), "ema is 0.5 on rank 0 and not set on rank 1"),
+    "compress": (lambda r: given(compress=["none", "fp16"][r]), "compress is 'none' on rank 0"),
+    "dropout": (lambda r: given(net(r / 2)), "model.1.p is 0.0 on rank 0 and 0.5 on rank 1"),
+    "class of a layer": (lambda r: given(nn.Sequential(nn.Linear(3, 2), [nn.ReLU, nn.Tanh][r]())), "model.1 is torch.nn"),
+    "attribute of the model": (
+        lambda r: given(Scaled(kind=["a", "b"][r])),
+        "model.kind is 'a' on rank 0 and 'b' on rank 1",
+    ),
+    "what a model may know": (
+        lambda r: given(Scaled(rank=r, device=f"cuda:{r}", path=f"/host/{r}", _calls=r, log=SimpleNamespace(number=r))),
+        "",
+    ),
+    "a number that is no rank": (lambda r: given(Scaled(heads=r)), "model.heads is 0 on rank 0 and 1 on rank 1"),
+    "mode": (lambda r: given([net(), net().eval()][r]), ""),
+    "label smoothing": (
+        lambda r: given(loss=nn.CrossEntropyLoss(label_smoothing=r / 4)),
+        "loss.label_smoothing is 0.0 on rank 0 and 0.25 on rank 1",
+    ),
+    "label smoothing of ours": (
+        lambda r: given(loss=CrossEntropy(r / 4)),
+        "loss.label_smoothing is 0.0 on rank 0 and 0.25",
+    ),
+    "class weights": (lambda r: given(loss=nn.CrossEntropyLoss(torch.ones(2) + r)), "loss.weight is float32 (2,) "),
+    "reduction": (lambda r: given(loss=nn.MSELoss(reduction=["mean", "sum"][r])), "loss.reduction is 'mean' on rank 0 and"),
+    "class of the loss": (lambda r: given(loss=[nn.MSELoss, nn.L1Loss][r]()), "loss is torch.nn.modules.loss.MSELoss on"),
+    "a loss on one rank": (lambda r: given(loss=[None, nn.MSELoss()][r]), "loss is not set on rank 0 and torch.nn.mod"),
+    "function": (
+        lambda r: given(loss=[functional.mse_loss, functional.l1_loss][r]),
+        "loss is torch.nn.functional.mse_loss (code ",
+    ),
+    "code of a lambda": (
+        lambda r: given(loss=[lambda y, t: y.mean() * 0.5, lambda y, t: y.mean() * 0.25][r]),
+        "loss is tests.training.test_same_trainer.<lambda>.<locals>.<lambda> (code ",
+    ),
+    "captured": (lambda r: given(loss=capturing(r / 4)), "loss.smoothing is 0.0 on rank 0 and 0.25 on rank 1"),
+    "captured model": (lambda r: given(loss=capturing(0.1, model=nn.Linear(2, 2))), ""),
+    "partial": (
+        lambda r: given(loss=functools.partial(functional.cross_entropy, label_smoothing=r / 4)),
+        "loss.keywords is {'label_smoothing': 0.0} on rank 0 and {'label_smoothing': 0.25} on rank 1",
+    ),
+    "attribute of a loss": (
+        lambda r: given(loss=Loss(weight=torch.tensor([1.0, r]), margin=1)),
+        "loss.weight is float32 (2,) ",
+    ),
+    "method": (
+        lambda r: given(loss=[Loss().method, Loss().__call__][r]),
+        "loss is tests.training.test_same_trainer.Loss.m",
+    ),
+    "what a loss may know": (lambda r: given(loss=Loss(rank=r, local_rank=r, _file=r, log=object())), ""),
+    "a loss with weights": (lambda r: penalised(0.5), ""),
+    "a loss with other weights": (lambda r: penalised(float(r)), "loss.own is float32 (1,) "),
+    "schedule": (
+        lambda r: given(schedule=lambda o: lr_scheduler.StepLR(o, 3 + r)),
+        "schedule.step_size is 3 on rank 0 and 4 on rank 1",
+    ),
+    "class of the schedule": (
+        lambda r: given(schedule=lambda o: [lr_scheduler.StepLR, lr_scheduler.CosineAnnealingLR][r](o, 3)),
+        "schedule is torch.optim.lr_scheduler.StepLR on rank 0 and torch.optim.lr_scheduler.CosineAnnealingLR on rank 1",
+    ),
+    "schedule on one rank": (
+        lambda r: given(schedule=(lambda o: lr_scheduler.ExponentialLR(o, 0.9)) if r else None),
+        "schedule is not set on rank 0",
+    ),
+    "function of a schedule": (
+        lambda r: given(schedule=lambda o: lr_scheduler.LambdaLR(o, lambda step: [0.5, 0.25][r] ** step)),
+        "r=0)] on rank 0",
+    ),
+    "schedule in a schedule": (
+        lambda r: given(schedule=lambda o: sequential(o, 3 + r)),
+        "step_size=3, gamma=",
+    ),
+    "forward": (lambda r: given(forward=[None, net()][r]), "forward is not set on rank 0 and torch.nn.modules.container"),
+}
+
+
+def penalised(own: float) -> dict[str, Any]:
+    model = net()
+    return given(model, loss=Penalty(model, own))
+
+
+def make(backend, arguments: dict[str, Any]) -> str:
+    try:
+        Trainer(arguments.pop("model"), arguments.pop("optimizer"), backend=backend, **arguments)
+    except (RanksDifferError, BackendError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def make_all(backend) -> list[str]:
+    return [make(backend, case(backend.rank)) for case, _ in CASES.values()]
+
+
+def test_what_a_trainer_is_given_is_compared():
+    one, other = run_threads(2, make_all)
+    assert one == other
+    for (name, (_, part)), text in zip(CASES.items(), one, strict=True):
+        if part:
+            assert text.startswith("RanksDifferError: the ranks do not have the same settings of the trainer: "), name
+            assert part in text, f"{name}: {text}"
+            assert len(text) < 700, name
+        else:
+            assert text == "", f"{name}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"b": 1, "a": (2.0, None)}, "{'a': (2.0, None), 'b': 1}"),
+        ({3, 1, 2}, "{1, 2, 3}"),
+        (torch.device("cuda:1"), "cuda"),
+        (torch.tensor(2), "2"),
+        (torch.empty(2, device="meta"), "float32 (2,)"),
+        (nn.Parameter(torch.ones(2)), "float32 (2,)"),
+        (torch.float16, "torch.float16"),
+        (len, "builtins.len"),
+        (dict, "builtins.dict"),
+        (object(), "builtins.object"),
+    ],
+)
+def test_descriptions_hold_no_addresses_and_no_order(value, text):
+    assert describe(value) == text
+
+
+def test_descriptions_end():
+    loop: list[Any] = []
+    loop.append(loop)
+    assert len(describe(loop)) < 100
+
+    def recursive(n: int) -> Any:
+        return recursive(n - 1) if n else loop
+
+    assert list(of_object("loss", recursive)) == ["loss", "loss.loop", "loss.recursive"]
+
+    class Broken:
+        """Nothing of its own is run."""
+
+        @property
+        def setting(self) -> int:
+            raise AssertionError("run")
+
+        def __repr__(self) -> str:
+            raise AssertionError("run")
+
+    assert describe(Broken()).endswith("Broken")
