@@ -66,7 +66,7 @@ def test_the_variables_become_the_launchers_options(name, tmp_path):
     (tmp_path / "bin" / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
     plain = {"DUALTRAIN_VENV": str(tmp_path), "OMP_NUM_THREADS": "", "NPROC": "3"}
     several = {"NPROC": "2", "HOSTS": "one:2,two", "IFACE": "lo", "PORT": "7"}
-    for variables, started, place in zip((plain, plain | several), STARTS[name], ("1", "1 lo lo"), strict=True):
+    for variables, started, place in zip((plain, plain | several), STARTS[name], ("1  ", "1 lo lo"), strict=True):
         end = start(name, "--lr", "1", **variables)
         assert end.returncode == 0, end.stderr
         command, environment = end.stdout.splitlines()
