@@ -14,7 +14,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.context import ForkServerContext
@@ -140,12 +141,17 @@ def places(size: int, **more: str) -> list[dict[str, str]]:
     return [{"RANK": str(rank), **meeting} for rank in range(size)]
 
 
-def torchrun_places(size: int) -> list[dict[str, str]]:
-    """The variables that torchrun gives each rank of a world of ``size`` on loopback."""
+@contextmanager
+def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
+    """The variables that torchrun gives each rank of a world of ``size`` on loopback, while its agent's store is served."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(size), "ROLE_WORLD_SIZE": str(size), "ROLE_NAME": "default"}
-    elastic = {"MAX_RESTARTS": "0", "RESTART_COUNT": "0", "RUN_ID": "forked", "USE_AGENT_STORE": "False"}
+    elastic = {"MAX_RESTARTS": "0", "RESTART_COUNT": "0", "RUN_ID": "forked", "USE_AGENT_STORE": "True"}
     shared = group | {f"TORCHELASTIC_{name}": value for name, value in elastic.items()}
-    return [place | {"LOCAL_RANK": place["RANK"], "ROLE_RANK": place["RANK"]} for place in places(size, **shared)]
+    shared["MASTER_PORT"] = str(store.port)
+    yield [place | {"LOCAL_RANK": place["RANK"], "ROLE_RANK": place["RANK"]} for place in places(size, **shared)]
 
 
 def holds(condition: Callable[[], bool], seconds: float = 120) -> bool:
