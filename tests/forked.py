@@ -14,7 +14,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.context import ForkServerContext
@@ -115,14 +116,20 @@ def run(command: Sequence[str | Path], folder: Path, seconds: float = 120, **set
 
 
 def run_ranks(
-    size: int, command: Sequence[str | Path], folder: Path, seconds: float = 120, env: Mapping[str, str] | None = None
+    ranks: int | Sequence[Mapping[str, str]],
+    command: Sequence[str | Path],
+    folder: Path,
+    seconds: float = 120,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> list[End]:
-    """Run ``size`` ranks of one world on loopback to their ends, in rank order."""
-    ranks = [Forked(command, folder, env={**(os.environ if env is None else env), **place}) for place in places(size)]
+    """Run a world of so many ranks on loopback, or of ranks with these variables, to their ends, in rank order."""
+    given = places(ranks) if isinstance(ranks, int) else ranks
+    running = [Forked(command, folder, env={**(os.environ if env is None else env), **each}, cwd=cwd) for each in given]
     try:
-        return [rank.end(seconds) for rank in ranks]
+        return [rank.end(seconds) for rank in running]
     finally:
-        for rank in ranks:
+        for rank in running:
             rank.kill()
 
 
@@ -132,6 +139,19 @@ def places(size: int, **more: str) -> list[dict[str, str]]:
 
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), **more}
     return [{"RANK": str(rank), **meeting} for rank in range(size)]
+
+
+@contextmanager
+def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
+    """The variables that torchrun gives each rank of a world of ``size`` on loopback, while its agent's store is served."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(size), "ROLE_WORLD_SIZE": str(size), "ROLE_NAME": "default"}
+    elastic = {"MAX_RESTARTS": "0", "RESTART_COUNT": "0", "RUN_ID": "forked", "USE_AGENT_STORE": "True"}
+    shared = group | {f"TORCHELASTIC_{name}": value for name, value in elastic.items()}
+    shared["MASTER_PORT"] = str(store.port)
+    yield [place | {"LOCAL_RANK": place["RANK"], "ROLE_RANK": place["RANK"]} for place in places(size, **shared)]
 
 
 def holds(condition: Callable[[], bool], seconds: float = 120) -> bool:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.forked import ROOT, run_ranks, torchrun
+
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 README = (ROOT / "README.md").read_text()
-ALONE = [sys.executable]
-TOGETHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
-
 PROGRAMS = [text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "connect" in text]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=["steps", "trainer"])
-@pytest.mark.parametrize("launcher", [ALONE, pytest.param(TOGETHER, marks=pytest.mark.launch)], ids=["alone", "together"])
-def test_the_library_examples_learn(tmp_path, launcher, program):
+@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "together"])
+def test_the_library_examples_learn(tmp_path, ranks, program):
     script = tmp_path / "example.py"
     script.write_text(program)
-    end = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=120)
-    assert end.returncode == 0, end.stderr
-    (loss,) = re.findall(r"loss (\S+)", end.stdout)
+    with torchrun(ranks) as places:
+        ends = run_ranks(places if ranks > 1 else [{}], (script,), tmp_path / "printed", env=ENV)
+    assert [end.returncode for end in ends] == [0] * ranks, ends[0].stderr
+    (loss,) = re.findall(r"loss (\S+)", "".join(end.stdout for end in ends))
     assert float(loss) < 1e-6
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +14,11 @@ from dualtrain.doctor.page import page
 from dualtrain.doctor.probe import SIZES, bus_bandwidth
 from dualtrain.launchers import World, detect_world
 from tests.conftest import require_horovod
+from tests.forked import run, run_ranks, torchrun
 from tests.pool import ROOT, free_port
 
-BIN = Path(sys.executable).parent
-DOCTOR = ["python", "-m", "dualtrain.doctor"]
+DOCTOR = ("-m", "dualtrain.doctor")
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 # Horovod as if it were not there, for a whole process.
 WITHOUT_HOROVOD = """
 import sys
@@ -34,12 +32,6 @@ sys.exit(main())
 """
 
 
-def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
-
-
 def row(rank=0, **other):
     """The facts of a healthy rank."""
     versions = {"dualtrain": "1", "Python": "3.11", "torch": "2.13", "horovod": "0.28.1"}
@@ -48,8 +40,8 @@ def row(rank=0, **other):
     return {**healthy, "probes": fine, "host": "here", "cuda": False, "cores": [0, 1], "devices": ["cpu"], **other}
 
 
-def test_alone_as_text_and_as_json():
-    end = run([*DOCTOR, "--json"])
+def test_alone_as_text_and_as_json(tmp_path):
+    end = run((*DOCTOR, "--json"), tmp_path, env=ENV)
     assert end.returncode == 0, end.stderr
     report = json.loads(end.stdout)
     assert report["works"]
@@ -62,17 +54,8 @@ def test_alone_as_text_and_as_json():
     assert text.endswith("a run with --backend local would work")
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    ("launcher", "chosen"),
-    [("torchrun --standalone --nproc_per_node 2 -m dualtrain.doctor", "torch")]
-    + [(f"horovodrun {controller} -np 2 {' '.join(DOCTOR)}", "horovod") for controller in ("--gloo", "--mpi")],
-)
-def test_two_ranks_reach_each_other_on_both_backends(launcher, chosen):
-    require_horovod()
-    end = run(launcher.split())
-    assert end.returncode == 0, end.stderr
-    said = end.stdout
+def both_are_reached(said, chosen):
+    """Asserts that two ranks found both backends well, and which of them a run would take."""
     assert f"a run with --backend {chosen} would work" in said
     assert said.count("a run with") == 1
     assert "torch (gloo, cpu)" in said
@@ -81,16 +64,26 @@ def test_two_ranks_reach_each_other_on_both_backends(launcher, chosen):
     assert "problem:" not in said
 
 
-def test_half_a_description_is_a_problem():
-    end = run([*DOCTOR, "--backend", "torch"], WORLD_SIZE="2")
-    assert end.returncode == 2
-    assert "RANK is not set, but WORLD_SIZE is: the process has only a part of its environment, and would" in end.stderr
+def test_two_ranks_reach_each_other_on_both_backends(tmp_path):
+    require_horovod()
+    with torchrun(2) as places:
+        first, second = run_ranks(places, DOCTOR, tmp_path, env=ENV)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    both_are_reached(first.stdout, "torch")
+    assert second.stdout == ""
 
 
-def test_a_rendezvous_that_nobody_serves_ends_in_time():
+def test_half_a_description_is_a_problem(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--backend", "torch"]) == 2
+    said = capsys.readouterr().err
+    assert "RANK is not set, but WORLD_SIZE is: the process has only a part of its environment, and would" in said
+
+
+def test_a_rendezvous_that_nobody_serves_ends_in_time(tmp_path):
     port = str(free_port())
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    end = run([*DOCTOR, "--timeout", "1"], **place)
+    end = run((*DOCTOR, "--timeout", "1"), tmp_path, env=ENV | place)
     assert end.returncode == 2
     assert end.stdout == ""  # the report is rank 0's
     (said,) = end.stderr.splitlines()
@@ -98,8 +91,8 @@ def test_a_rendezvous_that_nobody_serves_ends_in_time():
 
 
 @pytest.mark.parametrize(("backend", "status", "kind"), [("all", 0, "note"), ("horovod", 2, "problem")])
-def test_a_missing_horovod_matters_to_those_who_want_it(backend, status, kind):
-    end = run(["python", "-c", WITHOUT_HOROVOD, "--backend", backend])
+def test_a_missing_horovod_matters_to_those_who_want_it(backend, status, kind, tmp_path):
+    end = run(("-c", WITHOUT_HOROVOD, "--backend", backend), tmp_path, env=ENV)
     assert end.returncode == status, end.stderr
     assert f"{kind}: horovod: Horovod is not installed" in end.stdout
     assert "bash launch/setup.sh" in end.stdout
@@ -165,19 +158,19 @@ ONE_WITHOUT = WITHOUT_HOROVOD.replace(
 )
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize(("backend", "status"), [("all", 0), ("horovod", 1)])
-def test_a_rank_without_horovod_is_named_and_holds_nobody_up(backend, status, tmp_path):
+@pytest.mark.parametrize(("backend", "seconds", "statuses"), [("all", "60", [0, 0]), ("horovod", "1", [2, 2])])
+def test_a_rank_without_horovod_is_named_and_holds_nobody_up(backend, seconds, statuses, tmp_path):
     require_horovod()
-    script = tmp_path / "doctor.py"
-    script.write_text(ONE_WITHOUT)
-    end = run(["torchrun", "--standalone", "--nproc_per_node=2", str(script), "--backend", backend, "--timeout", "5"])
-    assert end.returncode == status
-    assert "Horovod is not installed" in end.stdout + end.stderr
+    command = ("-c", ONE_WITHOUT, "--backend", backend, "--timeout", seconds)
+    with torchrun(2) as places:
+        first, second = run_ranks(places, command, tmp_path, env=ENV)
+    assert [first.returncode, second.returncode] == statuses
     if backend == "all":
-        assert "note: horovod on rank 0: not tried: rank 1 cannot use it" in end.stdout
+        assert "Horovod is not installed" in first.stdout
+        assert "note: horovod on rank 0: not tried: rank 1 cannot use it" in first.stdout
     else:
-        assert "problem: horovod: rank 1 of 2 did not come within 5 s" in end.stdout
+        assert "Horovod is not installed" in second.stderr
+        assert "problem: horovod: rank 1 of 2 did not come within 1 s" in first.stdout
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():

@@ -4,48 +4,44 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from dualtrain import main as command
 from dualtrain.config import parse
 from dualtrain.errors import DivergedError, RanksDifferError, UserError
-from tests.pool import free_port
+from tests.forked import Forked, run
+from tests.pool import ROOT, free_port
 from tests.threads import run_threads
 
-MAIN = [sys.executable, "-m", "dualtrain.main"]
+MAIN = ("-m", "dualtrain.main")
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MAIN, *arguments], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=120
-    )
-
-
-@pytest.mark.launch
 def test_a_run_ends_well_and_says_what_came_out(tmp_path):
-    end = run("--max-steps", "3", cwd=tmp_path)
+    end = run((*MAIN, "--max-steps", "3"), tmp_path, env=ENV, cwd=tmp_path)
     assert (end.returncode, end.stderr) == (0, "")
     assert "val accuracy" in end.stdout.splitlines()[-1]
     assert "\r" not in end.stdout  # no bar where nobody looks
 
 
-@pytest.mark.launch
 def test_a_terminal_gets_a_bar(tmp_path):
     ours, theirs = pty.openpty()
-    with subprocess.Popen([*MAIN, "--max-steps", "3"], cwd=tmp_path, stdout=theirs, stderr=theirs) as process:
+    program = "import os, sys, dualtrain.main\nterminal = os.open(sys.argv.pop(1), os.O_WRONLY)\n"
+    program += "for each in (1, 2): os.dup2(terminal, each)\nsys.exit(dualtrain.main.main())"
+    process = Forked(("-c", program, os.ttyname(theirs), "--max-steps", "3"), tmp_path, env=ENV, cwd=tmp_path)
+    shown = b""
+    try:
+        assert process.wait(120) == 0
+        os.set_blocking(ours, False)
+        while data := os.read(ours, 65536):
+            shown += data
+    except BlockingIOError:
+        pass  # all is read
+    finally:
+        process.kill()
         os.close(theirs)
-        shown = b""
-        try:
-            while data := os.read(ours, 65536):
-                shown += data
-        except OSError:
-            pass  # how a terminal on Linux says that its program has ended
-    os.close(ours)
-    assert process.returncode == 0
+        os.close(ours)
     assert "3/3" in shown.decode()
     assert "█" in shown.decode()
 
@@ -72,22 +68,22 @@ def test_what_a_user_can_mend_is_one_line_and_status_2(tmp_path, monkeypatch, ca
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_lost_peer_at_the_start_is_a_bounded_wait(tmp_path):
+def test_a_lost_peer_at_the_start_is_a_bounded_wait(monkeypatch, capsys):
     world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    end = run("--backend", "torch", "--timeout", "2", cwd=tmp_path, **world)
-    assert end.returncode == 2
-    assert "within 2 s" in end.stderr
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    assert command.main(["--backend", "torch", "--timeout", "1"]) == 2
+    assert "within 1 s" in capsys.readouterr().err
 
 
 def test_a_refusal_is_the_status_of_the_process(tmp_path):
-    end = run("--lr", "x", cwd=tmp_path)
+    end = run((*MAIN, "--lr", "x"), tmp_path, env=ENV)
     assert (end.returncode, end.stdout, len(end.stderr.splitlines())) == (2, "", 1)
 
 
-@pytest.mark.launch
 def test_horovod_missing_names_its_cure(tmp_path):
     (tmp_path / "horovod.py").write_text("raise ImportError('No module named horovod')")
-    end = run("--backend", "horovod", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    end = run((*MAIN, "--backend", "horovod"), tmp_path, env=ENV, cwd=tmp_path)
     assert end.returncode == 2
     (line,) = end.stderr.splitlines()
     assert "launch/setup.sh" in line

@@ -1,21 +1,17 @@
-"""Whole training scripts, in the manner of Horovod's own examples, as torchrun starts them through horovodize."""
+"""Whole training scripts, in the manner of Horovod's own examples, by horovodize in ranks such as torchrun starts."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.forked import ROOT, run_ranks, torchrun
 from tests.horovodize.test_horovodize import CLEAN_ENV
-from tests.launch.jobs import ROOT, processes
 
-pytestmark = pytest.mark.launch
+ENV = {**CLEAN_ENV, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-
-# Beside the script, as a user keeps it. A rank's report is one write, for torchrun mixes the ranks' words.
+# Beside the script, as a user keeps it.
 HELPERS = r"""
 import hashlib
 import json
@@ -59,16 +55,14 @@ def start(folder, script, *arguments, ranks=2):
     """Runs the script to its end; gives what the ranks report, in their order, and the lines of rank 0."""
     (folder / "helpers.py").write_text(HELPERS)
     (folder / "script.py").write_text(script)
-    launcher = TORCHRUN if ranks > 1 else ()
-    command = [sys.executable, *launcher, "-m", "dualtrain.horovodize", str(folder / "script.py"), *map(str, arguments)]
-    env = {**CLEAN_ENV, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.splitlines()
+    command = ("-m", "dualtrain.horovodize", folder / "script.py", *arguments)
+    with torchrun(ranks) as places:
+        ends = run_ranks(places if ranks > 1 else [{}], command, folder / "printed", env=ENV, cwd=folder)
+    for end in ends:
+        assert end.returncode == 0, end.stderr
+    lines = [line for end in ends for line in end.stdout.splitlines()]
     reports = [json.loads(line.removeprefix("report ")) for line in lines if line.startswith("report ")]
-    reports.sort(key=lambda report: report["rank"])
     assert [(report["rank"], report["size"]) for report in reports] == [(rank, ranks) for rank in range(ranks)]
-    assert not processes(str(folder))
     return reports, [line for line in lines if not line.startswith("report ")]
 
 

@@ -1,0 +1,129 @@
+"""launch/k8s: the manifests are what the operators take, as far as can be said without a cluster.
+
+Always: the rules of the operators' own types and validation (training-operator's v1, mpi-operator's v2beta1), written
+out here. Where the package kubeflow-training is installed, also its models: each field's name and type, down to the pods'.
+tests/launch/test_k8s.py runs the pods' own commands.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.pool import ROOT
+
+KINDS = {"PyTorchJob": "pytorchReplicaSpecs", "MPIJob": "mpiReplicaSpecs"}
+JOBS = {kind: yaml.safe_load((ROOT / "launch" / "k8s" / f"{kind.lower()}.yaml").read_text()) for kind in KINDS}
+SPEC = {
+    "PyTorchJob": {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"},
+    "MPIJob": {"mpiImplementation", "mpiReplicaSpecs", "runPolicy", "slotsPerWorker", "sshAuthMountPath"},
+}
+RUN_POLICY = {"activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy", "schedulingPolicy", "suspend"}
+RUN_POLICY |= {"ttlSecondsAfterFinished", "managedBy"}
+
+
+def replicas(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = JOBS[kind]["spec"][KINDS[kind]]
+    return found
+
+
+PODS = {f"{kind}-{name}": replica["template"]["spec"] for kind in KINDS for name, replica in replicas(kind).items()}
+
+
+def test_the_kinds_and_versions_are_the_operators():
+    assert JOBS["PyTorchJob"]["apiVersion"] == "kubeflow.org/v1"
+    assert JOBS["MPIJob"]["apiVersion"] == "kubeflow.org/v2beta1"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_spec_has_known_fields_of_known_values(kind):
+    job = JOBS[kind]
+    assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
+    assert job["kind"] == kind
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", job["metadata"]["name"])  # its pods' names are longer
+    assert set(job["spec"]) <= SPEC[kind]
+    policy = job["spec"]["runPolicy"]
+    assert set(policy) <= RUN_POLICY
+    assert policy["cleanPodPolicy"] in ("None", "Running", "All")
+    assert policy["backoffLimit"] >= 0
+    for replica in replicas(kind).values():
+        assert set(replica) == {"replicas", "restartPolicy", "template"}
+        assert replica["replicas"] >= 1
+        assert replica["restartPolicy"] in ("Never", "OnFailure")
+
+
+def test_a_pytorchjob_has_one_master_and_containers_that_the_operator_finds():
+    spec = JOBS["PyTorchJob"]["spec"]
+    assert isinstance(spec["nprocPerNode"], str)  # a number is refused
+    assert set(replicas("PyTorchJob")) == {"Master", "Worker"}
+    assert replicas("PyTorchJob")["Master"]["replicas"] == 1
+    for replica in replicas("PyTorchJob").values():
+        assert [container["name"] for container in replica["template"]["spec"]["containers"]] == ["pytorch"]
+
+
+def test_an_mpijob_has_one_launcher_and_says_where_its_keys_go():
+    spec = JOBS["MPIJob"]["spec"]
+    assert set(replicas("MPIJob")) == {"Launcher", "Worker"}
+    assert replicas("MPIJob")["Launcher"]["replicas"] == 1
+    assert spec["mpiImplementation"] == "OpenMPI"
+    home = {
+        each["name"]: each.get("value")
+        for each in replicas("MPIJob")["Launcher"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert spec["sshAuthMountPath"] == f"{home['HOME']}/.ssh"
+
+
+@pytest.mark.parametrize("pod", PODS.values(), ids=PODS)
+def test_no_pod_is_root_and_all_say_what_they_need(pod):
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for container in pod["containers"]:
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+        for limit in ("requests", "limits"):
+            assert set(container["resources"][limit]) == {"cpu", "memory"}
+        assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ranks_share_memory(kind):
+    holders = [replica["template"]["spec"] for replica in replicas(kind).values()]
+    ranks = holders if kind == "PyTorchJob" else [replicas(kind)["Worker"]["template"]["spec"]]
+    for pod in ranks:
+        mounted = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+def known(value: Any, kind: str, models: Any, core: Any) -> None:
+    """Asserts that ``value`` is of an OpenAPI type: each field is one of the model's, and what it holds is of its type."""
+    inner = re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind)
+    if inner:
+        for each in value.values() if isinstance(value, dict) else value:
+            known(each, inner[1], models, core)
+        return
+    plain = {"str": str, "int": int, "bool": bool, "object": object}
+    if kind in plain:
+        assert isinstance(value, plain[kind]), (value, kind)
+        return
+    model = getattr(models, kind, None) or getattr(core, kind)
+    names = {field: name for name, field in model.attribute_map.items()}
+    for field, each in value.items():
+        assert field in names, f"{kind} has no field {field}"
+        known(each, model.openapi_types[names[field]], models, core)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kubeflow") is None, reason="needs kubeflow-training (pip install)")
+def test_the_published_models_have_all_fields():
+    from kubeflow.training import models
+    from kubernetes import client
+
+    known(JOBS["PyTorchJob"], "KubeflowOrgV1PyTorchJob", models, client)
+    # The package has v1 of MPIJob alone: of v2beta1's, the parts that both share.
+    known(JOBS["MPIJob"]["spec"]["runPolicy"], "KubeflowOrgV1RunPolicy", models, client)
+    known(replicas("MPIJob"), "dict(str, KubeflowOrgV1ReplicaSpec)", models, client)

@@ -1,0 +1,75 @@
+"""launch/torchrun.sh, horovodrun.sh and mpirun.sh: the same variables, the same flags, the same model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pool import ROOT
+
+SCRIPTS = ["torchrun", "horovodrun", "mpirun"]
+
+
+def start(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    # The environment of this very interpreter, wherever the scripts would look for one.
+    env = {**os.environ, "DUALTRAIN_VENV": str(Path(sys.executable).parent.parent), **variables}
+    command = ["bash", str(ROOT / "launch" / f"{name}.sh"), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_is_the_head_comment(name):
+    end = start(name, "--help")
+    assert end.returncode == 0, end.stderr
+    variables = [line.split()[0] for line in end.stdout.splitlines() if line[:1].isupper() and line.split()[0].isupper()]
+    assert [variable for variable in variables if variable != "PORT"] == ["NPROC", "HOSTS", "IFACE"]
+    assert "set -e" not in end.stdout
+
+
+def test_several_hosts_of_torchrun_need_a_port():
+    end = start("torchrun", HOSTS="one,two:3", PORT="")
+    assert end.returncode == 2
+    assert "PORT is not set, and 2 hosts must meet at one: set it to a free port of one" in end.stderr
+
+
+#: What each script starts by NPROC=3 and by HOSTS="one:2,two" IFACE="lo".
+STARTS = {
+    "torchrun": (
+        "torchrun --standalone --nproc-per-node=3 -m dualtrain.main --lr 1",
+        "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=one:7 --rdzv-id=dualtrain-7 --nproc-per-node=2"
+        " -m dualtrain.main --lr 1",
+    ),
+    "horovodrun": (
+        "horovodrun --gloo -np 3 --hosts localhost:3 python -m dualtrain.main --lr 1",
+        "horovodrun --gloo -np 4 --hosts one:2,two:2 --network-interfaces lo python -m dualtrain.main --lr 1",
+    ),
+    "mpirun": (
+        "-np 3 --host localhost:3 python -m dualtrain.main --lr 1",
+        "--mca btl_tcp_if_include lo --mca oob_tcp_if_include lo -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME"
+        " -x HOROVOD_GLOO_IFACE -np 4 --host one:2,two:2 python -m dualtrain.main --lr 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_variables_become_the_launchers_options(name, tmp_path):
+    launcher = tmp_path / "bin" / name
+    launcher.parent.mkdir()
+    launcher.write_text(
+        '#!/bin/sh\necho "${0##*/} $*"\necho "$OMP_NUM_THREADS ${GLOO_SOCKET_IFNAME-} ${HOROVOD_GLOO_IFACE-}"\n'
+    )
+    launcher.chmod(0o755)
+    (tmp_path / "bin" / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
+    plain = {"DUALTRAIN_VENV": str(tmp_path), "OMP_NUM_THREADS": "", "NPROC": "3"}
+    several = {"NPROC": "2", "HOSTS": "one:2,two", "IFACE": "lo", "PORT": "7"}
+    for variables, started, place in zip((plain, plain | several), STARTS[name], ("1  ", "1 lo lo"), strict=True):
+        end = start(name, "--lr", "1", **variables)
+        assert end.returncode == 0, end.stderr
+        command, environment = end.stdout.splitlines()
+        assert command.startswith(f"{name} ")
+        assert command.endswith(started)
+        assert environment == place

@@ -1,0 +1,17 @@
+"""The doctor under horovodrun, with either controller; tests/commands/ has it in forked ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.commands.test_doctor import both_are_reached
+from tests.conftest import require_horovod
+from tests.launch.jobs import run
+
+
+@pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
+def test_two_ranks_reach_each_other_on_both_backends(controller):
+    require_horovod()
+    end = run(["horovodrun", controller, "-np", "2", "python", "-m", "dualtrain.doctor"])
+    assert end.returncode == 0, end.stderr
+    both_are_reached(end.stdout, "horovod")
