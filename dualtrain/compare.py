@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.console import say
+from dualtrain.console import say, show
 from dualtrain.errors import UserError
 
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not folders or "--help" in folders or "-h" in folders:
-            print(__doc__)
+            show(__doc__)
             return 0 if folders else 2
-        print(table([read(folder) for folder in folders]))
+        show(table([read(folder) for folder in folders]))
     except UserError as error:
         say(error)
         return 2

@@ -5,14 +5,30 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import contextmanager, suppress
+from typing import NoReturn, TextIO
 
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+from dualtrain.processes import release
+
+#: Control characters but tab and newline, marks that reverse the direction of text, line separators, and halves of
+#: surrogate pairs, which stand for bytes of a file name that are no UTF-8.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: object) -> str:
+    """``text`` with the characters escaped that control a terminal: names of files and classes may hold them."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
+
+
+def show(text: object, file: TextIO | None = None) -> None:
+    """Prints ``text``, made :func:`printable`, on standard output or ``file``."""
+    print(printable(text), file=file or sys.stdout, flush=True)
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +51,7 @@ def parser_of(module: str, about: str) -> Parser:
 def say(what: object, rank: int = 0, size: int = 1) -> None:
     """One line on standard error; in a world of several, with the rank."""
     where = f" (rank {rank} of {size})" if size > 1 else ""
-    print(f"dualtrain: error{where}: {what}", file=sys.stderr, flush=True)
+    show(f"dualtrain: error{where}: {what}", sys.stderr)
 
 
 def refuse_alike(error: UserError, world: World) -> int:
@@ -61,9 +77,11 @@ def loading() -> Iterator[None]:
 
 def leave(status: int) -> NoReturn:
     """Ends this process. A failed one does not wait for others."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk or a closed pipe behind them
+        sys.stdout.flush()
+        sys.stderr.flush()
     if status:
+        release()
         # Not sys.exit: the libraries' exit handlers would wait for ranks that are gone.
         os._exit(status)
     sys.exit(0)

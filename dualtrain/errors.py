@@ -23,6 +23,10 @@ class DivergedError(RuntimeError):
     """The loss became infinite or not a number; raised on every rank in the same step, before the weights take it."""
 
 
+class NotSavedError(RuntimeError):
+    """The training ended, and its results could not be written; raised on every rank."""
+
+
 class StoppedError(RuntimeError):
     """A signal, ``number``, ended the run after everything was saved; raised on every rank after the same step."""
 

@@ -12,9 +12,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
-from dualtrain.console import leave, loading, refuse_alike, say
-from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError
+from dualtrain.console import leave, loading, refuse_alike, say, show
+from dualtrain.errors import BackendError, DivergedError, NotSavedError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
+from dualtrain.training.signals import note_early_requests
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend
@@ -84,7 +85,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, StoppedError):
         status = 128 + error.number
-    if isinstance(error, DivergedError | StoppedError) or (isinstance(error, UserError) and error.shared):
+    if isinstance(error, DivergedError | StoppedError | NotSavedError) or (isinstance(error, UserError) and error.shared):
         if backend.rank == 0:
             say(error, backend.rank, backend.size)
         _wait_for_all(backend)
@@ -95,7 +96,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     elif isinstance(error, UserError | KeyboardInterrupt):
         say(error if str(error) else "interrupted", backend.rank, backend.size)
     else:
-        traceback.print_exc()
+        show(traceback.format_exc().rstrip(), sys.stderr)
         say(f"{type(error).__name__}: {error}", backend.rank, backend.size)
     backend.abort("".join(traceback.format_exception(error)).strip())
     return status
@@ -116,7 +117,7 @@ def _mourn(loss: Loss, backend: Backend, said: threading.Event) -> None:
     say(f"stopping, since {first}", backend.rank, backend.size)
     speaker = 0 if loss.rank else 1
     if rest and backend.rank == speaker:
-        print(rest, file=sys.stderr, flush=True)
+        show(rest, sys.stderr)
     said.set()
 
 
@@ -127,4 +128,5 @@ def _leave_on_sigterm(said: threading.Event) -> None:
 
 
 if __name__ == "__main__":
+    note_early_requests()
     leave(main())

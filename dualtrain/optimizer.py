@@ -6,16 +6,28 @@ and state are the same objects, so that schedulers, GradScaler and checkpoints s
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
 
 from dualtrain.backends import Backend
 from dualtrain.buckets import AVERAGE, Transfer
+from dualtrain.errors import BackendError
 from dualtrain.gradients import GradientReducer, Unused
+
+
+def _of_wrapped(name: str) -> Any:
+    """An attribute of the wrapped optimizer: read, set and deleted there."""
+    return property(
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+        lambda self: delattr(self.optimizer, name),
+    )
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -70,6 +82,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's own state."""
         return self.optimizer.state
 
+    #: Set by GradScaler around a step that unscales and skips by itself, for the optimizer that does so.
+    grad_scale = _of_wrapped("grad_scale")
+    found_inf = _of_wrapped("found_inf")
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks for this: true if the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``."""
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            return False
+        # The older contract passes the scaler as an argument: without it, GradScaler unscales before the step.
+        return "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
+
     @property
     def cargo(self) -> torch.Tensor:
         """Set before backward: ``carry`` numbers of this rank. After it: their sum over ranks. float64, on the CPU."""
@@ -92,8 +116,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's step, on averaged gradients. Collective.
 
-        A ``closure`` may be called several times (LBFGS); the optimizer sees its loss averaged over ranks, so that
-        every rank takes the same decisions.
+        A ``closure`` may be called several times (LBFGS); the optimizer sees its loss, a tensor of one element or a
+        number, averaged over ranks, so that every rank takes the same decisions.
+
+        Raises:
+            BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only.
         """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return _with_hooks(self) if closure is None else _with_hooks(self, closure)
@@ -115,7 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
-            return self.backend.allreduce(loss.detach(), name="loss") if isinstance(loss, torch.Tensor) else loss
+            return combined_loss(loss, lambda values: self.backend.allreduce(values, name="loss"))
 
         result = self.optimizer.step(averaged)
         self.reducer.renew()
@@ -151,6 +178,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 #: A step with the hooks of the distributed optimizer itself around it, as torch means them.
 _with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
+
+
+@torch.no_grad()
+def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What a closure returned, combined over the ranks if it is a number; otherwise unchanged. Collective; blocks.
+
+    Args:
+        loss: a tensor of one element or a real number; or anything else, on every rank.
+        reduce: reduces a float64 tensor over the ranks, as their gradients are reduced.
+
+    Raises:
+        BackendError: on every rank, if it is a number on some ranks only.
+    """
+    is_number = isinstance(loss, Real) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
+    # Every rank makes the same call, whatever it has: the result says what the others have.
+    mine = [float(loss), 1.0, 0.0] if is_number else [0.0, 0.0, 1.0]
+    total, numbers, others = reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+    if numbers and others:
+        raise BackendError(
+            "the closure given to step() returned a loss on some ranks and something else on others "
+            f"({type(loss).__name__} on this one): return the loss on every rank"
+        )
+    if not is_number:
+        return loss
+    return torch.full_like(loss, total) if isinstance(loss, torch.Tensor) else total
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

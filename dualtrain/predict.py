@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualtrain.console import parser_of, say
+from dualtrain.console import parser_of, say, show
 from dualtrain.errors import UserError
+from dualtrain.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
 
     Args:
         run: the run's folder.
-        files: images, in any format that PIL reads.
+        files: images, of the formats that ``data.decode`` names.
         best: take the weights of the best evaluation, not those of the end.
 
     Raises:
@@ -44,7 +45,8 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
     read = _reader(config)
     model = _load(weights, str(config.get("model")), task)
     inputs = [read(file) for file in files]
-    names = dict(enumerate(task.get("class_names") or ()))
+    titles = task.get("class_names")
+    names = dict(enumerate(titles if isinstance(titles, list) else ()))
     answers = []
     for start in range(0, len(inputs), TOGETHER):
         with torch.inference_mode():
@@ -59,7 +61,7 @@ def _describe(folder: Path, best: bool) -> tuple[dict[str, Any], dict[str, Any],
     """The run's settings, its task, and the file of its weights."""
     config = _read_json(folder / "config.json", f"{str(folder)!r} is no run's folder")
     task = _read_json(folder / "task.json", f"{str(folder)!r} does not say what its model takes")
-    if task.get("kind") != "classes" or len(task.get("shape", ())) != 3:
+    if task.get("kind") != "classes" or not _is_shape(task.get("shape")) or not _is_shape([task.get("classes")] * 3):
         raise UserError(f"{str(folder)!r} is no run on images and their classes: choose one that is")
     weights, other = folder / "model.safetensors", folder / "model-best.safetensors"
     if best:
@@ -70,25 +72,29 @@ def _describe(folder: Path, best: bool) -> tuple[dict[str, Any], dict[str, Any],
     return config, task, weights
 
 
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(type(size) is int and size > 0 for size in value)
+
+
 def _read_json(path: Path, fact: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{fact} (no readable {path.name}): name a run's folder") from error
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        raise UserError(f"{fact} ({path.name} holds no names and values): name a run's folder")
+    return value
 
 
 def _load(weights: Path, name: str, task: dict[str, Any]) -> nn.Module:
-    import safetensors
-    import safetensors.torch
-
     from dualtrain.models import build
-    from dualtrain.models.weights import differences
+    from dualtrain.models.weights import differences, read_safetensors
 
     try:
-        state = safetensors.torch.load_file(weights)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"{str(weights)!r} cannot be read ({error}): copy it anew") from error
+        state = read_safetensors(weights)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{str(weights)!r} cannot be read ({reason}): copy it anew") from error
     model = build(name, tuple(task["shape"]), task["classes"])
     wrong = differences(model.state_dict(), state)
     if wrong:
@@ -135,15 +141,13 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
     import torch
     from PIL import Image
 
-    try:
-        with Image.open(file) as image:
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"its pixels have more than 8 bits, mode {image.mode}")
-            small = image.convert(mode)
-            small = small if small.size == (side, side) else small.resize((side, side), Image.Resampling.BILINEAR)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).partition("\n")[0]
-        raise UserError(f"the image {file!r} cannot be read ({reason}): give another, or convert it to PNG") from error
+    from dualtrain.data.decode import read_image
+
+    image = read_image(file)
+    if image.mode.startswith(("I", "F")):
+        raise UserError(f"the image {file!r} has pixels of more than 8 bits, mode {image.mode}: convert it to 8 bits")
+    small = image.convert(mode)
+    small = small if small.size == (side, side) else small.resize((side, side), Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(numpy.array(small)).reshape(side, side, len(mode)).permute(2, 0, 1)[None]
     if dataset != "digits":
         return pixels
@@ -165,11 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for file, classes in zip(given.images, answers, strict=True):
         if given.json:
-            print(
-                json.dumps({"image": file, "classes": [{"class": name, "probability": value} for name, value in classes]})
-            )
+            show(json.dumps({"image": file, "classes": [{"class": name, "probability": value} for name, value in classes]}))
         else:
-            print(f"{file}: {', '.join(f'{name} {value:.1%}' for name, value in classes)}")
+            line = f"{file}: {', '.join(f'{name} {value:.1%}' for name, value in classes)}"
+            show(line.replace("\n", "\\n"))  # one line for each image, whatever its name
     return 0
 
 

@@ -17,13 +17,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from dualtrain.console import say
 from dualtrain.errors import UserError
 from dualtrain.launchers import spawned
+from dualtrain.processes import release, start_tracker
+from dualtrain.training.signals import note_early_requests
 
 # torch and what imports it come later: a rank imports this file before it is tied to its parent.
 
@@ -93,7 +94,7 @@ class _Job:
         context = get_context("spawn")
         # A Python that is starting up answers a signal with a traceback: a rank has them held back until it can do
         # better. The tracker comes before, since its start ends the block.
-        resource_tracker.ensure_running()
+        start_tracker()
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
             for rank, place in enumerate(places):
@@ -209,6 +210,7 @@ def _rank(arguments: list[str], parent: int) -> None:
     # A session of its own: a terminal's Ctrl-C comes once, from the parent, and not from the terminal too.
     os.setsid()
     multiprocessing.set_start_method(None, force=True)  # that of its data workers is any process's, not its own
+    note_early_requests()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         # By name: main stands above this file, and calls it.
@@ -221,6 +223,7 @@ def _rank(arguments: list[str], parent: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
+        release()
         os._exit(status)  # as main does: exit handlers would wait for ranks that are gone
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from dualtrain import connect
-from tests.pool import Pool, reference
+from tests.pool import ROOT, Pool, reference
 from tests.threads import run_threads
 
 LOCAL = [("local", 1)]
@@ -25,6 +27,8 @@ TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 3), ("shm", 3)]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
+# A thread that waits for the others of its rank leaves the core to another rank.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 torch.set_num_threads(1)  # as in the workers: the same sums, and no crowd on a small machine
 
 
@@ -74,18 +78,9 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def no_idle_world(request: pytest.FixtureRequest) -> None:
     """Closes an open world before a whole job starts: its threads look for work all the time, and take the cores."""
-    if request.node.get_closest_marker("launch") and _place(request.node) < 0:
+    if _starts_jobs(request.node) and _place(request.node) < 0:
         for pool in _POOLS:
             pool.disconnect()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def early(request: pytest.FixtureRequest) -> None:
-    """Starts the processes at once if a test will need them: they get ready while the tests of this process run."""
-    if "PYTEST_XDIST_WORKER" not in os.environ and any(
-        _place(item) >= WORLDS.index(REAL[0]) for item in request.session.items
-    ):
-        request.getfixturevalue("pool").start("torch._dynamo", "tests.models_for_tests")  # optimizers load the former
 
 
 def _spmd(request: pytest.FixtureRequest) -> Spmd:
@@ -129,11 +124,7 @@ def shared(request: pytest.FixtureRequest) -> Spmd:
     return _spmd(request)
 
 
-# Four ranks on two cores are slow: they run with the whole jobs.
-_EACH = [pytest.param(one, marks=pytest.mark.launch if one[1] == 4 else ()) for one in REAL]
-
-
-@pytest.fixture(params=_EACH, ids=[f"{name}-{size}" for name, size in REAL])
+@pytest.fixture(**_worlds(REAL))
 def real(request: pytest.FixtureRequest) -> Spmd:
     """The worlds of processes."""
     return _spmd(request)
@@ -148,13 +139,17 @@ def _place(item: pytest.Item) -> int:
     return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """With pytest-xdist's ``--dist loadgroup``, the tests of all worlds and whole jobs are one process's.
+def _starts_jobs(item: pytest.Item) -> bool:
+    return "launch" in item.path.relative_to(ROOT).parts or item.get_closest_marker("launch") is not None
 
-    The others run beside them: both cores are busy, and no two worlds fight for them. Here, since xdist reads the marks
-    when all is collected, and not in an order with other hooks.
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """With pytest-xdist's ``--dist loadgroup``, the tests of all worlds of processes run in one process, in turn.
+
+    The others run beside them: both cores are busy, and no two worlds compete for them. Here, since xdist reads the
+    marks when all is collected, and not in an order with other hooks.
     """
-    if _place(item) >= WORLDS.index(REAL[0]) or item.get_closest_marker("launch"):
+    if _place(item) >= WORLDS.index(REAL[0]):
         item.add_marker(pytest.mark.xdist_group("processes"))
 
 
@@ -180,3 +175,13 @@ def no_environment_leaks() -> Iterator[None]:
         os.environ.update(before)
         changed = sorted(name for name, _ in before.items() ^ after.items())
         pytest.fail(f"the test leaves launcher variables changed: {', '.join(changed)}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the command that repeats each failed test alone."""
+    reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    names = sorted({re.sub(r"@\w+$", "", report.nodeid) for report in reports})  # xdist adds @ and the group
+    if names:
+        terminalreporter.section("to repeat one alone")
+    for name in names:
+        terminalreporter.line(f"bash launch/test.sh {shlex.quote(name)}")

@@ -9,6 +9,7 @@ No wait is without a bound, and no worker outlives the process that started it: 
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import os
@@ -16,8 +17,6 @@ import pickle
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -29,6 +28,8 @@ from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from tests.forked import server
 
 ROOT = Path(__file__).resolve().parent.parent
 OPEN_SECONDS = 90.0  # importing torch and Horovod on a busy machine, and meeting
@@ -70,13 +71,8 @@ class _Worker:
         self.connection, theirs = Pipe()
         # Horovod ends with a segmentation fault when it starts again with two of its tuning variables set.
         env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=env,
-        )
+        self.process = server().Process(target=_work, args=(theirs, env), daemon=True)
+        self.process.start()
         theirs.close()
 
     def send(self, *message: Any) -> None:
@@ -89,7 +85,15 @@ class _Worker:
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            return None, f"the process died with exit code {self.process.wait(EXIT_SECONDS)}"
+            self.process.join(EXIT_SECONDS)
+            return None, f"the process died with exit code {self.process.exitcode}"
+
+    def end(self, seconds: float) -> None:
+        """Wait for its end, and kill it after ``seconds``."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join(EXIT_SECONDS)
 
 
 class Pool:
@@ -105,12 +109,10 @@ class Pool:
         """The processes that run now."""
         return [worker.process.pid for worker in self._workers]
 
-    def start(self, *modules: str) -> None:
-        """Starts the processes, unless they run, and has them import ``modules`` meanwhile. Does not wait for them."""
+    def start(self) -> None:
+        """Starts the processes, unless they run."""
         if not self._workers:
             self._workers = [_Worker() for _ in range(self.processes)]
-            for worker in self._workers:
-                worker.send("import", *modules)
 
     def connect(self, name: str, size: int) -> None:
         """Opens the world of ``size`` ranks on the backend ``name``, unless it is open."""
@@ -148,11 +150,7 @@ class Pool:
             worker.connection.close()
         deadline = time.monotonic() + EXIT_SECONDS
         for worker in workers:
-            try:
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait(EXIT_SECONDS)
+            worker.end(max(0.0, deadline - time.monotonic()))
 
     def _demand(self, outcomes: list[Outcome]) -> list[Any]:
         failed = [outcome for outcome in outcomes if outcome.error]
@@ -178,7 +176,7 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + AFTER_FAILURE_SECONDS)
             if not ready:
                 for rank in waiting.values():
-                    workers[rank].process.send_signal(signal.SIGUSR1)  # prints its stacks
+                    os.kill(workers[rank].process.pid, signal.SIGUSR1)  # prints its stacks
                     outcomes[rank] = Outcome(rank, error=f"no answer in time while waiting for {what}; see stderr")
                 time.sleep(0.5)
                 break
@@ -218,10 +216,6 @@ def _serve(connection: Connection) -> None:
     backend = None
     while (message := inbox.get()) is not None:
         kind, *rest = message
-        if kind == "import":
-            for module in rest:
-                importlib.import_module(module)
-            continue
         value, error = None, None
         try:
             if kind == "open":
@@ -249,7 +243,12 @@ def _serve(connection: Connection) -> None:
         backend.close()
 
 
-if __name__ == "__main__":
+def _work(connection: Connection, env: dict[str, str]) -> None:
+    """The life of a worker."""
+    os.environ.clear()
+    os.environ.update(env)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    _serve(Connection(int(sys.argv[1])))
+    _serve(connection)
+    atexit._run_exitfuncs()

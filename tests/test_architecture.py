@@ -14,7 +14,9 @@ PACKAGE = ROOT / "dualtrain"
 ROOMS = [
     "version",
     "errors",
+    "files",
     "launchers",
+    "processes",
     "console",
     "backends",
     "buckets",
@@ -133,6 +135,18 @@ def test_each_communication_library_is_named_in_one_file(library, file):
     ours = [path for path in FILES if SCRIPTS not in path.parents]
     users = {path.relative_to(PACKAGE).as_posix(): uses for path in ours if (uses := uses_of(path, library))}
     assert list(users) == [f"backends/{file}"], users
+
+
+def test_what_is_printed_is_made_safe_for_a_terminal_in_one_place():
+    """Names of files and classes can hold escape sequences: everything is printed by ``console.show``."""
+    calls = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in FILES
+        if SCRIPTS not in path.parents
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "traceback.print_exc", "sys.stderr.write")
+    }
+    assert calls == {"console.py"}
 
 
 def test_importing_the_package_loads_nothing_optional():

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dualtrain import ReduceOp
+from tests.conftest import pytest_terminal_summary
 from tests.pool import ROOT, Pool, RankError
 from tests.threads import run_threads
 
@@ -83,3 +85,13 @@ def test_threads_raise_the_first_cause():
 def test_threads_assert_that_primitives_match():
     with pytest.raises(AssertionError, match="another rank"):
         run_threads(2, unmatched_primitives)
+
+
+def test_a_failure_ends_with_the_command_that_repeats_it_alone():
+    lines = []
+    names = ["tests/a.py::test_it[a b@c]", "tests/a.py::test_it[torch-2]@processes"]  # xdist adds the group
+    failed = {"failed": [SimpleNamespace(nodeid=name) for name in names]}
+    reporter = SimpleNamespace(getreports=lambda kind: failed.get(kind, []), section=lines.append, line=lines.append)
+    pytest_terminal_summary(reporter)
+    command = "bash launch/test.sh"
+    assert lines[1:] == [f"{command} 'tests/a.py::test_it[a b@c]'", f"{command} 'tests/a.py::test_it[torch-2]'"]

@@ -65,8 +65,11 @@ def connect(
     timeout: float = 300.0,
     groups: bool = True,
     transport: str = "auto",
+    default_group: bool = False,
 ) -> Backend:
     """Joins the world that this process was launched in. Collective: every process calls it, and blocks for the others.
+
+    torch.distributed's default process group stays as it is: a program may call ``init_process_group`` before or after.
 
     Args:
         name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for what the launcher implies.
@@ -78,6 +81,8 @@ def connect(
         transport: what carries reductions of CPU tensors: ``"native"``, the library; ``"shm"``, memory that the ranks
             of a host share (and the library between hosts), or, said in one line, the library where they cannot;
             ``"auto"``, memory for the torch backend with all ranks on one host, else the library.
+        default_group: whether the torch backend also makes torch.distributed's default process group, over the same
+            ranks, for other libraries that need one; ``close`` destroys it.
 
     On the CPU, this process's heap is not cut from here on (``heap.py``), unless variables of glibc's, such as
     MALLOC_TRIM_THRESHOLD_, say how it is to be kept.
@@ -90,6 +95,8 @@ def connect(
             cannot be joined, or one of another size than the launcher started.
     """
     world = detect_world() if world is None else world
+    if name == "auto" and world.launcher == "none":
+        _refuse_to_train_alone()
     name = choose(name, world)
     place = _device(device)
     if transport not in TRANSPORTS:
@@ -98,6 +105,8 @@ def connect(
         raise UserError(
             "--transport shm is for tensors on the CPU, and this rank's are on a GPU: choose auto, or --device cpu"
         )
+    if default_group and name != "torch":
+        raise UserError(f"default_group=True is of the torch backend, and this is {name}: choose torch, or leave it out")
     if name == "local":
         from dualtrain.backends.local import LocalBackend
 
@@ -112,13 +121,33 @@ def connect(
         backend = HorovodBackend(world, place, timeout, groups or (transport == "shm" and not world.single_host))
     _compare(backend, world)
     _locate(backend)
+    _compare_choices(backend, transport)
     _take_device(backend)
     backend.watch = Watch(backend, listening_address(backend.world))
     backend.watch.guard()
     _share_memory(backend, transport)
+    if default_group:
+        backend.make_default_group()  # type: ignore[attr-defined]
     if backend.device.type == "cpu":
         keep_freed_memory(os.environ)
     return backend
+
+
+def _refuse_to_train_alone() -> None:
+    """Refuses a process that no launcher started, but whose program has joined a world by itself.
+
+    Raises:
+        UserError: torch.distributed's default process group has several ranks.
+    """
+    from dualtrain.backends.torch import default_group_place
+
+    rank, size = default_group_place() or (0, 1)
+    if size > 1:
+        raise UserError(
+            f"this process is rank {rank} of {size} in torch.distributed's default process group, but no launcher's "
+            f"variables say so, and it would train alone: give connect() a world=World({rank}, {size}), "
+            "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -171,6 +200,27 @@ def _locate(backend: Backend) -> None:
             f"rank 0 runs dualtrain {versions[0]}, and rank {', '.join(map(str, others))} dualtrain "
             f"{', '.join(dict.fromkeys(versions[rank] for rank in others))}: install the same version on all hosts"
         )
+
+
+def _compare_choices(backend: Backend, transport: str) -> None:
+    """Refuses ranks that would use different libraries or memory for the same reduction: they would wait for each other.
+
+    Raises:
+        UserError: on every rank, naming what each has.
+    """
+    devices = ("cpu", "cuda")
+    mine = [devices.index(backend.device.type), TRANSPORTS.index(transport)]
+    rows = backend.exchange(torch.tensor(mine)).tolist()
+    compared = (
+        ("device", [devices[row[0]] for row in rows], "let every rank see a GPU, or give --device cpu to all"),
+        ("transport", [TRANSPORTS[row[1]] for row in rows], "give the same --transport to all"),
+    )
+    for what, found, cure in compared:
+        if len(set(found)) > 1:
+            backend.disconnect()
+            ranks = {value: [str(rank) for rank, its in enumerate(found) if its == value] for value in dict.fromkeys(found)}
+            listed = "; ".join(f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
+            raise UserError(f"the ranks do not have the same {what} ({listed}): {cure}")
 
 
 def _take_device(backend: Backend) -> None:

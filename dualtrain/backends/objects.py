@@ -58,6 +58,9 @@ _PLAIN = [
     *_numpy_globals(),
 ]
 
+#: What a refusal starts with, in place of an object; torch's files start with "PK".
+_REFUSED = b"refused: "
+
 _reading = threading.Lock()  # torch's list of classes is the process's
 
 
@@ -81,8 +84,22 @@ def encode(obj: Any) -> torch.Tensor:
     return data
 
 
+def encode_or_refuse(obj: Any) -> tuple[torch.Tensor, TypeError | None]:
+    """``obj`` as :func:`encode` gives it. If it cannot be sent: a message to send in its place, and the error."""
+    try:
+        return encode(obj), None
+    except TypeError as error:
+        return torch.frombuffer(bytearray(_REFUSED + str(error).encode()), dtype=torch.uint8), error
+
+
 def decode(data: torch.Tensor) -> Any:
-    """The object that :func:`encode` made ``data`` from; its tensors lie on the CPU."""
+    """The object that :func:`encode` made ``data`` from; its tensors lie on the CPU.
+
+    Raises:
+        TypeError: the object was refused where it should have been sent: see :func:`encode_or_refuse`.
+    """
+    if bytes(data[: len(_REFUSED)].tolist()) == _REFUSED:
+        raise TypeError(bytes(data[len(_REFUSED) :].tolist()).decode())
     with _reading:
         known = torch.serialization.get_safe_globals()  # the user's own, which must stay
         with torch.serialization.safe_globals([one for one in _PLAIN if one not in known]):

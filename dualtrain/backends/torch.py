@@ -1,7 +1,9 @@
 """torch.distributed as a backend: Gloo for CPU tensors, NCCL for those of NVIDIA GPUs.
 
-The only file that names torch.distributed. Two process groups: one for data, and a Gloo group for the short rows
-of ``exchange``, so that a rank that checks a call never meets a rank that sends a gradient.
+The only file that names torch.distributed. The process groups are dualtrain's own: torch.distributed's default group
+stays as it is, there or not, so that libraries which look at ``is_initialized()`` behave as they would without dualtrain.
+A Gloo group for data, a second one for the short rows of ``exchange``, so that a rank that checks a call never meets a
+rank that sends a gradient, and an NCCL group from the first tensor of a GPU on.
 """
 
 from __future__ import annotations
@@ -12,17 +14,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_group
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 
+from dualtrain.backends.agreement import exchange_text
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.hosts import identity, listening_address, listening_interface
+from dualtrain.backends.hosts import identity, listening_address, listening_interface, variables
 from dualtrain.backends.reach import reach_all
 from dualtrain.backends.rendezvous import join, leave, meeting_point
 from dualtrain.backends.store import Store, listen
@@ -32,22 +37,30 @@ from dualtrain.launchers import World
 #: How many worlds met at an address so far: the same on all of their ranks.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
-#: The interfaces that were chosen here, and by nobody else.
-_CHOSEN: set[str] = set()
+_PLACE_BYTES = 128  # of an address, a port and a key
+
+#: The groups in use. Without this reference, a group that is dropped while a peer has failed would wait for its last
+#: operation in whatever thread drops it.
+_IN_USE: list[Any] = []
 
 
-def _asynchronous(op: Any) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, True
+def _asynchronous(kind: type, **values: Any) -> Any:
+    options = kind()
+    for name, value in values.items():
+        setattr(options, name, value)
+    if hasattr(options, "asyncOp"):  # not in every version of torch
+        options.asyncOp = True
     return options
 
 
 _OPTIONS = {
-    ReduceOp.SUM: _asynchronous(dist.ReduceOp.SUM),
-    ReduceOp.MIN: _asynchronous(dist.ReduceOp.MIN),
-    ReduceOp.MAX: _asynchronous(dist.ReduceOp.MAX),
-    ReduceOp.PRODUCT: _asynchronous(dist.ReduceOp.PRODUCT),
+    ReduceOp.SUM: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.SUM),
+    ReduceOp.MIN: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.MIN),
+    ReduceOp.MAX: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.MAX),
+    ReduceOp.PRODUCT: _asynchronous(c10d.AllreduceOptions, reduceOp=dist.ReduceOp.PRODUCT),
 }
+_GATHER = _asynchronous(c10d.AllgatherOptions)
+_ALL_TO_ALL = _asynchronous(c10d.AllToAllOptions)
 
 
 class _TorchWork(Work[None]):
@@ -133,45 +146,63 @@ def _text(value: str | bytes) -> str:
 
 
 class TorchBackend(Backend):
-    """torch.distributed's default process group, made here or found, and a control group beside it."""
+    """Process groups of Gloo and NCCL that belong to this backend alone."""
 
     name = "torch"
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:
         super().__init__(world, device, timeout)
         self.transport = "nccl" if device.type == "cuda" else "gloo"
-        self._owns_world = not dist.is_initialized()
-        if self._owns_world:
-            _initialise(world, device, timeout)
-            self._data = _get_default_group()
-        else:
-            # Someone else's world: a group of our own keeps our order of operations apart from theirs.
-            self._data = dist.new_group(timeout=_patience(timeout))
-        self._control = dist.new_group(backend="gloo", timeout=_patience(timeout))
-        self.world = World(**{**vars(world), "rank": dist.get_rank(), "size": dist.get_world_size()})
+        self._groups: list[Any] = []
+        self._subsets = 0
+        self._owns_default_group = False
+        self._native: dist.Store | None = None
+        self._nccl: Any = None
+        found = default_group_place()
+        if found is not None and not world.name and found != (world.rank, world.size):
+            self.world = replace(world, rank=found[0], size=found[1])  # connect() refuses it
+            return
+        store, placed = meet(world, timeout)
+        self._open_groups(store, _chosen_interface(placed))
+
+    def _open_groups(self, store: dist.Store, interface: str | None) -> None:
+        """Connects the ranks of ``store``. Collective; blocks. Raises UserError."""
+        self._store, self._interface = store, interface
+        try:
+            self._data, self._control = (
+                _gloo_group(dist.PrefixStore(name, store), self.world, interface, self.timeout)
+                for name in ("data", "control")
+            )
+        except RuntimeError as error:
+            raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
+        self._hold(self._data, self._control)
+
+    def _hold(self, *groups: Any) -> None:
+        self._groups += groups
+        _IN_USE.extend(groups)
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        # As dist.all_reduce does, whose own checks take as long as a small one.
-        issue = partial(self._data.allreduce, [tensor], _OPTIONS[op])
+        issue = partial(self._group_of(tensor).allreduce, [tensor], _OPTIONS[op])
         return self._start(f"{op.value} of {name!r}", issue, tensor)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
-        issue = partial(dist.broadcast, tensor, group=self._data, async_op=True, group_src=root)
+        options = _asynchronous(c10d.BroadcastOptions, rootRank=root, rootTensor=0)
+        issue = partial(self._group_of(tensor).broadcast, [tensor], options)
         return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
-        issue = partial(dist.all_gather_single, output, tensor, self._data, async_op=True)
+        issue = partial(self._group_of(tensor)._allgather_base, output, tensor, _GATHER)
         return self._start(f"allgather of {name!r}", issue, output, tensor)
 
     def start_alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
     ) -> Work[None]:
-        issue = partial(dist.all_to_all_single, output, tensor, list(received), list(sent), self._data, async_op=True)
+        issue = partial(self._group_of(tensor).alltoall_base, output, tensor, list(received), list(sent), _ALL_TO_ALL)
         return self._start(f"alltoall of {name!r}", issue, output, tensor)
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
         output = row.new_empty(self.size, row.numel())
-        issue = partial(dist.all_gather_single, output, row[None], self._control, async_op=True)
+        issue = partial(self._control._allgather_base, output, row[None], _GATHER)
         self._start("comparing calls with the other ranks", issue, output, row).wait()
         return output
 
@@ -181,31 +212,90 @@ class TorchBackend(Backend):
         except RuntimeError as error:
             raise self.failure(what, error) from error
 
+    def _group_of(self, tensor: torch.Tensor) -> Any:
+        """The group that carries ``tensor``; for the first one of a GPU collective."""
+        if not tensor.is_cuda:
+            return self._data
+        if self._nccl is None:
+            self._nccl = _nccl_group(self._native_store(), self.world, self.timeout)
+            self._hold(self._nccl)
+        return self._nccl
+
+    def _native_store(self) -> dist.Store:
+        """A store of torch's own, for NCCL's threads: they outlive the interpreter, and must not call into Python.
+
+        Collective; blocks; made once. Rank 0 serves it, and says where and what its keys begin with.
+        """
+        if self._native is not None:
+            return self._native
+        if self.size == 1:
+            self._native = dist.HashStore()
+            return self._native
+        wait, host = timedelta(seconds=self.timeout), listening_address(self.world)
+        there = ""
+        if self.rank == 0:
+            listening = listen(host, [0], self.size)
+            port, beginning = int(listening.getsockname()[1]), secrets.token_hex(32)
+            native = dist.TCPStore(
+                host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+            there = f"{host} {port} {beginning}"
+        [there, *_] = exchange_text(self, there, _PLACE_BYTES)
+        host, number, beginning = there.split()
+        if self.rank != 0:
+            try:
+                native = dist.TCPStore(host, int(number), None, False, wait, wait_for_workers=False)
+            except RuntimeError as error:
+                raise self.failure("the start of NCCL", error) from error
+        self._native = dist.PrefixStore(beginning, native)
+        return self._native
+
     def subset(self, ranks: Sequence[int], world: World | None) -> TorchBackend | None:
-        wait = _patience(self.timeout)
-        globally = [dist.get_global_rank(self._data, rank) for rank in ranks]
-        data = dist.new_group(globally, timeout=wait)
-        control = dist.new_group(globally, backend="gloo", timeout=wait)
+        self._subsets += 1
         if world is None:
             return None
         group = object.__new__(TorchBackend)
         Backend.__init__(group, world, self.device, self.timeout)
-        group.transport, group._owns_world, group._data, group._control = self.transport, False, data, control
+        group.transport, group._groups, group._subsets, group._owns_default_group = self.transport, [], 0, False
+        prefix = f"group/{self._subsets}"
+        group._native, group._nccl = None if self._native is None else dist.PrefixStore(prefix, self._native), None
+        group._open_groups(dist.PrefixStore(prefix, self._store), self._interface)
         return group
 
+    def make_default_group(self) -> None:
+        """Makes torch.distributed's default process group over the same ranks. Collective; blocks.
+
+        :meth:`disconnect` destroys it, if the program has not done so.
+
+        Raises:
+            UserError: there is one already.
+        """
+        if dist.is_initialized():
+            raise UserError("torch.distributed has a default process group already: leave default_group=True out")
+        self._subsets += 1
+        gpus = self.device.type == "cuda"
+        store = self._native_store() if gpus else self._store
+        with variables({} if self._interface is None else {"GLOO_SOCKET_IFNAME": self._interface}):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpus else "gloo",
+                store=dist.PrefixStore(f"default/{self._subsets}", store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=_limit(self.timeout),
+            )
+        self._owns_default_group = True
+
     def disconnect(self) -> None:
-        if not dist.is_initialized():
-            return  # whoever made the world has ended it already
-        if self._owns_world:
+        if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
-        else:
-            dist.destroy_process_group(self._control)
-            dist.destroy_process_group(self._data)
+        if self._nccl is not None:
+            _shut_down(self._nccl)
         # The groups end here, with their last reference. Left to the garbage collector they would end in whatever
         # thread it runs in, perhaps while that holds up another world's start. One that still has an operation under way
         # (a peer has failed) waits for it in a thread of its own: nobody else needs to.
-        groups = [self._data, self._control]
-        del self._data, self._control
+        groups, self._groups = self._groups, []
+        self._data = self._control = self._nccl = None
+        _IN_USE[:] = [group for group in _IN_USE if group not in groups]
         ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
         ending.start()
         ending.join(1.0)
@@ -216,32 +306,49 @@ def build_facts() -> dict[str, bool]:
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
 
 
-def _patience(timeout: float) -> timedelta:
+def default_group_place() -> tuple[int, int] | None:
+    """This process's rank in torch.distributed's default group and the group's size, if the program has made one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+
+
+def _limit(timeout: float) -> timedelta:
     """The groups' own limit: behind ours, whose message names what was waited for."""
     return timedelta(seconds=timeout + 10)
 
 
-def _initialise(world: World, device: torch.device, timeout: float) -> None:
-    """Joins the world of ``world``'s rendezvous, or a world of one without any.
+def _chosen_interface(world: World) -> str | None:
+    """The interface that Gloo listens on: the loopback alone where that is enough, and never what a host's own name
+    leads to, which may be a loopback address. None where the user has chosen, which torch reads by itself."""
+    return None if os.environ.get("GLOO_SOCKET_IFNAME") else listening_interface(world)
 
-    Raises:
-        UserError: there is no rendezvous to join, or its port is taken.
-    """
-    store, world = meet(world, timeout)
-    backend = "gloo"
-    if device.type == "cuda":
-        backend, store = "cpu:gloo,cuda:nccl", _for_nccl(store, world, timeout)
-    # Gloo listens on one interface: the loopback alone where that is enough, and never what a host's own name leads to,
-    # which may be a loopback address. Groups made later read this too.
-    name = listening_interface(world)
-    if name is not None and os.environ.get("GLOO_SOCKET_IFNAME") in (None, *_CHOSEN):
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-        _CHOSEN.add(name)
-    try:
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_patience(timeout))
-    except RuntimeError as error:
-        reason = _first_line(error)
-        raise UserError(f"the {world.size} processes could not connect to each other: {reason}") from error
+
+# What follows is torch's private interface, the same in torch 2.5 to 2.13: as torch's own tests make groups.
+
+
+def _gloo_group(store: dist.Store, world: World, interface: str | None, timeout: float) -> Any:
+    """A group of its own. Collective; blocks. Raises RuntimeError."""
+    kind: Any = dist.ProcessGroupGloo
+    if interface is None:
+        return kind(store, world.rank, world.size, _limit(timeout))
+    options = kind._Options()
+    options._devices = [kind.create_device(interface=interface)]
+    options._timeout, options._threads = _limit(timeout), 2
+    return kind(store, world.rank, world.size, options)
+
+
+def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
+    """A group of its own; does not block, and takes no GPU before its first operation."""
+    if not dist.is_nccl_available():
+        raise UserError("this build of torch has no NCCL, which carries the tensors of GPUs: install a CUDA build of torch")
+    kind: Any = dist.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = _limit(timeout)
+    return kind(store, world.rank, world.size, options)
+
+
+def _shut_down(nccl: Any) -> None:
+    end = getattr(nccl, "shutdown", None) or nccl._shutdown
+    end()
 
 
 def meet(world: World, timeout: float, obstacle: str | None = None) -> tuple[dist.Store, World]:
@@ -286,6 +393,8 @@ def open_store(world: World, timeout: float) -> dist.Store:
     """
     if world.size == 1:
         return dist.HashStore()
+    if (found := _store_of_default_group(world)) is not None:
+        return _numbered(found, world, ("", 0))
     if world.rendezvous is None:
         raise UserError(
             f"the torch backend has no address to meet the other {world.size - 1} processes at: {world.launcher} sets no "
@@ -304,29 +413,26 @@ def open_store(world: World, timeout: float) -> dist.Store:
             f"rank {world.rank} could not meet the others at {host}:{port} within {timeout:g} s ({_first_line(error)}): "
             "check that the address is rank 0's, that the port is open, and that all processes were started"
         ) from error
-    # A store outlives a world: the next one must not find the keys of the last.
-    _WORLDS[host, port, world.name] += 1
-    return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[host, port, world.name]}", store)
+    return _numbered(store, world, (host, port))
 
 
-def _for_nccl(store: dist.Store, world: World, timeout: float) -> dist.Store:
-    """A store of torch's own, for NCCL's threads: they outlive the interpreter, and must not call into Python.
+def _numbered(store: dist.Store, world: World, place: tuple[str, int]) -> dist.Store:
+    """The part of a store that is this world's: a store outlives a world, and keeps the keys of the last one."""
+    key = *place, world.name
+    _WORLDS[key] += 1
+    return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[key]}", store)
 
-    It is told of through the job's store, together with the beginning of its keys.
+
+def _store_of_default_group(world: World) -> dist.Store | None:
+    """Where the program's own processes have met already, if that is where these meet.
+
+    Its rank 0 listens on MASTER_PORT. torchrun's agent has its store for any number of callers.
     """
-    if world.size == 1:
-        return store
-    wait = timedelta(seconds=timeout)
-    if world.rank == 0:
-        host = listening_address(world)
-        listening = listen(host, [0], world.size)
-        port, beginning = int(listening.getsockname()[1]), secrets.token_hex(32)
-        native = dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach())
-        store.set("nccl", f"{host} {port} {beginning}")
-    else:
-        host, number, beginning = store.get("nccl").decode().split()
-        native = dist.TCPStore(host, int(number), None, False, wait, wait_for_workers=False)
-    return dist.PrefixStore(beginning, native)
+    found = default_group_place()
+    if found is None or world.launcher == "torchrun":
+        return None
+    there = found[1] > world.size if world.name else found == (world.rank, world.size)
+    return distributed_c10d._get_default_store() if there else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from dualtrain.bench.launch import Place
 from dualtrain.bench.measure import Asked, Results, measure
 from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, JOBS, QUICK, ROUNDS, SPARES, jobs_of
 from dualtrain.bench.rows import Row, rows_of, sweep_of
-from dualtrain.console import parser_of, say
+from dualtrain.console import parser_of, say, show
 from dualtrain.errors import UserError
 from dualtrain.launchers import detect_world
 
@@ -162,7 +162,7 @@ def _run(given: argparse.Namespace) -> None:
     missing = _missing(names, place)
     names += tuple(spares[name] for name in missing if spares.get(name, name) not in names)
     for name, reason in missing.items():
-        print(f"{ENTRIES[name].title}: left out: {reason}", file=sys.stderr, flush=True)
+        show(f"{ENTRIES[name].title}: left out: {reason}", sys.stderr)
     entries = [name for name in names if name not in missing and jobs_of(ENTRIES[name], jobs)]
     if not entries:
         raise UserError(f"none of the contenders {', '.join(names)} has any of the jobs {', '.join(jobs)}: choose others")
@@ -172,7 +172,7 @@ def _run(given: argparse.Namespace) -> None:
         write_mnist(place.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
     seconds = QUICK_SECONDS if given.quick else LIMIT_SECONDS
     asked = Asked(entries, jobs, given.pairs, 0.5 if given.quick else 1.0, seconds, spares)
-    results = measure(asked, place, lambda line: print(line, file=sys.stderr, flush=True))
+    results = measure(asked, place, lambda line: show(line, sys.stderr))
     results.missing = {**missing, **results.missing}
     shutil.rmtree(place.folder, ignore_errors=True)
     _conclude(folder, results, _world(place, results))
@@ -183,8 +183,8 @@ def _conclude(folder: Path, results: Results, world: str) -> None:
 
     rows = rows_of(results)
     for path in _write(folder, results, rows, world):
-        print(path, file=sys.stderr)
-    print(text(results, rows, world))
+        show(path, sys.stderr)
+    show(text(results, rows, world))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

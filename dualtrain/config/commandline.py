@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from dualtrain.config.recipes import load_recipe, recipe_list
 from dualtrain.config.settings import Config
-from dualtrain.console import Parser
+from dualtrain.console import Parser, show
 from dualtrain.errors import UserError
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
     flags = {name: value if isinstance(value, bool) else _convert(FIELDS[name], value) for name, value in given.items()}
     recipe = str(flags.get("recipe", FIELDS["recipe"].default))
     if recipe == "list":
-        print(recipe_list())
+        show(recipe_list())
         raise SystemExit(0)
     config = Config(**{**_left_of(load_recipe(recipe), flags), **flags})
     _check(config, flags)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 
 import numpy
 import torch
 
+from dualtrain.data.downloads import missing
 from dualtrain.errors import UserError
+from dualtrain.files import open_regular
 from dualtrain.models.vision import mended
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -35,7 +38,7 @@ def read_cifar10(folder: str | None, download: bool = False) -> tuple[Part, Part
     if folder is None:
         raise UserError("--dataset cifar10 is not embedded: name the folder of its files with --data-dir")
     where = Path(folder, FOLDER)
-    if download and not all((where / name).exists() for name in TRAIN + VAL):
+    if download and missing([where / name for name in TRAIN + VAL], [Path(folder, URL.rpartition("/")[2])]):
         _download(folder)
     return _read(where, TRAIN), _read(where, VAL)
 
@@ -43,16 +46,20 @@ def read_cifar10(folder: str | None, download: bool = False) -> tuple[Part, Part
 def _read(where: Path, names: tuple[str, ...]) -> Part:
     size = 1 + SHAPE[0] * SHAPE[1] * SHAPE[2]
     try:
-        content = numpy.concatenate([numpy.fromfile(where / name, dtype=numpy.uint8) for name in names])
-    except OSError as error:
-        raise UserError(
-            f"{where} does not hold cifar10 ({error.strerror or error}): unpack {URL} into {where.parent}"
-        ) from error
+        content = numpy.concatenate([_bytes(where / name) for name in names])
+    except (OSError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "too large"
+        raise UserError(f"{where} does not hold cifar10 ({reason}): unpack {URL} into {where.parent}") from error
     rows = torch.from_numpy(content[: len(content) // size * size].reshape(-1, size))
     labels = rows[:, 0].to(torch.int64)
     if len(content) % size or not len(content) or labels.max() >= CLASSES:
         raise UserError(f"{where} is damaged: delete it and unpack {URL} into {where.parent} again")
     return rows[:, 1:].reshape(-1, *SHAPE).contiguous(), labels
+
+
+def _bytes(path: Path) -> Any:
+    with open_regular(path) as file:
+        return numpy.fromfile(file, dtype=numpy.uint8)
 
 
 def _download(folder: str) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from dualtrain.data.images import Geometry, ImageFiles
 from dualtrain.data.loader import LoaderSource
 from dualtrain.data.options import Options
 from dualtrain.data.sources import Task
 from dualtrain.data.transforms import IMAGENET, Transform, to_float
+from dualtrain.data.tree import Tree, read_tree
 from dualtrain.errors import UserError
-from dualtrain.models.vision import torchvision
 from dualtrain.models.weights import published
 
 SIZE = 224
@@ -40,10 +39,10 @@ def load_files(folder: str | None, options: Options) -> Task:
     )
 
 
-def _tree(folder: str, part: str) -> Any:
+def _tree(folder: str, part: str) -> Tree:
     path = Path(folder, part)
     try:
-        return torchvision().datasets.ImageFolder(path)
+        return read_tree(str(path))
     except OSError as error:  # no such folder, no classes in it, or a class without images
         reason = str(error.strerror or error).partition("\n")[0]
         raise UserError(

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from dualtrain.data.decode import read_image
 from dualtrain.data.loader import Wanted
 from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import Tensors
 from dualtrain.data.transforms import v2
 from dualtrain.errors import UserError
-from dualtrain.models.vision import torchvision
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,14 @@ class ImageFiles:
         for place, number in enumerate(numbers):
             path = self.samples[number][0]
             try:
+                image = read_image(path).convert("RGB")
                 with seeded(seed, number):
-                    images[place] = self._pipeline(torchvision().datasets.folder.pil_loader(path))
-            except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for bytes that are no image
+                    images[place] = self._pipeline(image)
+            except UserError as error:
+                return error
+            except (OSError, ValueError, MemoryError) as error:  # of a size that cannot be cropped or scaled
                 reason = (str(error) or type(error).__name__).partition("\n")[0]
-                return UserError(f"the image {path!r} cannot be read ({reason}): mend or delete it")
+                return UserError(f"the image {path!r} cannot be used ({reason}): mend or delete it")
         return images, torch.tensor([self.samples[number][1] for number in numbers], dtype=torch.int64)
 
     @cached_property

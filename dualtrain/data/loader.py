@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
-import os
-import signal
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -15,9 +13,9 @@ from torch.utils.data import DataLoader
 from dualtrain.data.sources import Batch, Source, Tensors
 from dualtrain.data.transforms import Transform
 from dualtrain.errors import UserError
+from dualtrain.processes import begin_worker, start_forkserver
 
 Wanted = tuple[list[int], int]  # a batch in plain numbers, since a tensor would cost a file descriptor on its way
-GRACE = 30  # seconds that workers outlive a SIGTERM
 
 
 class Reader(Protocol):
@@ -72,6 +70,9 @@ class LoaderSource(Source):
         if iterator is not None:
             # Not left to its end of life: an error's traceback may keep it until the workers' queues are gone.
             iterator._shutdown_workers()
+            for worker in getattr(iterator, "_workers", ()):
+                if worker.is_alive():
+                    worker.kill()  # one that hangs in a read; it ignores SIGTERM
         self._loader = None
 
     def _start(self, device: torch.device) -> DataLoader[Any]:
@@ -79,7 +80,7 @@ class LoaderSource(Source):
         if self._workers:
             # A fork of this process would share its GPU context, its threads and its communicators' sockets.
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["dualtrain.data.preload"])
+            start_forkserver(["dualtrain.data.preload"])
             options = {"multiprocessing_context": context, "persistent_workers": True, "worker_init_fn": _begin}
         return DataLoader(
             self._reader,  # type: ignore[arg-type]
@@ -124,10 +125,7 @@ def _as_read(batch: Tensors | UserError) -> Tensors | UserError:
 
 def _begin(worker: int) -> None:
     """Signals to the whole job are for the trainer, which needs batches until its next step's end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))
+    begin_worker()
 
 
 def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Iterator[Tensors]:

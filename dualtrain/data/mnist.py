@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import os
+import struct
+from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+import numpy
 import torch
 
 from dualtrain.data import Data, Split
+from dualtrain.data.downloads import missing
 from dualtrain.errors import UserError
+from dualtrain.files import open_regular
 from dualtrain.models.vision import torchvision
 
+IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+UINT8 = 8  # the idx format's number of this type
+CLASSES = 10
 Part = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -24,15 +34,46 @@ def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[P
     kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}[name]
     if folder is None:
         raise UserError(f"--dataset {name} is not embedded: name the folder of its files with --data-dir")
-    if download:
+    raw = Path(folder, kind.__name__, "raw")
+    files = [raw / f"{part}-{what}" for part in ("train", "t10k") for what in (IMAGES, LABELS)]
+    if download and missing(files, [path.with_name(f"{path.name}.gz") for path in files]):
         _download(name, kind, folder)
     try:
-        train, val = (kind(folder, train=train, download=False) for train in (True, False))
-    except (RuntimeError, OSError, ValueError, AssertionError, IndexError, KeyError) as error:
+        return _read_part(*files[:2]), _read_part(*files[2:])
+    except (OSError, ValueError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "too large"
         raise UserError(
-            f"--data-dir {folder!r} does not hold {name}: put its four idx files into {folder}/{kind.__name__}/raw"
+            f"--data-dir {folder!r} does not hold {name} ({reason}): put its four idx files into {raw}"
         ) from error
-    return (train.data[:, None], train.targets), (val.data[:, None], val.targets)
+
+
+def _read_part(images: Path, labels: Path) -> Part:
+    pixels, classes = _read_idx(images, (28, 28)), _read_idx(labels, ())
+    if len(pixels) != len(classes):
+        raise ValueError(f"{images.name} has {len(pixels)} images and {labels.name} {len(classes)} labels")
+    if not len(classes) or classes.max() >= CLASSES:
+        raise ValueError(f"{labels.name} has labels that are not from 0 to {CLASSES - 1}, or none")
+    return pixels[:, None], classes.to(torch.int64)
+
+
+def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
+    """The uint8 values of a file in the idx format, (n, *shape).
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not in this format, or not of this type and shape.
+    """
+    dimensions = 1 + len(shape)
+    with open_regular(path) as file:
+        head = file.read(4 * (1 + dimensions))
+        if len(head) < 4 * (1 + dimensions) or head[:4] != bytes([0, 0, UINT8, dimensions]):
+            raise ValueError(f"{path.name} is no idx file of uint8 values in {dimensions} dimensions")
+        count, *found = struct.unpack(f">{dimensions}I", head[4:])
+        size = os.fstat(file.fileno()).st_size
+        if tuple(found) != shape or size != len(head) + count * math.prod(shape):
+            raise ValueError(f"{path.name} has {size} bytes and is said to have the shape {(count, *found)}")
+        values = numpy.fromfile(file, dtype=numpy.uint8, count=count * math.prod(shape))
+    return torch.from_numpy(values.reshape(count, *shape))
 
 
 def load_mnist(name: str, folder: str | None) -> Data:
@@ -46,8 +87,10 @@ def load_mnist(name: str, folder: str | None) -> Data:
 
 
 def _download(name: str, kind: Any, folder: str) -> None:
+    fetched = kind.__new__(kind)  # without reading what is there
+    fetched.root = folder
     try:
-        kind(folder, train=True, download=True)  # both parts at once, each file checked by its hash
+        fetched.download()  # both parts at once, each file checked by its hash
     except (URLError, OSError, RuntimeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1] if lines else type(error).__name__

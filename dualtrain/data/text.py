@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from dualtrain.data import draws
 from dualtrain.data.options import Options
 from dualtrain.data.sources import Batch, Source, Task, Tensors
 from dualtrain.errors import UserError
+from dualtrain.files import read_text
 
 SPECIAL = ("[PAD]", "[UNK]", "[MASK]", "[CLS]")
 PAD, UNK, MASK, CLS = range(4)
@@ -89,7 +89,7 @@ def _text(file: str | None) -> str:
 
         return "\n".join(topics[name] for name in sorted(topics))
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return read_text(file)
     except UnicodeDecodeError as error:
         raise UserError(f"--text-file {file!r} is not UTF-8 (byte {error.start}): convert it") from error
     except OSError as error:

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from dualtrain.console import leave, parser_of, refuse_alike, say
+from dualtrain.console import leave, parser_of, refuse_alike, say, show
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examination = Examination(given.backend, world, given.timeout)
     report = examination.report
     if world.rank == 0:
-        print(json.dumps(report, indent=1) if given.json else page(report), flush=True)
+        show(json.dumps(report, indent=1) if given.json else page(report))
     elif len(report["ranks"]) < world.size:
         for line in report["problems"]:  # rank 0 does not hear of them
             say(line, world.rank, world.size)

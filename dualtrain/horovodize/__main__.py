@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from dualtrain.console import show
 from dualtrain.errors import UserError
 from dualtrain.horovodize.run import Program, load_module, load_script
 from dualtrain.launchers import World, detect_world
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     """Does what the command line says; gives the exit status where the script does not end by one of its own."""
     first, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if first in ("-h", "--help"):
-        print(__doc__.strip())
+        show(__doc__.strip())
         return 0
     if first == "--check":
         from dualtrain.horovodize.check import check
@@ -62,7 +63,7 @@ def _load(first: str, rest: list[str]) -> Program:
 def _refuse_alike(error: UserError, world: World) -> int:
     """Every process has the same command line: rank 0 answers, and the others leave it the time to."""
     if world.rank == 0:
-        print(f"dualtrain: error: {error}", file=sys.stderr, flush=True)
+        show(f"dualtrain: error: {error}", sys.stderr)
     else:
         time.sleep(3.0)  # a launcher stops all processes when the first one ends
     return 2

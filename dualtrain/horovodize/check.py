@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
+from dualtrain.console import show
 from dualtrain.errors import UserError
+from dualtrain.files import read_text
 from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.source import Finding, Source
 
@@ -26,14 +27,14 @@ def check(files: Sequence[str]) -> int:
         wrapped = set().union(*(_parse(name, text).own_wrapped for name, text in texts.items()))
         sources = {name: _parse(name, text, wrapped) for name, text in texts.items()}
     except UserError as error:
-        print(f"dualtrain: error: {error}", file=sys.stderr)
+        show(f"dualtrain: error: {error}", sys.stderr)
         return 2
     levels: Counter[str] = Counter()
     for name, source in sources.items():
         for finding in findings(source):
-            print(f"{name}:{finding.line}: [{finding.level}] {finding.message}")
+            show(f"{name}:{finding.line}: [{finding.level}] {finding.message}")
             levels[finding.level] += 1
-    print(_summary(sources, levels))
+    show(_summary(sources, levels))
     return 1 if levels["trap"] or levels["unsupported"] else 0
 
 
@@ -53,7 +54,7 @@ def _summary(sources: dict[str, Source], levels: Counter[str]) -> str:
 
 def _read(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8-sig")
+        return read_text(name, "utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read the script {name!r} ({error.strerror}): check its path") from None
     except UnicodeDecodeError:

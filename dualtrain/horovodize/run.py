@@ -12,6 +12,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NamedTuple
 
 from dualtrain.errors import UserError
+from dualtrain.files import check_regular
 
 
 class Program(NamedTuple):
@@ -41,6 +42,7 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
     if os.path.isdir(path):
         raise UserError(f"{path!r} is a folder: name the script in it, or run a package with -m")
     try:
+        check_regular(path)
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()
     except OSError as error:

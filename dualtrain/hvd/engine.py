@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.operations import RUN, Task
+from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.reductions import Sum, stand_in
 from dualtrain.hvd.settings import Settings, log
 from dualtrain.hvd.timeline import Timeline
@@ -40,8 +42,10 @@ class Exchanger(Protocol):
 
     base_name: str
     channel_name: str
+    process_set: ProcessSet
     exchanges: int
     exchanging: bool
+    announced: set[int]
 
     def shadow(self, divide_by: str) -> None:
         """Takes part in one exchange with zeros."""
@@ -85,6 +89,8 @@ class Engine:
         self.backend = backend
         self.settings = settings
         self.timeline = Timeline()
+        #: The GPU that the script has chosen, as its tensors say.
+        self._gpu: torch.device | None = backend.device if backend.device.type == "cuda" else None
         self.down: str | None = None  # why nothing is done any more
         self.channels: dict[int | str, Backend] = {0: backend}
         self._opened: dict[str, list[list[int]]] = {}  # channels for gradients, and which of those are sparse
@@ -130,8 +136,10 @@ class Engine:
         metas = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for t in tensors]
         message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **facts}
         pending = Pending(message, tensors, outputs, then=then)
-        if any(tensor.is_cuda for tensor in tensors):
-            pending.streams = [torch.cuda.current_stream().record_event()]
+        gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if gpu is not None:
+            self._gpu = gpu
+            pending.streams = [torch.cuda.current_stream(gpu).record_event()]
         with self._lock:
             if self.down is not None:
                 raise HorovodInternalError(self.down)
@@ -148,6 +156,8 @@ class Engine:
 
     def join(self, divide_by: str) -> int:
         """Blocks until every rank has joined, taking part in the others' exchanges of gradients meanwhile."""
+        if self._gpu is None and torch.cuda.is_initialized():
+            self._gpu = torch.device("cuda", torch.cuda.current_device())
         pending = self.submit("join", divide_by=divide_by)
         while (request := self._shadows.get()) is not None:
             exchanger = self._exchanger(request["channel"])
@@ -226,9 +236,11 @@ class Engine:
         return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
 
     def announce(self, exchanger: Exchanger) -> None:
-        """Asks those who joined, if there are any, to take part in the exchange that starts."""
+        """Asks those who joined, if there are any, to take part in the exchange that starts, and notes that in it."""
         if self.absent:
-            self.send({"kind": "shadow", "channel": exchanger.channel_name, "exchange": exchanger.exchanges})
+            exchange, number = exchanger.exchanges, exchanger.process_set.process_set_id or 0
+            exchanger.announced.add(exchange)
+            self.send({"kind": "shadow", "channel": exchanger.channel_name, "exchange": exchange, "set": number})
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
         """Called now and then while ``backend`` waits: raises where the world has ended, tells rank 0 of long waits."""
@@ -253,8 +265,6 @@ class Engine:
 
     def _work(self) -> None:
         """Does what the coordinator says, in its order."""
-        if self.backend.device.type == "cuda":
-            torch.cuda.set_device(self.backend.device)
         try:
             for message in self._control.answers():
                 if message["do"] == "down":
@@ -276,7 +286,8 @@ class Engine:
         if message["id"] is not None and pending is None:
             return  # everything has failed meanwhile
         try:
-            result = self._run(message, pending)
+            with self._on_gpu(message):
+                result = self._run(message, pending)
         except Exception as error:  # whatever it was, the other ranks may wait in it: nothing can be relied on
             log.debug("a matched call failed", exc_info=True)
             why = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
@@ -342,7 +353,12 @@ class Engine:
         return result
 
     def _device(self, kind: str) -> torch.device:
-        return self.backend.device if kind == self.backend.device.type else torch.device(kind)
+        return self._gpu if kind == "cuda" and self._gpu is not None else torch.device(kind)
+
+    def _on_gpu(self, message: Message) -> AbstractContextManager[Any]:
+        """Makes the script's GPU the current one, which every thread has of its own, for a call on tensors of a GPU."""
+        gpu = any(device == "cuda" for _, _, device in message.get("tensors", ()))
+        return torch.cuda.device(self._gpu) if gpu and self._gpu is not None else nullcontext()
 
     def _end(self, number: int, result: Any = None, error: HorovodInternalError | None = None) -> None:
         with self._lock:

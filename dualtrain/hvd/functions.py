@@ -64,21 +64,28 @@ def broadcast_object(
     Classes of your own travel once every rank has named them in ``torch.serialization.add_safe_globals``.
 
     Raises:
-        TypeError: on the root, if the object holds anything else.
+        TypeError: on every rank of the set, if the object holds anything else. The next call is as good as ever.
         ValueError, HorovodInternalError: as :func:`broadcast`.
     """
     set_id = _set_id(process_set)
     if root_rank not in (process_set.ranks or []):
         raise ValueError(f"root_rank {root_rank} is not in {process_set}: pass one of its ranks, in the world's numbering")
     is_root = rank() == root_rank
-    data = objects.encode(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    data, problem = objects.encode_or_refuse(obj) if is_root else (torch.empty(0, dtype=torch.uint8), None)
     [received] = engine().submit("objects", name and f"broadcast.{name}", set_id, [data], root=root_rank).wait()
-    return obj if is_root else objects.decode(received)
+    return obj if is_root and problem is None else _decoded(received, root_rank)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's ``obj`` in rank order, as :func:`broadcast_object`. Blocks."""
     set_id = _set_id(process_set)
-    data = objects.encode(obj)
+    data, _ = objects.encode_or_refuse(obj)
     received = engine().submit("objects", name and f"allgather.{name}", set_id, [data], root=None).wait()
-    return [objects.decode(part) for part in received]
+    return [_decoded(part, sender) for part, sender in zip(received, process_set.ranks or [], strict=True)]
+
+
+def _decoded(data: torch.Tensor, sender: int) -> Any:
+    try:
+        return objects.decode(data)
+    except TypeError as refusal:
+        raise TypeError(f"rank {sender}: {refusal}") from None

@@ -19,12 +19,13 @@ import torch
 from dualtrain.buckets import Transfer
 from dualtrain.hvd import basics
 from dualtrain.hvd.compression import BF16Compressor, Compression, FP16Compressor
-from dualtrain.hvd.mpi_ops import grouped_allreduce, rocm_built
+from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 from dualtrain.hvd.reducers import CalledReducer, ChannelReducer
 from dualtrain.hvd.reductions import Adasum, Average, Sum
 from dualtrain.hvd.util import split_list
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
+from dualtrain.optimizer import combined_loss
 
 Named = list[tuple[str, torch.nn.Parameter]]
 _NARROW = {Compression.none: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
@@ -209,7 +210,15 @@ class _Optimizer(NativeOptimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step, on combined gradients. Collective."""
+        """The wrapped optimizer's step, on combined gradients. Collective.
+
+        A ``closure`` may be called several times (LBFGS, which Horovod refuses); the optimizer sees its loss averaged
+        over ranks, with ``op=Sum`` summed, so that every rank takes the same decisions.
+
+        Raises:
+            HorovodInternalError: as :meth:`synchronize`.
+            BackendError: the closure returned a loss on some ranks only.
+        """
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -234,9 +243,11 @@ class _Optimizer(NativeOptimizer):
                 self.reducer.rest()
             with torch.enable_grad():
                 loss = closure()
-            if self.reducer is not None:
-                self.reducer.reduce()
-            return loss
+            if self.reducer is None:
+                return loss
+            self.reducer.reduce()
+            name, op = f"{self.reducer.channel_name}.loss", Sum if self.op == Sum else Average
+            return combined_loss(loss, lambda values: allreduce(values, name=name, op=op, process_set=self.process_set))
 
         return evaluate
 

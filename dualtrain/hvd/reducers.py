@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.buckets import Slot, Transfer
+from dualtrain.buckets import Bucket, Slot, Transfer
 from dualtrain.errors import BackendError
 from dualtrain.gradients import GradientReducer
 from dualtrain.hvd import basics
@@ -45,6 +45,10 @@ def _failure(error: BackendError) -> HorovodInternalError:
     return HorovodInternalError(f"{engine.down} ({error})")
 
 
+def _are_on_cpu(named: Named) -> bool:
+    return all(p.device.type == "cpu" for _, p in named)
+
+
 class ChannelReducer(GradientReducer):
     """Sends gradients in buckets, in backward, on a channel that only this optimizer uses; ``reduce`` waits for them.
 
@@ -66,16 +70,18 @@ class ChannelReducer(GradientReducer):
         self.process_set = process_set
         self.exchanges = 0  # so far; a rank that has joined counts those that it takes part in with zeros
         self.exchanging = False
+        self.announced: set[int] = set()  # exchanges in which this rank knew of one that had joined
         self.dirty = False  # whether there are gradients that were not synchronized
         self._generation = 0
         self._ready = 0  # parameters with all their passes
         self._opening: Pending | None = None
         self._agreed = False  # whether that has ended: until then the engine's thread may be sending
         named = list(named)
-        self._on_cpu = all(p.device.type == "cpu" for _, p in named)
-        # One number travels along: how many ranks have joined and do not want to be counted in the average. Not on GPUs,
-        # where to look at it would hold up the host in every step.
-        super().__init__(named, basics.engine().backend, passes=passes, carry=int(self._on_cpu), transfer=transfer)
+        self._on_cpu = _are_on_cpu(named)
+        #: What travels along, in the last bucket: how many ranks have joined and are not to be counted in the average.
+        self._left_out = torch.zeros(1)
+        self._is_left_out = False  # whether this rank is one of them
+        super().__init__(named, basics.engine().backend, passes=passes, transfer=transfer)
         basics.engine().register(self)
 
     def rest(self) -> None:
@@ -99,16 +105,21 @@ class ChannelReducer(GradientReducer):
             if timeline is not None and timeline.active:
                 for bucket in self._buckets:
                     timeline.end(bucket.name, "ALLREDUCE")
-        if self.cargo.any():
+        # On a GPU the host would wait to look at it: only where it may be more than 0.
+        if self._on_cpu or self.exchanges in self.announced:
             self._count_active_only()
 
     def shadow(self, divide_by: str) -> None:
         """Takes part in one exchange with zeros, as a rank that has joined."""
         for slot in self._slots:
             slot.param.grad = None
-        self.cargo.fill_(float(divide_by == "active"))
+        self._is_left_out = divide_by == "active"
         self._reduced = False
-        self.reduce()
+        try:
+            self.reduce()
+        finally:
+            self._is_left_out = False
+            self._left_out.zero_()
         self.renew()
         self.rest()
         for slot in self._slots:
@@ -176,8 +187,8 @@ class ChannelReducer(GradientReducer):
 
     def _begin_exchange(self) -> None:
         if not self.exchanging:
-            self.exchanging = True
             self.exchanges += 1
+            self.exchanging = True  # the engine's thread announces it too, if it learns of one that joined from now on
             basics.engine().announce(self)
 
     # -- the channel ------------------------------------------------------------------------------------------------
@@ -189,6 +200,7 @@ class ChannelReducer(GradientReducer):
             self.forget(engine.backend)
             self._generation, self._opening, self._agreed = basics.generation(), None, False
             self.exchanges, self.exchanging = 0, False
+            self.announced.clear()
             self.channel_name = f"{self.base_name}.{engine.claim(self.base_name)}"
             self.name = f"gradients.{self.channel_name}"
 
@@ -237,10 +249,25 @@ class ChannelReducer(GradientReducer):
         target.update((number, dims) for number, dims in sparse)
         self._make_buckets()
 
+    def _make_buckets(self) -> None:
+        self.cargo = torch.zeros(1, dtype=torch.float64)
+        super()._make_buckets()  # with a place for one number
+        # Written and read in its place, when there is a reason to, and not copied from and to the host in every step.
+        self._left_out, self.cargo = self._carried, self.cargo[:0]
+        self._carried = self.cargo
+
+    def _load(self, bucket: Bucket) -> None:
+        super()._load(bucket)
+        if self._is_left_out:
+            self._left_out.fill_(1)
+
     @torch.no_grad()
     def _count_active_only(self) -> None:
-        size, left_out = self.backend.size, float(self.cargo[0])
-        self.cargo.zero_()
+        self.announced.clear()
+        size, left_out = self.backend.size, float(self._left_out)
+        if not left_out:
+            return
+        self._left_out.zero_()
         if self.transfer.after == 1:
             return  # a sum
         for slot in self._slots:

@@ -10,7 +10,7 @@ from torch import nn
 from dualtrain.errors import UserError
 from dualtrain.models.freezing import find_head
 from dualtrain.models.vision import torchvision
-from dualtrain.models.weights import differences, fetch
+from dualtrain.models.weights import differences, fetch, read_pickled
 
 # Their extra heads make training outputs that no loss here takes, and their default start draws for minutes.
 _PLAIN = {"aux_logits": False, "init_weights": False}
@@ -49,8 +49,8 @@ def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained:
 def _load_published(model: nn.Module, name: str) -> None:
     path = fetch(name)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+        state = read_pickled(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"the weights in {path} are damaged: delete the file, to download it again") from error
     state = {key: value for key, value in state.items() if not key.lower().startswith("aux")}
     head, ours = find_head(model), model.state_dict()

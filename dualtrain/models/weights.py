@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from dualtrain.errors import UserError
+from dualtrain.files import open_regular, readable_path
 from dualtrain.models.vision import torchvision
 
 SHOWN = 3  # names of an error, so that it stays one line
@@ -43,20 +43,49 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
     """
     advice = "give a safetensors file, or a state dict that torch.save wrote"
     try:
-        if Path(file).suffix == ".safetensors":
-            return safetensors.torch.load_file(file)
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state: Any = read_safetensors(file) if Path(file).suffix == ".safetensors" else read_pickled(file)
     except OSError as error:
         reason = error.strerror or "No such file or directory"
         raise UserError(f"--weights {file!r} cannot be read ({reason}): give a file that exists on every host") from error
-    except Exception as error:  # torch.load raises what its bytes lead to
+    except ValueError as error:
         raise UserError(f"--weights {file!r} is damaged or holds more than weights: {advice}") from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"--weights {file!r} is not a mapping from names to tensors: {advice}")
+    problem = next(filter(None, map(_unusable, state.keys(), state.values())), None)
+    if problem is not None:
+        raise UserError(f"--weights {file!r} has {problem}: {advice} of a plain model")
     return dict(state)
+
+
+def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
+    """Names and tensors of a safetensors file. Raises OSError, or ValueError where it is damaged."""
+    with readable_path(file) as path:
+        try:
+            return safetensors.torch.load_file(path)
+        except Exception as error:  # it raises what the file's bytes lead to
+            raise ValueError(str(error)) from error
+
+
+def read_pickled(file: str | Path) -> Any:
+    """What ``torch.save`` wrote, if it is tensors and plain values. Raises OSError, or ValueError where it is not."""
+    with open_regular(file) as opened:
+        try:
+            return torch.load(opened, map_location="cpu", weights_only=True)
+        except Exception as error:  # it raises what the file's bytes lead to
+            raise ValueError(str(error)) from error
+
+
+def _unusable(name: Any, tensor: torch.Tensor) -> str | None:
+    """Why a tensor of a file cannot be copied into a model; ``None`` where it can."""
+    if not isinstance(name, str):
+        return f"the key {name!r}, which is not text"
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_complex():
+        kinds = {"sparse": tensor.layout != torch.strided, "meta": tensor.is_meta, "quantized": tensor.is_quantized}
+        return f"{name!r}, a {next((kind for kind, found in kinds.items() if found), 'complex')} tensor"
+    return None
 
 
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:

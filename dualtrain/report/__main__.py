@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualtrain.console import parser_of, say
+from dualtrain.console import parser_of, say, show
 from dualtrain.errors import UserError
+from dualtrain.files import write_whole
 from dualtrain.report.page import page
 from dualtrain.report.picture import picture
 from dualtrain.report.runs import read_runs
@@ -23,7 +24,6 @@ def _write(folders: Sequence[str], out: str | None) -> list[Path]:
     if target.suffix != ".html":
         raise UserError(f"--out {str(target)!r} must end in .html: the picture gets the same name with .png")
     contents = {target: page(runs).encode(errors="replace"), target.with_suffix(".png"): picture(runs, tables=True)}
-    from dualtrain.training.run_dir import write_whole  # brings torch, which a mistyped name need not wait for
 
     for path, content in contents.items():
         try:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = parser.parse_args(arguments)
         for path in _write(given.runs, given.out):
-            print(path)
+            show(path)
     except UserError as error:
         say(error)
         return 2

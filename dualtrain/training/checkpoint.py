@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ import torch
 
 from dualtrain.backends.wire import as_bytes
 from dualtrain.config import FIELDS, Config, flag
-from dualtrain.errors import UserError
-from dualtrain.training.run_dir import write_whole
+from dualtrain.console import show
+from dualtrain.errors import BackendError, UserError
+from dualtrain.files import link_whole, parse_json, readable_path, write_whole
 
 FORMAT = 2
 BEST = "best.safetensors"
+_NAME = re.compile(r"step-[0-9]{8,18}\.safetensors")
 
 
 def write(path: Path, tree: dict[str, Any]) -> None:
@@ -57,18 +61,12 @@ def drop_old(folder: Path, kept: int) -> None:
 
 def keep_as_best(path: Path) -> None:
     """Gives a checkpoint the best one's name too: as a second link where the disk has them, else as a copy."""
-    best, temporary = path.with_name(BEST), path.with_name(f".{BEST}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        temporary.hardlink_to(path)
-    except OSError:
-        shutil.copyfile(path, temporary)
-    temporary.replace(best)
+    link_whole(path, path.with_name(BEST))
 
 
 def found(folder: Path) -> list[Path]:
     """The checkpoints of a folder, newest first."""
-    return sorted(folder.glob("step-*.safetensors"), reverse=True)
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step, reverse=True)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -77,15 +75,19 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, cut off or changed.
     """
-    if path.is_dir():
-        raise UserError(f"checkpoint {str(path)!r} is a folder: name a file, or resume a run with --run-dir and --resume")
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except FileNotFoundError:
         raise UserError(f"checkpoint {str(path)!r} does not exist") from None
-    except (OSError, safetensors.SafetensorError) as error:
+    except IsADirectoryError:
+        raise UserError(
+            f"checkpoint {str(path)!r} is a folder: name a file, or resume a run with --run-dir and --resume"
+        ) from None
+    except OSError as error:
+        raise UserError(f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # safetensors raises what its bytes lead to
         raise UserError(f"checkpoint {str(path)!r} is damaged ({error})") from error
     structure = header.get("structure")
     if structure is None:
@@ -93,9 +95,11 @@ def load(path: Path) -> dict[str, Any]:
     if header.get("sha256") != _digest(structure, tensors):
         raise UserError(f"checkpoint {str(path)!r} is damaged: its content does not match its hash")
     try:
-        tree: dict[str, Any] = _put_together(json.loads(structure), tensors)
-    except (ValueError, KeyError, TypeError) as error:
+        tree: dict[str, Any] = _put_together(parse_json(structure), tensors)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"checkpoint {str(path)!r} is damaged: its structure cannot be read ({error})") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"checkpoint {str(path)!r} is damaged: it holds a {type(tree).__name__}, not a state by names")
     return tree
 
 
@@ -111,7 +115,7 @@ def to_resume(config: Config) -> dict[str, Any]:
         assert config.run_dir is not None
         tree, problems = newest_good(Path(config.run_dir) / "checkpoints")
         for problem in problems:
-            print(f"{problem}: going on from the one before", flush=True)
+            show(f"{problem}: going on from the one before")
     _compare(tree, config)
     return tree
 
@@ -122,6 +126,7 @@ def _compare(tree: dict[str, Any], config: Config) -> None:
         raise UserError(
             "the checkpoint is not of a run of this version of dualtrain: start anew, or use the version it is of"
         )
+    _check_form(tree)
     made_with, now = tree["config"], dataclasses.asdict(config)
     fixed = [name for name, field in FIELDS.items() if field.metadata["fixed"]]
     differences = [name for name in fixed if made_with.get(name, FIELDS[name].default) != now[name]]
@@ -129,6 +134,28 @@ def _compare(tree: dict[str, Any], config: Config) -> None:
         had = " ".join(_as_flag(name, made_with.get(name, FIELDS[name].default)) for name in differences)
         has = " ".join(_as_flag(name, now[name]) for name in differences)
         raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or start anew")
+
+
+def _check_form(tree: dict[str, Any]) -> None:
+    """Raises UserError for what has the format of a run's checkpoint, and not its parts."""
+    kinds = {"trainer": dict, "cursor": dict, "config": dict, "global_batch": int, "data": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(tree.get(name), kind)]
+    if wrong or not {"samples", "classes"} <= tree["data"].keys():
+        raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
+
+
+@contextmanager
+def fitting(what: str) -> Iterator[None]:
+    """Turns any error of taking a state into a UserError: it was made for another model or optimizer, or by other code."""
+    try:
+        yield
+    except (UserError, BackendError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(
+            f"{what} does not fit this model and optimizer ({reason}): give the one that it was made with"
+        ) from error
 
 
 def _as_flag(name: str, value: Any) -> str:
@@ -154,10 +181,53 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Renames the checkpoints behind ``step``: nothing goes on from them, and nothing is lost."""
+    """Renames the checkpoints behind ``step``, the best among them: nothing goes on from them, and nothing is lost."""
     for path in found(folder):
         if _step(path) > step:
-            path.rename(path.with_name(f"{path.name}.aside"))
+            path.rename(aside(path))
+    best = folder / BEST
+    of = step_in(best)
+    if of is not None and of > step:
+        kept = aside(path_of(folder, of))
+        if kept.exists():
+            best.unlink()
+        else:
+            best.rename(kept)
+
+
+def aside(path: Path) -> Path:
+    """The name that a file is kept under, which nothing reads."""
+    return path.with_name(f"{path.name}.aside")
+
+
+def step_in(path: Path) -> int | None:
+    """The step of a run's checkpoint, from its header alone; ``None`` where there is none that can be read."""
+    try:
+        with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
+            tree = _put_together(parse_json((file.metadata() or {})["structure"]), _NoTensors())
+        step = tree["cursor"]["step"]
+    except Exception:  # whatever its bytes lead to: it is not a checkpoint of a run
+        return None
+    return step if type(step) is int else None
+
+
+class _NoTensors(dict[str, Any]):
+    """Every tensor as ``None``."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+def find_step(folders: Iterable[Path], step: int) -> tuple[Path, dict[str, Any]] | None:
+    """A good checkpoint of ``step``, with its content, among those of ``folders``; ``None`` if there is none."""
+    for folder in folders:
+        for path in (folder / BEST, path_of(folder, step)):
+            if step_in(path) == step:
+                try:
+                    return path, load(path)
+                except UserError:
+                    continue  # damaged
+    return None
 
 
 def _step(path: Path) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from dualtrain.training.objective import NAMES, added, metrics
 
@@ -50,6 +52,39 @@ class Cursor:
         """Samples a second, over all ranks and steps."""
         return self.samples / max(self.seconds, 1e-9)
 
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Self:
+        """The cursor that :meth:`plain` gave these values of.
+
+        Raises:
+            ValueError: they are no values of one.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        if plain.keys() != fields.keys():
+            raise ValueError(f"its position has {', '.join(map(str, plain))}, not {', '.join(fields)}")
+        default = cls()
+        for name, value in plain.items():
+            if not _alike(value, getattr(default, name)):
+                raise ValueError(f"its position has {name} = {value!r}")
+        if plain["best"] and "step" not in plain["best"]:
+            raise ValueError("its best evaluation has no step")
+        return cls(**plain)
+
     def plain(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {**vars(self)}
+
+
+def _alike(value: Any, default: Any) -> bool:
+    """Whether ``value`` is of the kind of ``default``: counts and sums are not negative, measures are any numbers."""
+    if isinstance(default, dict):
+        return isinstance(value, dict) and all(_number(part) for part in value.values())
+    if isinstance(default, list):
+        return isinstance(value, list) and len(value) == len(default) and all(map(_number, value))
+    if isinstance(default, int):
+        return type(value) is int and 0 <= value < 2**63
+    return _number(value) and 0 <= value < math.inf
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -23,11 +23,12 @@ from dualtrain.training import checkpoint
 from dualtrain.training.assemble import compiled, determinism, load_task, make_model, threads, try_out
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.objective import CrossEntropy, metrics
-from dualtrain.training.optimizers import make_optimizer, make_schedule, scaled_lr
+from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
 from dualtrain.training.parallel import measured, replicate
 from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import conclude, weights_of, write_task
-from dualtrain.training.run_dir import claim, write_weights
+from dualtrain.training.resume import restore_best, set_aside
+from dualtrain.training.run_dir import claim
 from dualtrain.training.signals import SIGNALS, Signals
 from dualtrain.training.together import on_root, together
 from dualtrain.training.trainer import Tensors, Trainer
@@ -43,6 +44,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
         UserError: something in the configuration cannot be done here.
         DivergedError: the loss became infinite or not a number.
         BackendError: the ranks lost each other.
+        NotSavedError: the training ended, and its results could not be written.
         StoppedError: a signal asked for it; a checkpoint was saved.
     """
     torch.set_num_threads(threads(backend))
@@ -125,15 +127,22 @@ class Run:
         if saved is not None:
             self._resume(saved)
         self.folder = Path(on_root(self.backend, "run folder", lambda: claim(self.config)))
-        checkpoints = self.folder / "checkpoints"
 
         def prepare() -> None:
             # Later checkpoints of this folder belong to a course that is not taken: kept, but not gone on from.
-            checkpoint.set_aside(checkpoints, self.cursor.step)
+            set_aside(self.folder, self.cursor.step)
             write_task(self.folder, self.task)
 
         on_root(self.backend, "run folder", prepare)
-        self.records = Records(
+        self.records = together(self.backend, "run folder", self._records)
+        self.writer = Writer(self.folder, self.config.keep, self.records.say, self.config.timeout)
+        if saved is not None and not restore_best(self, saved):
+            lost = self.cursor.best["step"]
+            self.records.say(f"the checkpoint of the best evaluation (step {lost}) is gone: the best is chosen from now on")
+            self.cursor.best, self.cursor.stale = {}, 0
+
+    def _records(self) -> Records:
+        return Records(
             self.folder,
             self.config,
             shown=self.backend.rank == 0,
@@ -141,7 +150,6 @@ class Run:
             total=self.total_steps,
             done=self.cursor.step,
         )
-        self.writer = Writer(checkpoints, self.config.keep, self.records.say, self.config.timeout)
 
     def _resume(self, saved: dict[str, Any]) -> None:
         if saved["global_batch"] != self.sampler.global_batch:
@@ -153,8 +161,14 @@ class Run:
         if saved["data"] != self._data():
             had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (saved["data"], self._data()))
             raise UserError(f"the checkpoint was trained on {had}, and the data here are {has}: give the same", shared=True)
-        self.trainer.load_state_dict(saved["trainer"])
-        self.cursor = Cursor(**saved["cursor"])
+        self.cursor = together(self.backend, "checkpoint", lambda: self._take(saved))
+
+    def _take(self, saved: dict[str, Any]) -> Cursor:
+        """Loads a checkpoint into the trainer; gives the place that it is of."""
+        with checkpoint.fitting("the checkpoint"):
+            self.trainer.load_state_dict(saved["trainer"])
+            check_state(self.trainer.optimizer)
+            return Cursor.of(saved["cursor"])
 
     def _data(self) -> dict[str, int]:
         """What tells other data from these."""
@@ -289,9 +303,7 @@ class Run:
             "global_batch": self.sampler.global_batch,
             "data": self._data(),
         }
-        path = self.folder / "model-best.safetensors"
-        then = (lambda: write_weights(path, weights)) if weights is not None else None
-        self.writer.write(self.cursor.step, checkpoint.Packed(tree), best=best, then=then)
+        self.writer.write(self.cursor.step, checkpoint.Packed(tree), best=weights)
 
     def _opening_line(self) -> str:
         backend, parameters = self.backend, sum(p.numel() for p in self.trainer.model.parameters())

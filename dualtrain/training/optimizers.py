@@ -82,6 +82,18 @@ def _value(value: Any, text: str) -> Any:
     return value
 
 
+_FACTORED = ("row_var", "col_var")  # of Adafactor, which keeps sums over rows and columns
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError where a parameter has state of another shape: a step would fail, or repeat it for all elements."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and name not in _FACTORED and value.shape != parameter.shape:
+                shapes = f"{tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
+                raise ValueError(f"the optimizer's {name} has the shape {shapes}")
+
+
 def scaled_lr(config: Config, size: int) -> tuple[float, str]:
     """The learning rate for ``size`` ranks, and the arithmetic in words.
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from tqdm import tqdm
+
+from dualtrain.console import printable
 
 
 class Progress:
@@ -48,5 +51,6 @@ class Progress:
     def say(self, line: str) -> None:
         """A line of its own, above the bar."""
         if self._shown:
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+            with suppress(OSError):  # a full disk or a closed pipe behind it is no reason to lose the training
+                tqdm.write(printable(line), file=sys.stdout)
+                sys.stdout.flush()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +20,7 @@ from dualtrain.training.run_dir import MetricsFile
 
 
 class Records:
-    """The records of one run; on other ranks than 0 they do nothing.
+    """The records of one run; on other ranks than 0 they do nothing. Making them raises OSError if that fails.
 
     Args:
         folder: the run's.
@@ -30,9 +32,9 @@ class Records:
     """
 
     def __init__(self, folder: Path, config: Config, *, shown: bool, launcher: str, total: int, done: int) -> None:
-        self._metrics = MetricsFile(folder, done) if shown else None
-        self._board = _board(folder, done) if shown and config.tensorboard else None
         self._bar = Progress(total, done, shown=shown, launcher=launcher)
+        self._metrics = MetricsFile(folder, done, self._bar.say) if shown else None
+        self._board = _board(folder, done) if shown and config.tensorboard else None
         self._every = config.log_every
         self._since, self._samples = time.perf_counter(), 0
 
@@ -41,10 +43,10 @@ class Records:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.__exit__(kind, error, trace)
-        if self._metrics is not None:
-            self._metrics.__exit__(kind, error, trace)
-        if self._board is not None:
-            self._board.close()
+        for file in (self._metrics, self._board):
+            if file is not None:
+                with suppress(OSError):  # what could not be written has been reported
+                    file.close()
 
     def step(self, step: int, epoch: int, samples: int, values: dict[str, float]) -> None:
         """One optimizer step is done: its ``loss``, ``accuracy`` and ``lr``."""
@@ -70,10 +72,21 @@ class Records:
 
     def _write(self, kind: str, step: int, epoch: int, values: dict[str, float]) -> None:
         if self._metrics is not None:
-            self._metrics.write(step=step, epoch=epoch, kind=kind, **values)
+            with self._going_on("metrics.jsonl", step):
+                self._metrics.write(step=step, epoch=epoch, kind=kind, **values)
         if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+            with self._going_on("TensorBoard's events", step):
+                for name, value in values.items():
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    @contextmanager
+    def _going_on(self, what: str, step: int) -> Iterator[None]:
+        """Reports what cannot be written, which is no reason to end the training."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            self.say(f"{what}: step {step} could not be written ({reason}): training goes on; free that place")
 
 
 def opening(config: Config, model: nn.Module) -> str:

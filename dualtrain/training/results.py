@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dualtrain.data import Task
+from dualtrain.errors import NotSavedError
+from dualtrain.files import write_json
 from dualtrain.state import averaged_buffers, weights_sha256
-from dualtrain.training.run_dir import write_json, write_weights
+from dualtrain.training.run_dir import write_weights
 from dualtrain.training.together import on_root
 from dualtrain.training.trainer import Trainer
 
@@ -34,7 +37,11 @@ def write_task(folder: Path, task: Task) -> None:
 
 
 def conclude(run: Run) -> dict[str, Any]:
-    """Writes the model and the summary; gives the summary on every rank. Collective."""
+    """Writes the model and the summary; gives the summary on every rank. Collective.
+
+    Raises:
+        NotSavedError: on every rank, if the model, the summary or the last checkpoint could not be written.
+    """
     backend, cursor, trainer = run.backend, run.cursor, run.trainer
     weights = weights_of(trainer)
     summary: dict[str, Any] = {
@@ -55,13 +62,34 @@ def conclude(run: Run) -> dict[str, Any]:
         "weights_sha256": weights_sha256(weights),
     }
 
-    def write() -> None:
-        write_weights(run.folder / "model.safetensors", weights)
-        write_json(run.folder / "summary.json", summary)
-
-    on_root(backend, "summary", write)
+    problems = on_root(backend, "summary", lambda: _write(run, weights, summary))
+    if problems:
+        raise NotSavedError(
+            f"the training ended after step {cursor.step}, and {', '.join(problems)} could not be written in {run.folder}: "
+            f"free that place; the same command with --run-dir {run.folder} --resume goes on from the last checkpoint that "
+            "was saved"
+        )
     run.records.say(
         f"done: val accuracy {summary['val_accuracy']:.4f}, {summary['samples_per_second']:.0f} samples/s, "
         f"weights {summary['weights_sha256'][:16]}, in {run.folder}"
     )
     return summary
+
+
+def _write(run: Run, weights: dict[str, torch.Tensor], summary: dict[str, Any]) -> list[str]:
+    """Writes what is left of a run, on rank 0; gives what could not be written, each with the reason."""
+    problems: list[str] = []
+    failed = run.writer.failed
+    if failed is not None:
+        problems.append(f"the last checkpoint ({failed.strerror or failed})")
+    steps: dict[str, Callable[[Path], None]] = {
+        "model.safetensors": lambda path: write_weights(path, weights, run.cursor.step),
+        "summary.json": lambda path: write_json(path, summary),
+    }
+    for name, write in steps.items():
+        try:
+            write(run.folder / name)
+        except OSError as error:
+            problems.append(f"{name} ({error.strerror or error})")
+            break  # a summary is there only with its model
+    return problems

@@ -4,17 +4,25 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 
 from dualtrain.config import Config
 from dualtrain.errors import UserError
+from dualtrain.files import link_whole, parse_json, read_text, readable_path, remove_temporary, write_json, write_whole
+
+BEST_WEIGHTS = "model-best.safetensors"
+_NAMES = re.compile(r"(config|task|summary)\.json|metrics\.jsonl|model(-best)?\.safetensors")
 
 
 def claim(config: Config) -> str:
@@ -34,6 +42,7 @@ def claim(config: Config) -> str:
                 "(--resume alone, if it has checkpoints)"
             )
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        remove_temporary(folder, _NAMES)
         write_json(folder / "config.json", dataclasses.asdict(config))
     except OSError as error:
         raise UserError(
@@ -67,53 +76,64 @@ def _fresh(parent: Path, name: str) -> Path:
             ) from error
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes all of it or nothing."""
-    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
+def write_weights(path: Path, weights: dict[str, torch.Tensor], step: int) -> None:
+    """Writes a model's weights, and the step that they are of, for any tool that reads safetensors."""
+    write_whole(path, safetensors.torch.save(weights, metadata={"step": str(step)}))
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file at once: a temporary name, flushed to the disk, renamed."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def step_of(path: Path) -> int | None:
+    """The step that a file of :func:`write_weights` is of; ``None`` if there is no such file, or it does not say."""
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Writes a model's weights for any tool that reads safetensors."""
-    write_whole(path, safetensors.torch.save(weights))
+        with readable_path(path) as file, safetensors.safe_open(file, framework="pt") as content:
+            return int((content.metadata() or {})["step"])
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError):
+        return None
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one object a line, on the disk as soon as it is written."""
+    """``metrics.jsonl``: one object a line, on the disk as soon as it is written, whole or not at all."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        """Goes on behind what earlier parts of the run wrote up to ``step``."""
+    def __init__(self, folder: Path, step: int, say: Callable[[str], None]) -> None:
+        """Keeps what earlier parts of the run wrote up to ``step``. Raises OSError."""
         path = folder / "metrics.jsonl"
-        kept = [line for line in _lines(path) if line["step"] <= step]
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        self._file: IO[str] = path.open("a", buffering=1)
+        lines, unreadable = _lines(path)
+        if unreadable:
+            aside = path.with_name(f"{path.name}.aside")
+            link_whole(path, aside)
+            say(f"{path} has {unreadable} lines that are no metrics: they are left out, and it is kept as {aside.name}")
+        content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
+        write_whole(path, content)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(path, flags), "ab", buffering=0)
+        self._size = len(content)
 
     def write(self, **values: Any) -> None:
-        """Adds one line."""
-        self._file.write(json.dumps(values) + "\n")
+        """Adds one line. Raises OSError, and leaves the lines before it whole."""
+        line = (json.dumps(values) + "\n").encode()
+        if self._file.write(line) != len(line):  # a disk that is full in the middle of the line
+            self._file.truncate(self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += len(line)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    # The last line of an interrupted run may be cut off: it is written again.
-    complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line) for line in complete]
+def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines that are metrics, and how many others there are."""
+    if not os.path.lexists(path):
+        return [], 0
+    # The last line of a run that was killed may be incomplete: it is written again.
+    complete = [line for line in read_text(path, errors="replace").split("\n")[:-1] if line]
+    parsed = [_metrics(line) for line in complete]
+    lines = [line for line in parsed if line is not None]
+    return lines, len(parsed) - len(lines)
+
+
+def _metrics(line: str) -> dict[str, Any] | None:
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and type(value.get("step")) is int else None

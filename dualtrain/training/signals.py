@@ -14,6 +14,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _IMPATIENT_SECONDS = 2.0  # a launcher repeats a Ctrl-C at once; a person does it later
 
 
+#: Whether SIGUSR1 has come before there was anything to save.
+_early: list[bool] = []
+
+
+def note_early_requests() -> None:
+    """Has a SIGUSR1 that comes before the first step, or after the last, not end this process.
+
+    One that comes before has the state after the first step saved. For a process that is a rank and nothing else.
+    """
+    signal.signal(signal.SIGUSR1, lambda *_: _early.append(True))
+
+
 class Signals:
     """Notes signals while it is entered. In a thread other than the main one it notes nothing."""
 
@@ -24,6 +36,9 @@ class Signals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.signal(number, self._note) for number in SIGNALS}
+            if _early:
+                self._noted[signal.SIGUSR1] = time.monotonic()
+                _early.clear()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -311,10 +311,11 @@ class Trainer:
         """Goes on from a file of :meth:`save`, or a run's checkpoint, which every rank reads.
 
         Raises:
-            UserError: the file is missing or damaged.
+            UserError: the file is missing or damaged, or is of another model or optimizer.
         """
         state = checkpoint.load(Path(path))
-        self.load_state_dict(state.get("trainer", state))
+        with checkpoint.fitting(f"the state in {str(path)!r}"):
+            self.load_state_dict(state.get("trainer", state))
 
 
 def _objective(loss: Loss | Objective | None) -> Objective:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dualtrain import BackendError, UserError, connect
-from dualtrain.backends.factory import NAMES, _as_numbers, _locate, _take_device, choose
+from dualtrain.backends.factory import NAMES, _as_numbers, _compare_choices, _locate, _take_device, choose
 from dualtrain.launchers import World
 from tests.conftest import require_horovod
 from tests.pool import ROOT, free_port
@@ -248,6 +251,36 @@ def test_other_versions_are_named():
     assert backend.left
 
 
+UNLIKE = {
+    "device": (
+        [[0, 0], [1, 0], [0, 0]],
+        r"device \(cpu on rank 0, 2; cuda on rank 1\): let every rank see a GPU, or give --dev",
+    ),
+    "transport": (
+        [[0, 0], [0, 2], [0, 1]],
+        r"transport \(auto on rank 0; native on rank 1; shm on rank 2\): give the same",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_ranks_with_other_devices_or_transports_are_named(what):
+    rows, said = UNLIKE[what]
+    backend = Seen(0, "aaa", rows)
+    with pytest.raises(UserError, match=f"the ranks do not have the same {said}"):
+        _compare_choices(backend, "auto")
+    assert backend.left
+    backend = Seen(1, "aaa", [[1, 2], None, None], "cuda")
+    _compare_choices(backend, "native")
+    assert not backend.left
+
+
+def unlike_transports(backend, port):
+    world = replace(backend.world, rendezvous=("127.0.0.1", port))
+    with pytest.raises(UserError, match="native on rank 0; shm on rank 1"):
+        connect("torch", world=world, transport=("native", "shm")[backend.rank])
+
+
 def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():
     for name in ("local", "torch"):
         for _ in range(2):
@@ -255,7 +288,6 @@ def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():
             assert backend.allreduce(torch.ones(2)).tolist() == [1, 1]
             backend.close()
             backend.close()
-            assert not torch.distributed.is_initialized()
 
 
 def test_a_call_after_the_end_is_refused():
@@ -268,22 +300,87 @@ def test_a_call_after_the_end_is_refused():
 
 
 def test_a_with_statement_closes_and_lets_exceptions_through():
-    with connect("torch", world=ALONE):
-        assert torch.distributed.is_initialized()
-    assert not torch.distributed.is_initialized()
+    with connect("torch", world=ALONE) as backend:
+        pass
+    with pytest.raises(BackendError, match="closed"):
+        backend.barrier()
     with pytest.raises(KeyError), connect("torch", world=ALONE):
         raise KeyError("mine")
-    assert not torch.distributed.is_initialized()
 
 
-def test_a_world_that_was_found_is_left_as_it_was():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with connect("torch", world=ALONE) as backend:
-            assert backend.allgather_object("here") == ["here"]
-        assert torch.distributed.is_initialized()
-    finally:
-        torch.distributed.destroy_process_group()
+def test_the_default_process_group_is_made_where_it_is_asked_for_and_only_there():
+    with connect("torch", world=ALONE):
+        assert not torch.distributed.is_initialized()
+        with connect("torch", world=ALONE, default_group=True):
+            torch.distributed.all_reduce(torch.ones(1))
+            with pytest.raises(UserError, match="a default process group already"):
+                connect("torch", world=ALONE, default_group=True)
+        assert not torch.distributed.is_initialized()
+    with pytest.raises(UserError, match="default_group=True is of the torch backend, and this is local"):
+        connect("local", default_group=True)
+
+
+def free_of_the_default_group(backend, port):
+    """A program's own default group, made after dualtrain's and before it, without a backend for CPU tensors."""
+    dist = torch.distributed
+    there = {"rank": backend.rank, "world_size": backend.size, "init_method": f"tcp://127.0.0.1:{port}"}
+    again = replace(backend.world, rendezvous=("127.0.0.1", port))
+    backend.barrier()
+    assert not dist.is_initialized()
+    with connect("torch", world=again) as first:
+        # The port of a rendezvous is free again once all have met.
+        dist.init_process_group("cuda:gloo", **there)
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(torch.ones(1))
+        # Now a store of the program's own listens there.
+        with connect("torch", world=again) as second:
+            for each in (first, second, second.group(range(backend.size))):
+                total = each.allreduce(torch.tensor([float(each.rank + 1)]), "sum")
+                assert total.tolist() == [sum(range(1, backend.size + 1))]
+            assert second.transport == "shm"
+        assert dist.is_initialized()
+        with pytest.raises(UserError, match=f"rank {backend.rank} of {backend.size} in torch.distributed's default"):
+            connect("auto", world=World(launcher="none"))
+        dist.destroy_process_group()
+        assert first.allgather_object("still here") == ["still here"] * backend.size
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_program_makes_its_own_default_process_group_before_or_after(pool):
+    pool.connect("torch", 2)
+    pool.run(free_of_the_default_group, free_port())
+    pool.run(unlike_transports, free_port())
+
+
+def threads_of(backend):
+    """How many threads and sockets a world leaves behind, once its groups have ended."""
+
+    def held():
+        files = [
+            os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")
+        ]
+        return len(os.listdir("/proc/self/task")), sum("socket" in file for file in files)
+
+    group = backend.group(range(backend.size))
+    group.barrier()
+    group.close()
+    backend.barrier()
+    before = held()
+    group = backend.group(range(backend.size))
+    group.barrier()
+    assert held()[0] > before[0]
+    backend.barrier()
+    group.close()
+    backend.barrier()
+    deadline = time.monotonic() + 20
+    while held() != before:
+        assert time.monotonic() < deadline, (held(), before)
+        time.sleep(0.01)
+
+
+def test_a_closed_group_leaves_no_thread_and_no_socket(pool):
+    pool.connect("torch", 2)
+    pool.run(threads_of)
 
 
 def one_is_ordinary(backend):

@@ -140,7 +140,7 @@ def other() -> torch.nn.Module:
 def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, capsys):
     (tmp_path / "text.png").write_text("no image")
     Image.new("I;16", (8, 8)).save(tmp_path / "deep.png")
-    for bad, reason in (("text.png", "identify"), ("deep.png", "8 bits"), ("gone.png", "No such file")):
+    for bad, reason in (("text.png", "none of JPEG"), ("deep.png", "8 bits"), ("gone.png", "No such file")):
         assert main([str(run), digits[0], str(tmp_path / bad)]) == 2
         told = capsys.readouterr()
         assert told.out == ""

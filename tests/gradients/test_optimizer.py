@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dualtrain import DistributedOptimizer
+from dualtrain import BackendError, DistributedOptimizer
 from tests.models_for_tests import (
     EXACT,
     gradients,
@@ -324,6 +324,53 @@ def test_loss_scaling_with_and_without_clipping(typical, max_norm):
     typical(scales, max_norm)
 
 
+class TakesScaler(torch.optim.SGD):
+    """An optimizer that unscales by the contract that torch had before: its step takes the scaler."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, grad_scaler=None):
+        assert grad_scaler is None
+        return super().step(closure)
+
+
+FUSED = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "takes scaler": (TakesScaler, {"lr": 0.1}),
+}
+
+
+def unscaled_by_the_step(backend):
+    """A fused step unscales and skips by itself. The last rank's gradients overflow in the second step."""
+    for title, (build, options) in FUSED.items():
+        for clip in (False, True):
+            model, oracle = perceptron(), perceptron()
+            optimizer = wrap(build(model.parameters(), **options), model, backend)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            seen = []
+            optimizer.optimizer.register_step_pre_hook(
+                lambda opt, args, kwargs, seen=seen: seen.append(hasattr(opt, "found_inf"))
+            )
+            for step in range(3):
+                loss = vector_loss(model, key(backend, step))
+                overflow = step == 1 and backend.rank == backend.size - 1
+                scaled_step(model, optimizer, scaler, loss * torch.inf if overflow else loss, 1e3 if clip else None)
+            single = build(oracle.parameters(), **options)
+            alone(oracle, single, backend, 1)
+            alone(oracle, single, backend, 1, start=2)
+            check(model, oracle)
+            assert scaler.get_scale() == 2.0**9
+            assert same_on_all(backend, list(model.parameters()))
+            # Without a look at the gradients on the host.
+            assert set(seen) == {title != "takes scaler"}
+            assert not hasattr(optimizer, "found_inf")
+
+
+def test_a_fused_optimizer_unscales_by_itself(typical):
+    typical(unscaled_by_the_step)
+
+
 def overflows(backend, unscaled):
     model = perceptron()
     optimizer = sgd(model, backend)
@@ -417,7 +464,7 @@ def test_a_group_added_later_is_reduced_too(spmd, named):
     spmd(adds_group, named)
 
 
-def line_search(backend):
+def line_search(backend, as_number):
     """Rank-local losses would send the ranks' line searches different ways."""
     model, oracle = perceptron(), perceptron()
     options = {"max_iter": 6, "line_search_fn": "strong_wolfe"}
@@ -428,46 +475,59 @@ def line_search(backend):
         optimizer.zero_grad()
         loss = vector_loss(model, backend.rank) * (1 + backend.rank)
         loss.backward()
-        return loss
+        return loss.item() if as_number else loss
 
     def whole():
         single.zero_grad()
         loss = sum(vector_loss(oracle, rank) * (1 + rank) for rank in range(backend.size)) / backend.size
         loss.backward()
-        return loss
+        return loss.item() if as_number else loss
 
     for _ in range(3):
-        loss, expected = optimizer.step(closure), single.step(whole)
+        loss, expected = map(torch.as_tensor, (optimizer.step(closure), single.step(whole)))
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-3, atol=1e-5)
         assert same_on_all(backend, [loss, *model.parameters()])
     assert optimizer.state[next(model.parameters())]["func_evals"] > 3
     check(model, oracle, rtol=5e-3, atol=1e-3)
 
 
-def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical):
-    typical(line_search)
+@pytest.mark.parametrize("as_number", [False, True], ids=["tensor", "number"])
+def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical, as_number):
+    typical(line_search, as_number)
 
 
 def closure_of_sgd(backend):
+    """What a closure may return: a loss, which is averaged, or anything else, if all ranks return such."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
-    numbers = []
+    losses = [
+        (torch.tensor([backend.rank + 1.0], dtype=torch.float16), torch.tensor([(1 + backend.size) / 2]).half()),
+        (backend.rank, (backend.size - 1) / 2),
+        (None, None),
+        ("text", "text"),
+        (torch.arange(2), torch.arange(2)),
+        (None if backend.rank else 1.0, 1.0),
+    ]
+    for step, (loss, expected) in enumerate(losses):
 
-    for step in range(2):
-
-        def closure(step=step):
+        def closure(step=step, loss=loss):
             optimizer.zero_grad()
-            loss = vector_loss(model, key(backend, step))
-            loss.backward()
-            numbers.append(loss.item())
-            return loss.item()
+            vector_loss(model, key(backend, step)).backward()
+            return loss
 
-        assert optimizer.step(closure) == numbers[-1]  # a number is the caller's own
-    alone(oracle, torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9), backend, 2)
+        if step == len(losses) - 1 and backend.size > 1:
+            with pytest.raises(BackendError, match="a loss on some ranks and something else on others"):
+                optimizer.step(closure)
+            continue
+        found = optimizer.step(closure)
+        assert type(found) is type(expected)
+        torch.testing.assert_close(found, expected) if isinstance(found, torch.Tensor) else None
+        assert isinstance(found, torch.Tensor) or found == expected
+    alone(oracle, torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9), backend, len(losses) - (backend.size > 1))
     check(model, oracle)
 
 
-def test_a_closure_may_return_a_number(typical):
+def test_what_a_closure_may_return(typical):
     typical(closure_of_sgd)
 
 

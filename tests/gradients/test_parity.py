@@ -56,7 +56,9 @@ def ours(backend, case):
 
 def ddp(backend, case):
     model = conv_net()
+    backend.make_default_group()
     fit(DistributedDataParallel(model), make_optimizer(case[0], model), backend.rank, backend.size)
+    torch.distributed.destroy_process_group()
     return weights_sha256(model)
 
 
@@ -116,7 +118,7 @@ def our_hash(spmd, case, hashes):
 @pytest.mark.parametrize(
     ("real", "case"),
     [
-        pytest.param(world, case, id=f"{world[0]}-{world[1]}-{name}", marks=pytest.mark.launch if world[1] == 4 else ())
+        pytest.param(world, case, id=f"{world[0]}-{world[1]}-{name}")
         for world in REAL
         for case, name in CASES_AT[world[1] > 2]
     ],

@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import Spmd, require_horovod
 from tests.hvd.worlds import THEIRS, check, library, same, worlds
-from tests.launch.test_launch import ENV, ROOT
+from tests.launch.jobs import ENV, ROOT
 
 
 def reference(vectors):

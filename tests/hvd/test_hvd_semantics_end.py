@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from functools import partial
 from unittest import mock
@@ -14,6 +15,7 @@ from torch import nn
 
 from tests.hvd.worlds import OURS, OURS_2, OURS_3, library, ours
 from tests.patience import impatient
+from tests.pool import free_port
 
 
 class Lines(logging.Handler):
@@ -212,3 +214,27 @@ def test_timelines(real, tmp_path):
             assert phases.count("B") == phases.count("E") == 2
         times = [event["ts"] for event in events if "ts" in event]
         assert times == sorted(times)
+
+
+def initializes_for_cpus(backend, port):
+    """``init`` on a host with one GPU for both ranks, of which the script uses none."""
+    hvd, rank = ours(), str(backend.rank)
+    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (
+        mock.patch.dict(os.environ, place),
+        mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 1),
+    ):
+        hvd.init()
+    try:
+        assert (hvd.rank(), hvd.size()) == (backend.rank, 2)
+        assert not torch.distributed.is_initialized()
+        assert hvd.allreduce(torch.tensor([3.0 + hvd.rank()]), op=hvd.Sum).tolist() == [7.0]
+        assert not torch.cuda.is_initialized()
+    finally:
+        hvd.shutdown()
+
+
+@OURS_2
+def test_init_takes_no_gpu_and_makes_no_default_process_group(real):
+    real(initializes_for_cpus, free_port())

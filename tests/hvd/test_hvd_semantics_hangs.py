@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.conftest import require_horovod
-from tests.launch.test_launch import ENV, ROOT
+from tests.launch.jobs import ENV, ROOT
 
 pytestmark = pytest.mark.launch
 

@@ -165,6 +165,89 @@ def test_scaling_losses_after_synchronize(real):
     assert results[0][1][0] < 0
 
 
+def fused(backend):
+    """A fused step unscales and skips by itself; one rank's gradient overflows in the second step."""
+    found = {}
+    with library(backend) as hvd:
+        mean = mean_of_ranks(hvd.size())
+        for kind, options in (("SGD", {"momentum": 0.9}), ("AdamW", {}), ("SGD", {"momentum": 0.9, "clip": True})):
+            clip = options.pop("clip", False)
+            p, alone = nn.Parameter(torch.full((2,), 0.5)), nn.Parameter(torch.full((2,), 0.5))
+            build = getattr(torch.optim, kind)
+            optimizer = hvd.DistributedOptimizer(build([p], lr=0.1, fused=True, **options), [("p", p)])
+            single = build([alone], lr=0.1, **options)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step in range(3):
+                factor = float("inf") if step == 1 and hvd.rank() == 0 else hvd.rank() + 1.0
+                scaler.scale((p * factor).sum()).backward()
+                optimizer.synchronize()
+                if clip:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_([p], 100.0)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if step != 1:
+                    alone.grad = torch.full((2,), mean)
+                    single.step()
+            torch.testing.assert_close(p.detach(), alone.detach())
+            found[kind, clip] = p.tolist(), scaler.get_scale()
+    return found
+
+
+@PAIR
+def test_loss_scaling_with_a_fused_optimizer(real):
+    first, *others = real(fused)
+    assert others == [first] * len(others)
+    assert {scale for _, scale in first.values()} == {512}
+
+
+def line_search(backend):
+    """LBFGS tries several points a step: the ranks must try the same ones, whatever their own losses say."""
+    with library(backend) as hvd:
+        me, size, found = hvd.rank(), hvd.size(), []
+        for op, divisor in ((hvd.Average, size), (hvd.Sum, 1)):
+            start, options = torch.tensor([3.0, -2.0, 0.5]), {"max_iter": 8, "line_search_fn": "strong_wolfe"}
+            q, alone = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+            lbfgs = hvd.DistributedOptimizer(torch.optim.LBFGS([q], **options), [(f"{op}.q", q)], op=op)
+            single = torch.optim.LBFGS([alone], **options)
+
+            def loss_of(x, rank):
+                # Far from convex, and another one on each rank.
+                values = (x - rank * 2).square() * torch.tensor([1.0, 10.0 + rank, 100.0]) + (4 * x).cos()
+                return values.sum() * (rank + 1)
+
+            def closure(lbfgs=lbfgs, q=q):
+                lbfgs.zero_grad()
+                loss = loss_of(q, me)
+                loss.backward()
+                return loss
+
+            def whole(single=single, alone=alone, divisor=divisor):
+                single.zero_grad()
+                loss = sum(loss_of(alone, rank) for rank in range(size)) / divisor
+                loss.backward()
+                return loss
+
+            check(hvd, ("steps", lambda: [lbfgs.step(closure) for _ in range(3)] and None, "AssertionError", None))  # noqa: B023
+            if backend.name == "horovod":
+                return None
+            for _ in range(3):
+                single.step(whole)
+            torch.testing.assert_close(q.detach(), alone.detach(), rtol=1e-3, atol=1e-3)
+            found.append((q.tolist(), lbfgs.state[q]["func_evals"]))
+        return found
+
+
+@PAIR
+def test_lbfgs_searches_by_the_loss_of_all_ranks(real):
+    first, *others = real(line_search)
+    assert others == [first] * len(others)
+    if real.name == "horovod":
+        real.leave()  # which refuses the second evaluation, and has gradients under way
+
+
 def only_ours(backend):
     with library(backend) as hvd:
         p, optimizer = wrapped(hvd, lr=0.5, name="own")

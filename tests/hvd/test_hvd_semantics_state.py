@@ -84,6 +84,20 @@ def sent_objects(backend):
         assert array.tolist() == [0, 2, 4]
         mine = argparse.Namespace(rank=me, text="x" * me)
         assert hvd.allgather_object(mine, name="all") == [argparse.Namespace(rank=r, text="x" * r) for r in range(size)]
+        # Refused on one rank is refused on all: none waits for the others, and the next call is as good as ever.
+        code, optimizer = OfTheUser() if me == 1 else 1, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        optimizer.param_groups[0]["own"] = code
+        check(
+            hvd,
+            ("broadcast", lambda: hvd.broadcast_object(code, 1, name="code") and None, None, "TypeError"),
+            ("allgather", lambda: hvd.allgather_object(code, name="code") and None, None, "TypeError"),
+            ("optimizer", lambda: hvd.broadcast_optimizer_state(optimizer, 1), None, "TypeError"),
+        )
+        assert hvd.broadcast_object(me, 1, name="code") == 1
+        if backend.name != "horovod":
+            for call in (hvd.allgather_object, lambda obj: hvd.broadcast_object(obj, 1)):
+                with pytest.raises(TypeError, match=r"^rank 1: an object of type OfTheUser cannot be sent"):
+                    call(code)
 
 
 @EVERY

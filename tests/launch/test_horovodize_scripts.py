@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.horovodize.test_horovodize import CLEAN_ENV
-from tests.launch.test_launch import ROOT, processes
+from tests.launch.jobs import ROOT, processes
 
 pytestmark = pytest.mark.launch
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.conftest import require_horovod
 from tests.launch.hosts import ROOT, Cluster, require_hosts, two_hosts
-from tests.launch.test_launch import rank_of, run, summary, torchrun
+from tests.launch.jobs import rank_of, run, summary, torchrun
 
 pytestmark = pytest.mark.launch
 

@@ -71,6 +71,7 @@ class Ours(Contender):
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         trainer = dualtrain.Trainer(model, optimizer, backend=self.backend)
+        (folder / "checkpoints").mkdir(exist_ok=True)
         writer = Writer(folder, 1, print, 60.0)
         batches = task.ready(self.rank)[:STALL_STEPS]
         expected = len(batches[0][1]) * self.size
@@ -80,7 +81,7 @@ class Ours(Contender):
             if save:
                 state = trainer.state_dict()
                 if self.rank == 0:
-                    writer.write(save, Packed(state), best=False)
+                    writer.write(save, Packed(state))
             for batch in batches:
                 trainer.step([batch], expected)
             return time.perf_counter() - began

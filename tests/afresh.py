@@ -1,0 +1,37 @@
+"""Forked processes that begin as a new interpreter does, for tests of code that starts one by multiprocessing."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+
+class AfreshContext:
+    """In place of multiprocessing's ``spawn`` context: what ``exec`` would reset in a process is reset in a forked one."""
+
+    def Process(  # noqa: N802 - multiprocessing's name
+        self, target: Callable[..., Any], args: tuple[Any, ...], name: str
+    ) -> BaseProcess:
+        return multiprocessing.get_context("fork").Process(target=_begin, args=(target, args), name=name)
+
+
+def _begin(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    kept = 0, 1, 2, resource_tracker.getfd()
+    for each in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if each not in kept and fcntl.fcntl(each, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                os.close(each)
+        except OSError:
+            pass  # the one that the folder was read by
+    multiprocessing.set_start_method("spawn", force=True)
+    target(*args)

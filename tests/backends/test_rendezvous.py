@@ -1,0 +1,187 @@
+"""Jobs that cannot come about: one clear line from the ranks concerned, status 2."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dualtrain import main as command
+from dualtrain.backends.store import listen, serve
+from tests.conftest import require_horovod
+from tests.forked import Forked, holds, run_ranks
+from tests.pool import ROOT, free_port
+
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+BACKENDS = ["torch", "horovod"]
+ELSEWHERE = "192.0.2.1"  # RFC 5737: no host has it
+
+
+def refusal(text):
+    """The one line that a process has said."""
+    (line,) = [line for line in text.splitlines() if "Warning" not in line]
+    return line.removeprefix("dualtrain: error ")
+
+
+def rank(number, size=2, **others):
+    return {"RANK": str(number), "WORLD_SIZE": str(size), **{name: str(value) for name, value in others.items()}}
+
+
+ALONE = {
+    "a variable is missing": (
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        "MASTER_PORT is not set, but MASTER_ADDR, RANK, WORLD_SIZE are: ",
+    ),
+    "torchrun's variable is missing": (
+        {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        "WORLD_SIZE is not set, but LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, TORCHELASTIC_RUN_ID are: the process has only",
+    ),
+    "Slurm's variable is missing": (
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
+        "SLURM_NTASKS is not set, but ",
+    ),
+    "a number is none": ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK='first' is not a whole number"),
+    "the rank is outside": (
+        rank(5, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500),
+        "environment gave rank 5 in a world of 2 (RANK=5 WORLD_SIZE=2",
+    ),
+    "the port is none": (rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=99999), "MASTER_PORT=99999 is no port: "),
+    "there is no address": (rank(0), "the torch backend has no address to meet the other 1 processes at: "),
+    "nobody serves": (
+        rank(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=9),
+        "rank 1 could not meet the others at 127.0.0.1:9 within 1 s (Connection refused): ",
+    ),
+    "the host is unknown": (
+        rank(1, MASTER_ADDR="no-such-host.invalid", MASTER_PORT=29500),
+        "rank 1 could not meet the others at no-such-host.invalid:29500 within 1 s (",
+    ),
+    "the host cannot be reached": (
+        rank(1, MASTER_ADDR=ELSEWHERE, MASTER_PORT=29500),
+        f"rank 1 could not meet the others at {ELSEWHERE}:29500 within 1 s (",
+    ),
+    "rank 0 is not there": (
+        rank(0, MASTER_ADDR=ELSEWHERE, MASTER_PORT=29500),
+        f"rank 0 cannot listen at {ELSEWHERE}:29500 (Cannot assign requested address): MASTER_ADDR must be",
+    ),
+    "the other one never comes": (
+        rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=0) | {"MASTER_PORT": "free"},
+        "rank 1 of 2 did not come within 1 s: check that all processes were started",
+    ),
+}
+
+
+def alone(variables, seconds, monkeypatch, capsys):
+    """What the command line says in a process with these variables."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert command.main(["--backend", "torch", "--timeout", str(seconds)]) == 2
+    return refusal(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("fault", ALONE)
+def test_a_rank_that_cannot_join_says_why(fault, monkeypatch, capsys):
+    variables, said = ALONE[fault]
+    if variables.get("MASTER_PORT") == "free":
+        variables = variables | {"MASTER_PORT": str(free_port())}
+    assert said in alone(variables, 1, monkeypatch, capsys)
+
+
+def test_another_jobs_secret(monkeypatch, capsys):
+    server = serve(listen("127.0.0.1", [0], 2), 2, "job 0 ")
+    try:
+        port = server._listening.getsockname()[1]
+        place = rank(1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DUALTRAIN_SECRET="job 1")
+        said = alone(place, 20, monkeypatch, capsys)
+        assert server.call("count") == 0
+    finally:
+        server.close()
+    assert "what listens there is not of this job: DUALTRAIN_SECRET must be the same" in said
+    assert "job 1" not in said
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_processes_with_one_rank(backend, tmp_path):
+    require_horovod()
+    program = "import os, sys, dualtrain.main\nos.environ['RANK'] = '01'[os.environ['RANK'] != '0']\n"
+    program += f"sys.exit(dualtrain.main.main(['--backend', {backend!r}, '--timeout', '60']))"
+    for end in run_ranks(3, ("-c", program), tmp_path, env=ENV):
+        assert end.returncode == 2
+        said = refusal(end.stderr)
+        assert "two processes are rank 1 (process " in said
+        assert "give each of the 3 its own rank, from 0 to 2" in said
+
+
+VERSIONS = """
+import os
+import dualtrain.backends.factory as factory
+from dualtrain.main import main
+if os.environ["RANK"] == "1":
+    factory.__version__ = "9." + factory.__version__
+print([main(["--backend", backend]) for backend in ("torch", "horovod")])
+"""
+
+
+def test_hosts_with_other_versions(tmp_path):
+    require_horovod()
+    for end in run_ranks(2, ("-c", VERSIONS), tmp_path, env=ENV):
+        assert end.stdout == "[2, 2]\n"
+        lines = end.stderr.splitlines()
+        assert len(lines) == 2, end.stderr
+        for said in lines:
+            assert "rank 0 runs dualtrain 0." in said
+            assert "and rank 1 dualtrain 9.0." in said
+
+
+def listening(pids):
+    """The addresses (as in /proc/net/tcp: hexadecimal) that these processes listen at."""
+    sockets = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(entry))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+SPAWNING = """
+import sys
+import torch.multiprocessing
+from dualtrain.main import main
+from tests.afresh import AfreshContext
+torch.multiprocessing.get_context = lambda method: AfreshContext()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_on_one_host_listens_on_the_loopback_interface_alone(backend, tmp_path):
+    require_horovod()
+    arguments = ["--backend", backend, "--nproc", "2", "--epochs", "10000", "--run-dir", tmp_path / "run"]
+    job = Forked(("-c", SPAWNING, *arguments), tmp_path, env=ENV)
+    try:
+        assert holds(lambda: "epoch 1/" in job.output or job.poll() is not None)
+        assert job.poll() is None, job.errors
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        assert len(children) == 2
+        # The ranks' libraries listen to each other; the process that has served the store does not any more.
+        found = set(listening(children))
+        assert found <= {"0100007F"}
+        assert found or backend == "horovod"  # whose ports are closed again
+        assert listening([job.pid]) == []
+    finally:
+        job.kill()
+
+
+HVD = """
+import torch
+import dualtrain.hvd as hvd
+hvd.init()
+print("sum", hvd.allreduce(torch.tensor([1.0 + hvd.rank()]), op=hvd.Sum).item(), flush=True)
+hvd.shutdown()
+"""
+
+
+def test_horovods_api_meets_by_variables_set_by_hand(tmp_path):
+    assert [end.stdout for end in run_ranks(2, ("-c", HVD), tmp_path, env=ENV)] == ["sum 3.0\n"] * 2

@@ -1,0 +1,100 @@
+"""Whole jobs of two ranks that a launcher's variables describe: what they say, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.conftest import require_horovod
+from tests.forked import Forked, holds, places, run_ranks
+from tests.pool import ROOT
+
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+MAIN = ("-m", "dualtrain.main")
+
+
+@pytest.fixture(params=["torch", "horovod"])
+def backend(request):
+    if request.param == "horovod":
+        require_horovod()
+    return request.param
+
+
+def test_the_default_job_learns_and_rank_0_alone_speaks(tmp_path):
+    first, second = run_ranks(2, (*MAIN, "--run-dir", tmp_path / "run"), tmp_path, env=ENV)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["val_accuracy"] >= 0.97
+    assert (summary["backend"], summary["world_size"]) == ("torch", 2)
+    assert first.stdout.count("epoch 1/") == 1
+
+
+def test_a_killed_rank_is_named_and_the_other_stops(backend, tmp_path):
+    victim = {"torch": 0, "horovod": 1}[backend]  # the others are in test_spawn.py
+    command = (*MAIN, "--backend", backend, "--epochs", "5000", "--run-dir", tmp_path / "run")
+    ranks = [Forked(command, tmp_path, env=ENV | place) for place in places(2)]
+    try:
+        assert holds(lambda: "epoch 2/" in ranks[0].output or ranks[0].poll() is not None)
+        ranks[victim].send_signal(signal.SIGKILL)
+        assert ranks[1 - victim].wait(60) == 1
+        assert f"(rank {1 - victim} of 2): stopping, since rank {victim} died" in ranks[1 - victim].errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+RAISING = """
+import sys
+import dualtrain.training.loop as loop
+from dualtrain.main import main
+
+step = loop.Run._step
+def failing_step(self):
+    if self.backend.rank == 1 and self.cursor.step == 5:
+        raise RuntimeError("a bug on one rank")
+    return step(self)
+loop.Run._step = failing_step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(backend, tmp_path):
+    command = ("-c", RAISING, "--backend", backend, "--run-dir", tmp_path / "run")
+    ends = run_ranks(2, command, tmp_path, env=ENV)
+    assert [end.returncode for end in ends] == [1, 1]
+    said = [line for line in ends[0].stderr.splitlines() if "rank 0 of 2" in line]
+    assert "rank 1 stopped: RuntimeError: a bug on one rank" in said[0]
+    for end in ends:
+        assert "failing_step" in end.stderr  # the traceback
+
+
+# One after the other in the same processes. Those that answer to a mistyped flag do not wait for a launcher here.
+REFUSED = """
+import sys
+from types import SimpleNamespace
+import dualtrain.console
+from dualtrain.main import main
+
+dualtrain.console.time = SimpleNamespace(sleep=lambda seconds: None)
+flags = ["--backend", sys.argv[1], "--run-dir", sys.argv[2]]
+cases = ["--lr", "-1"], ["--backend", "local"], ["--data-dir", "missing"], ["--lr", "1e9"]
+print([main([*flags, *case]) for case in cases])
+"""
+
+
+def test_a_refusal_is_said_by_every_rank_that_it_concerns(backend, tmp_path):
+    first, second = run_ranks(2, ("-c", REFUSED, backend, tmp_path / "run"), tmp_path, env=ENV)
+    for end in (first, second):
+        assert end.returncode == 0, end.stderr
+        assert end.stdout.splitlines()[-1] == "[2, 2, 2, 1]"
+    lr, local, data, diverged = first.stderr.splitlines()
+    assert "--lr must be" in lr
+    assert "the local backend is rank 0 of 1" in local
+    assert "--data-dir 'missing'" in data
+    assert "infinite or not a number in step" in diverged
+    (local,) = second.stderr.splitlines()
+    assert "the local backend is rank 0 of 1" in local

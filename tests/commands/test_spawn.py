@@ -1,0 +1,268 @@
+"""Ranks that the command line starts itself: their place, the job's status, signals, and that none is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dualtrain import UserError
+from dualtrain.spawn import spawn
+from tests.conftest import require_horovod
+from tests.forked import ROOT, Forked, holds
+
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+SECONDS = 120.0  # a job on a crowded machine
+
+# A program that gives `dualtrain.main.main` another body, on every rank.
+PROGRAM = """
+import os, signal, sys, threading, time
+import torch.multiprocessing
+import dualtrain.main
+import dualtrain.spawn
+from dualtrain.launchers import detect_world
+from tests.afresh import AfreshContext
+
+{settings}
+
+def body(arguments):
+    rank = int(os.environ["RANK"])
+{body}
+
+torch.multiprocessing.get_context = lambda method: AfreshContext()
+{replace}
+sys.exit(dualtrain.spawn.spawn(sys.argv[2:], int(sys.argv[1])))
+"""
+REPLACE = "dualtrain.main.main = body"
+WAIT = f"print(f'pid {{rank}} {{os.getpid()}};', flush=True)\ntime.sleep({SECONDS})\nreturn 0"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dualtrain.spawn.IMPATIENT_SECONDS = 0.0"
+
+
+class Job(Forked):
+    """A running program of ranks; ``pids`` are those that they have printed."""
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {int(rank): int(pid) for rank, pid in re.findall(r"pid (\d+) (\d+);", self.output)}
+
+    def await_ranks(self, count: int) -> None:
+        assert holds(lambda: len(self.pids) == count), self.errors
+
+    def ended_by(self, number: int) -> bool:
+        """Whether this signal ends the job soon. Two that come before the first is handled are one: ask again."""
+        self.send_signal(number)
+        return holds(lambda: self.poll() is not None, 2)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts programs; whatever a test did, none of their ranks outlives it."""
+    jobs: list[Job] = []
+
+    def start(body: str | None, *arguments: str, nproc: int = 2, settings: str = "") -> Job:
+        program = tmp_path / "program.py"
+        text = textwrap.indent(body or "pass", "    ")
+        program.write_text(PROGRAM.format(settings=settings, body=text, replace=REPLACE if body else ""))
+        jobs.append(Job((program, str(nproc), *arguments), tmp_path, env=ENV, cwd=tmp_path))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+        assert holds(lambda job=job: all(gone(pid) for pid in job.pids.values()))  # type: ignore[misc]
+
+
+def test_every_rank_has_its_place_and_the_arguments_as_they_were(start):
+    job = start(
+        "print(rank, detect_world().launcher, detect_world().size, *arguments, flush=True)\nreturn 0", "--lr", "a b"
+    )
+    assert job.wait(SECONDS) == 0, job.errors
+    assert sorted(job.output.splitlines()) == ["0 spawn 2 --lr a b", "1 spawn 2 --lr a b"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("if rank == 0: return 2", 2, ""),
+        ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 of 2 was ended by SIGKILL; the job stops"),
+        (DEAF + "if rank == 1: return 5", 5, ""),
+    ],
+    ids=["refuses", "is killed", "fails beside one that is deaf"],
+)
+def test_the_first_rank_that_fails_ends_the_job_and_gives_its_status(start, body, status, said):
+    job = start(f"{body}\n{WAIT}", settings=QUICK)
+    assert job.wait(SECONDS) == status
+    assert said in job.errors
+    assert len(job.errors.splitlines()) == bool(said)
+
+
+def test_an_error_of_a_rank_is_shown_without_the_machinery_around_it(start):
+    job = start("raise KeyError('lost key')", nproc=1)
+    assert job.wait(SECONDS) == 1
+    assert job.errors.count("Traceback") == 1
+    assert job.errors.splitlines()[-1] == "KeyError: 'lost key'"
+    assert "_bootstrap" not in job.errors
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_ranks_and_is_the_status(start, number, status):
+    job = start(WAIT)
+    job.await_ranks(2)
+    job.send_signal(number)
+    assert job.wait(SECONDS) == status
+    assert job.errors == ""
+
+
+def test_a_job_that_is_told_to_stop_has_the_time_that_it_needs(start):
+    slow = "told = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: told.set())\n"
+    slow += "print(f'pid {rank} {os.getpid()};', flush=True)\ntold.wait(60)\n"
+    slow += "if rank == 0:\n    time.sleep(1.5)\n    print('saved', flush=True)\nreturn 143"
+    job = start(slow, settings=QUICK)
+    job.await_ranks(2)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(SECONDS) == 143
+    assert "saved" in job.output
+
+
+def test_a_second_signal_ends_those_that_do_not_hear_the_first(start):
+    job = start(DEAF + WAIT, settings=QUICK)
+    job.await_ranks(2)
+    job.send_signal(signal.SIGTERM)
+    assert not holds(lambda: job.poll() is not None, 0.3)
+    assert holds(lambda: job.ended_by(signal.SIGTERM))
+    assert job.wait(SECONDS) == 143
+
+
+def test_sigusr1_is_passed_on_and_the_job_goes_on(start):
+    note = "signal.signal(signal.SIGUSR1, lambda *_: told.set())\n"
+    wait = "print(f'pid {rank} {os.getpid()};', flush=True)\nreturn 0 if told.wait(60) else 1"
+    job = start(f"told = threading.Event()\n{note}{wait}")
+    job.await_ranks(2)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(SECONDS) == 0
+
+
+# The rest of the program runs in a terminal, in which Ctrl-C is pressed once both ranks are there.
+TERMINAL = """
+import pty
+pid, terminal = pty.fork()
+if pid:
+    shown = b""
+    while shown.count(b";") < 2:
+        shown += os.read(terminal, 1024)
+    os.write(terminal, b"\\x03")
+    try:
+        while more := os.read(terminal, 1024):
+            shown += more
+    except OSError:
+        pass  # its programs have ended
+    print(shown.decode())
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+"""
+
+
+def test_a_terminals_ctrl_c_comes_once(start):
+    count = "came = []\nsignal.signal(signal.SIGINT, lambda *_: came.append(1))\n"
+    count += "print(f'pid {rank} {os.getpid()};', flush=True)\nwhile not came: time.sleep(0.01)\n"
+    count += "time.sleep(0.5)\nprint(f'came {len(came)};', flush=True)\nreturn 130"
+    job = start(count, settings=TERMINAL)
+    assert job.wait(SECONDS) == 130, job.errors
+    assert job.output.count("came 1;") == 2
+
+
+def test_the_workers_of_a_rank_start_as_those_of_any_process(start):
+    job = start("import multiprocessing\nprint(multiprocessing.get_start_method())\nreturn 0", nproc=1)
+    assert job.wait(SECONDS) == 0, job.errors
+    assert job.output.strip() == multiprocessing.get_start_method()
+
+
+def test_a_killed_parent_leaves_no_ranks_behind(start):
+    job = start(DEAF + WAIT)
+    job.await_ranks(2)
+    job.kill()
+    assert holds(lambda: all(gone(pid) for pid in job.pids.values()))
+
+
+def test_a_system_that_starts_no_more_processes_is_named_and_the_signals_are_given_back(monkeypatch):
+    def refuse() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=refuse))
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
+    earlier = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    with pytest.raises(UserError, match=r"rank 0 of 2 could not be started .*temporarily unavailable.* smaller --nproc"):
+        spawn([], 2)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == earlier
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_more_ranks_than_the_cores_can_start_are_refused_before_the_first_one_is_started():
+    with pytest.raises(UserError, match=r"--nproc 99999999 is too many for this host: .* give \d+ at most"):
+        spawn([], 99999999)
+
+
+def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monkeypatch):
+    started = []
+
+    def start() -> None:
+        started.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start, exitcode=143))
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
+    assert spawn([], 8) == 143
+    assert len(started) == 1
+
+
+# -- whole jobs ---------------------------------------------------------------------------------------------------
+
+
+SHOW_PIDS = """
+train = dualtrain.main.main
+
+def main(arguments):
+    print(f"pid {os.environ['RANK']} {os.getpid()};", flush=True)
+    return train(arguments)
+
+dualtrain.main.main = main
+"""
+
+
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_by_the_others_and_is_the_status(start, tmp_path, backend, victim):
+    if backend == "horovod":
+        require_horovod()
+    job = start(None, "--backend", backend, "--epochs", "5000", "--run-dir", str(tmp_path / "run"), settings=SHOW_PIDS)
+    assert holds(lambda: "epoch 2/" in job.output), job.errors
+    os.kill(job.pids[victim], signal.SIGKILL)
+    assert job.wait(SECONDS) == 137
+    assert f"stopping, since rank {victim} died" in job.errors
+    assert "Traceback" not in job.errors
+    assert "resource_tracker" not in job.errors
+
+
+def test_a_refusal_is_said_once(start):
+    job = start(None, "--data-dir", "missing")
+    assert job.wait(SECONDS) == 2
+    (line,) = job.errors.splitlines()
+    assert "--data-dir 'missing'" in line

@@ -1,0 +1,188 @@
+"""Processes forked from a server that has torch loaded: a start takes milliseconds, not the seconds of an import.
+
+For tests of what ranks do, wherever the launcher that starts them is not what is tested. :func:`run` replaces
+``subprocess.run`` for Python programs, :class:`Forked` is one such process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Loaded once, in the server.
+PRELOADED = ["tests.warm"]
+
+
+@cache
+def server() -> ForkServerContext:
+    """The context whose processes are forked from the server; the server starts with the first of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def warm_up() -> None:
+    """Start the server now; it loads its modules beside whatever this process does next."""
+    from multiprocessing import forkserver
+
+    server()
+    forkserver.ensure_running()
+
+
+@dataclass(frozen=True)
+class End:
+    """Exit status of one process, -N if signal N ended it, and what it has printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Forked:
+    """A running process that does what ``python PROGRAM ARGUMENTS`` would, in ``env`` and ``cwd``.
+
+    ``program`` is ``("-m", module)``, ``("-c", source)`` or ``(script,)``, the arguments behind it. Its output goes to
+    files below ``folder``.
+    """
+
+    def __init__(
+        self, command: Sequence[str | Path], folder: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = sum(1 for _ in folder.glob("*.out"))
+        self._files = folder / f"{number}.out", folder / f"{number}.err"
+        for file in self._files:
+            file.touch()
+        settings = list(map(str, command)), dict(os.environ if env is None else env), str(cwd), *map(str, self._files)
+        self.process = server().Process(target=_become, args=settings)
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        return self._files[0].read_text()
+
+    @property
+    def errors(self) -> str:
+        return self._files[1].read_text()
+
+    def send_signal(self, number: int) -> None:
+        if self.process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, seconds: float) -> int:
+        """Wait for its end and return its exit status. Raises AssertionError after ``seconds``."""
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, (
+            f"process {self.pid} runs after {seconds} s:\n{self.output}\n{self.errors}"
+        )
+        return self.process.exitcode
+
+    def end(self, seconds: float) -> End:
+        try:
+            return End(self.wait(seconds), self.output, self.errors)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self.process.join(10)
+
+
+def run(command: Sequence[str | Path], folder: Path, seconds: float = 120, **settings: Any) -> End:
+    """Run one program to its end."""
+    return Forked(command, folder, **settings).end(seconds)
+
+
+def run_ranks(
+    size: int, command: Sequence[str | Path], folder: Path, seconds: float = 120, env: Mapping[str, str] | None = None
+) -> list[End]:
+    """Run ``size`` ranks of one world on loopback to their ends, in rank order."""
+    ranks = [Forked(command, folder, env={**(os.environ if env is None else env), **place}) for place in places(size)]
+    try:
+        return [rank.end(seconds) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def places(size: int, **more: str) -> list[dict[str, str]]:
+    """The launcher variables of each rank of a world of ``size`` on loopback."""
+    from tests.pool import free_port
+
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), **more}
+    return [{"RANK": str(rank), **meeting} for rank in range(size)]
+
+
+def holds(condition: Callable[[], bool], seconds: float = 120) -> bool:
+    """Wait until ``condition`` holds, for ``seconds`` at most, and return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+    """Turn this forked process into one that runs ``command``."""
+    os.setsid()
+    for number, path in ((1, out), (2, err)):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    multiprocessing.set_start_method(None, force=True)
+    status = _run(command)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    atexit._run_exitfuncs()  # a process of multiprocessing ends without them
+    os._exit(status)
+
+
+def _run(command: list[str]) -> int:
+    kind, *rest = command
+    try:
+        if kind == "-m":
+            sys.argv = rest
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            sys.path.insert(0, os.getcwd())
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = command
+            sys.path.insert(0, str(Path(kind).parent))
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 130 if sys.exc_info()[0] is KeyboardInterrupt else 1
+    return 0

@@ -1,0 +1,28 @@
+"""What the commands print: no character of a file or class name controls the terminal."""
+
+from __future__ import annotations
+
+import sys
+
+from dualtrain.console import printable, say, show
+
+
+def test_control_characters_are_escaped_and_text_is_kept():
+    hostile = "\x1b[2Jcat\x07 \x9b31m \r\x7f\u202eexe.gpj\u2028\udcff"
+    escaped = printable(hostile)
+    assert escaped == r"\x1b[2Jcat\x07 \x9b31m \r\x7f\u202eexe.gpj\u2028\udcff"
+    assert printable(escaped) == escaped
+    plain = "naïve × 日本語 – ✓\n\tsecond line"
+    assert printable(plain) == plain
+
+
+def test_messages_and_output_are_printed_safely(capsys):
+    say("the image cat\x1b]0;owned\x07.jpg cannot be read", rank=1, size=2)
+    show("class \x1b[31mred")
+    show("to stderr \x08", sys.stderr)
+    printed = capsys.readouterr()
+    assert printed.out == "class \\x1b[31mred\n"
+    assert printed.err.splitlines() == [
+        r"dualtrain: error (rank 1 of 2): the image cat\x1b]0;owned\x07.jpg cannot be read",
+        r"to stderr \x08",
+    ]

@@ -1,0 +1,91 @@
+"""Helper processes: they outlive the signals that a job gets, and do not outlive the job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.pool import ROOT
+
+PROGRAM = """
+import multiprocessing, os, signal, sys, time
+from multiprocessing import forkserver, resource_tracker, util
+from dualtrain.console import leave
+from dualtrain.processes import begin_worker, start_forkserver
+
+def work(ready):
+    begin_worker()
+    ready.send(os.getpid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    start_forkserver([])
+    helpers = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for pid in helpers:
+            os.kill(pid, number)  # while they start
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    kept = context.Semaphore()
+    worker = context.Process(target=work, args=(theirs,), daemon=True)
+    worker.start()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(worker.pid, number)  # while it starts
+    helpers.append(ours.recv())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for pid in helpers:
+            os.kill(pid, number)
+    another = context.Process(target=work, args=(theirs,), daemon=True)
+    another.start()
+    helpers.append(ours.recv())
+    print(util.get_temp_dir(), *helpers, flush=True)
+    sys.stdin.readline()
+    leave(3)
+"""
+
+
+@contextmanager
+def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=pipe, stdout=pipe, stderr=pipe, env=env, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            folder, *helpers = process.stdout.readline().split()
+            yield process, Path(folder), [int(pid) for pid in helpers]
+        finally:
+            process.kill()
+
+
+def gone(helpers: list[int], folder: Path) -> bool:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if not folder.exists() and not any(Path("/proc", str(pid)).exists() for pid in helpers):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_helpers_outlive_signals_and_nothing_outlives_a_job_that_fails_or_is_killed(tmp_path, killed):
+    with started(tmp_path) as (process, folder, helpers):
+        assert len(helpers) == 4
+        assert folder.parent == tmp_path
+        if killed:
+            process.send_signal(signal.SIGKILL)
+        output, errors = process.communicate("" if killed else "\n", timeout=60)
+        assert (output, errors) == ("", "")  # no warning of a leaked semaphore either
+        assert process.returncode == (-signal.SIGKILL if killed else 3)
+        assert gone(helpers, folder)

@@ -1,0 +1,334 @@
+"""A run under faults: killed between two files, a full disk, bad files in its folder, a forged checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import dualtrain.training.loop as loop
+from dualtrain import files
+from dualtrain.backends import connect
+from dualtrain.config import parse
+from dualtrain.errors import NotSavedError, StoppedError, UserError
+from dualtrain.training import checkpoint, signals, writer
+from dualtrain.training.run_dir import step_of
+from dualtrain.training.signals import note_early_requests
+
+#: An evaluation every two steps, each better than the one before.
+FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--momentum", "0.9", "--log-every", "1")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "threads", lambda backend: 1)
+
+
+def train(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
+    with connect("local") as backend:
+        return loop.train(parse([*FLAGS, "--epochs", str(epochs), "--run-dir", str(folder), *more]), backend)
+
+
+def best_of(folder: Path) -> tuple[int | None, int | None]:
+    """The steps that the files of the best evaluation are of."""
+    return checkpoint.step_in(folder / "checkpoints" / checkpoint.BEST), step_of(folder / "model-best.safetensors")
+
+
+class KilledError(BaseException):
+    """Ends a write as SIGKILL would: nothing handles it."""
+
+
+@pytest.mark.parametrize("place", ["keep_as_best", "write_weights"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkeypatch, place, epochs):
+    whole = train(tmp_path / "whole", epochs)
+    if epochs == 2:
+        train(tmp_path / "run", 1)
+    more = ("--resume",) if epochs == 2 else ()
+
+    def killed(*args: Any) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, place, killed)
+        patch.setattr("threading.excepthook", lambda args: None)
+        patch.setattr(loop, "conclude", killed)
+        with pytest.raises(KilledError):
+            train(tmp_path / "run", epochs, *more)
+    step = whole["best"]["step"]
+    assert step == 2 * epochs  # the last evaluation is the best: its files are those that are missing
+    assert best_of(tmp_path / "run") != (step, step)
+    resumed = train(tmp_path / "run", epochs, "--resume")
+    assert resumed["best"] == whole["best"]
+    assert best_of(tmp_path / "run") == (step, step)
+    for name in ("model-best.safetensors", "model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_the_best_follows_where_a_run_goes_on_from(tmp_path, capsys):
+    train(tmp_path, 3)
+    assert best_of(tmp_path) == (6, 6)
+    earlier = checkpoint.path_of(tmp_path / "checkpoints", 4)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_resume(tmp_path, earlier)
+    assert best_of(tmp_path) == (4, 4)  # not those of step 6, which this run has not made
+    assert (tmp_path / "checkpoints" / "step-00000006.safetensors.aside").exists()
+    # Where no checkpoint of that step is left, the summary does not name it.
+    (tmp_path / "checkpoints" / checkpoint.BEST).unlink()
+    state = checkpoint.load(earlier)
+    state["cursor"]["best"] = {**state["cursor"]["best"], "step": 3}
+    checkpoint.write(earlier, state)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_resume(tmp_path, earlier)
+    assert "the best evaluation (step 3) is gone" in capsys.readouterr().out
+    resumed = train(tmp_path, 3, "--resume", str(earlier))
+    assert resumed["best"]["step"] == 6
+    assert best_of(tmp_path) == (6, 6)
+
+
+def interrupted_resume(folder: Path, path: Path) -> None:
+    """Resumes, and stops before the first step."""
+
+    def interrupt(run: loop.Run, signals: Any) -> None:
+        with run.records:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Run, "train", interrupt)
+        train(folder, 3, "--resume", str(path))
+
+
+class FullDisk:
+    """No room for files with ``part`` in their name, while it is entered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+        fsync = os.fsync
+
+        def full(descriptor: int) -> None:
+            if part in os.readlink(f"/proc/self/fd/{descriptor}"):
+                raise OSError(28, "No space left on device")
+            fsync(descriptor)
+
+        monkeypatch.setattr(files.os, "fsync", full)
+
+
+def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, monkeypatch, capsys):
+    reference = train(tmp_path / "whole", 2)
+    FullDisk(monkeypatch, ".safetensors")
+    with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free that"):
+        train(tmp_path / "run", 2)
+    printed = capsys.readouterr().out
+    assert printed.count("could not be written (No space left on device): training goes on") == 2
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    assert not (tmp_path / "run" / "summary.json").exists()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["val_loss"] == reference["val_loss"]
+
+
+def test_a_best_that_could_not_be_written_is_written_with_the_next_checkpoint(tmp_path):
+    reports: list[str] = []
+    (tmp_path / "checkpoints").mkdir()
+    saver = writer.Writer(tmp_path, 1, reports.append, 10.0)
+    weights = {"w": torch.ones(2)}
+    with pytest.MonkeyPatch.context() as patch:
+        FullDisk(patch, "model-best")
+        saver.write(1, checkpoint.Packed({"cursor": {"step": 1}}), best=weights)
+        saver.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        FullDisk(patch, "step-00000002")
+        saver.write(2, checkpoint.Packed({"cursor": {"step": 2}}), best=weights)
+        saver.wait()
+    assert [report.split(" could")[0] for report in reports] == ["the checkpoint of step 1", "the checkpoint of step 2"]
+    saver.write(3, checkpoint.Packed({"cursor": {"step": 3}}))
+    saver.wait()
+    assert saver.failed is None
+    assert best_of(tmp_path) == (2, 2)
+    assert [path.name for path in checkpoint.found(tmp_path / "checkpoints")] == ["step-00000003.safetensors"]
+
+
+def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, capsys):
+    from dualtrain.training.run_dir import MetricsFile
+
+    write = MetricsFile.write
+
+    def full(self: MetricsFile, **values: Any) -> None:
+        if values["step"] == 2:
+            raise OSError(28, "No space left on device")
+        write(self, **values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsFile, "write", full)
+        assert train(tmp_path, 2)["steps"] == 4
+    said = "metrics.jsonl: step 2 could not be written (No space left on device): training goes on"
+    assert capsys.readouterr().out.count(said) == 2  # of a step, and of an evaluation
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_the_others_whole(tmp_path):
+    from dualtrain.training.run_dir import MetricsFile
+
+    file = MetricsFile(tmp_path, 0, print)
+    file.write(step=1)
+    raw = file._file
+
+    class Short:
+        def write(self, data: bytes) -> int:
+            return raw.write(data[:5])
+
+        truncate, close = raw.truncate, raw.close
+
+    file._file = Short()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space left"):
+        file.write(step=2)
+    file._file = raw
+    file.write(step=3)
+    file.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 3]
+
+
+def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, capsys):
+    train(tmp_path, 1)
+    metrics = tmp_path / "metrics.jsonl"
+    good = metrics.read_text()
+    metrics.write_bytes(good.encode() + b'not json\n[]\n{"step": "x"}\n\xff\xfe\n' + b"[" * 10**5 + b"\n{")
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step-latest.safetensors").write_bytes(b"")
+    (checkpoints / "step-00000009.safetensors").symlink_to("step-00000009.safetensors")
+    left = [checkpoints / ".step-00000001.safetensors.tmp", tmp_path / f".model-best.safetensors.{'0a' * 8}.tmp"]
+    for path in left:
+        path.write_text("of a process that was killed")
+    mine = tmp_path / ".notes.tmp"
+    mine.write_text("not of a run")
+    train(tmp_path, 2, "--resume")
+    printed = capsys.readouterr().out
+    assert "metrics.jsonl has 5 lines that are no metrics" in printed
+    assert "step-00000009.safetensors' cannot be read (Too many levels of symbolic links)" in printed
+    assert metrics.read_text().startswith(good)
+    assert all(isinstance(json.loads(line)["step"], int) for line in metrics.read_text().splitlines())
+    assert "not json" in (tmp_path / "metrics.jsonl.aside").read_text(errors="replace")
+    assert [path for path in left if path.exists()] == []
+    assert mine.exists()
+
+
+def forged(tree: dict[str, Any], name: str) -> Any:
+    changes: dict[str, Any] = {
+        "cursor": lambda: tree["cursor"].update(step="2"),
+        "cursor names": lambda: tree["cursor"].update(extra=1),
+        "cursor sums": lambda: tree["cursor"].update(sums=[0.0]),
+        "cursor missing": lambda: tree.pop("cursor"),
+        "data": lambda: tree.update(data=[]),
+        "data keys": lambda: tree.update(data={}),
+        "trainer": lambda: tree["trainer"].pop("optimizer"),
+        "model": lambda: tree["trainer"].update(model={"a": torch.ones(1)}),
+        "ranks": lambda: tree["trainer"].update(ranks=[]),
+        "random": lambda: tree["trainer"]["ranks"][0]["random"].update(torch=torch.ones(3)),
+        "momentum": lambda: tree["trainer"]["optimizer"]["state"].update({0: {"momentum_buffer": torch.ones(1)}}),
+        "groups": lambda: tree["trainer"]["optimizer"].update(param_groups=[]),
+        "format": lambda: tree.update(format=[2]),
+        "config": lambda: tree.update(config=None),
+    }
+    if name == "list":
+        return [1]
+    changes[name]()
+    return tree
+
+
+CASES = ("cursor", "cursor names", "cursor sums", "cursor missing", "data", "data keys", "trainer", "model", "ranks")
+CASES += ("random", "momentum", "groups", "format", "config", "list")
+
+
+def test_a_forged_checkpoint_with_a_right_hash_is_refused_in_one_line(tmp_path):
+    train(tmp_path, 1)
+    path = checkpoint.found(tmp_path / "checkpoints")[0]
+    good = checkpoint.load(path)
+    for case in CASES:
+        checkpoint.write(path, forged(json_copy(good), case))
+        with pytest.raises(UserError, match=r"checkpoint") as refusal:
+            train(tmp_path, 2, "--resume", str(path))
+        assert "\n" not in str(refusal.value), case
+        assert len(str(refusal.value)) < 600, case
+    checkpoint.write(path, good)
+    assert train(tmp_path, 2, "--resume", str(path))["steps"] == 4
+
+
+def json_copy(value: Any) -> Any:
+    """A copy of the containers, not of the tensors."""
+    if isinstance(value, dict):
+        return {key: json_copy(item) for key, item in value.items()}
+    return [json_copy(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("images")
+    for part, each in (("train", 4), ("val", 1)):
+        for number, kind in enumerate(("cat", "dog")):
+            (folder / part / kind).mkdir(parents=True)
+            for image in range(each):
+                Image.new("RGB", (12, 12), (90 * number, 40 * image, 0)).save(folder / part / kind / f"{image}.png")
+    return folder
+
+
+def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_path, capsys):
+    flags = ["--dataset", "imagefolder", "--data-dir", str(images), "--image-size", "8", "--batch-size", "2", "--workers"]
+    flags += ["1", "--model", "convnet", "--lr", "0.01", "--epochs", "2"]
+    step = loop.Run._step
+    for first, last in ((2, 3), (3, 2), (2, 2)):  # the steps that the helper processes and this one get SIGTERM before
+
+        def signalled(run: loop.Run, first: int = first, last: int = last) -> list[float]:
+            if run.cursor.step + 1 == first:
+                for pid in helpers(run):
+                    os.kill(pid, signal.SIGTERM)
+            if run.cursor.step + 1 == last:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(run)
+
+        folder = tmp_path / f"{first}-{last}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop.Run, "_step", signalled)
+            said = rf"SIGTERM ended the run after step {last} of 8, saved in"
+            with pytest.raises(StoppedError, match=said) as stopped, connect("local") as backend:
+                loop.train(parse([*flags, "--run-dir", str(folder)]), backend)
+        assert stopped.value.number == signal.SIGTERM
+        assert checkpoint.step_in(checkpoint.found(folder / "checkpoints")[0]) == last
+
+
+def helpers(run: loop.Run) -> list[int]:
+    """The worker processes of a run, and the server that they come from."""
+    loaders = (run.task.train._loader, run.task.val._loader)  # type: ignore[attr-defined]
+    workers = [worker.pid for loader in loaders if loader is not None for worker in loader._iterator._workers]
+    assert workers
+    return [*workers, forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
+
+
+def test_a_request_to_save_that_comes_before_the_first_step_is_noted(tmp_path):
+    earlier = signal.getsignal(signal.SIGUSR1)
+    note_early_requests()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with connect("local") as backend:
+            loop.train(parse([*FLAGS, "--epochs", "1", "--keep", "9", "--run-dir", str(tmp_path)]), backend)
+        os.kill(os.getpid(), signal.SIGUSR1)  # after the last step
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+        signals._early.clear()
+    assert [path.stem for path in checkpoint.found(tmp_path / "checkpoints")] == ["step-00000002", "step-00000001"]
+
+
+def test_a_structure_that_is_nested_too_deeply_is_refused(tmp_path):
+    import hashlib
+
+    for number, structure in enumerate(("[" * 10**5, '["list",[' * 900 + "]" * 1800)):
+        header = {"structure": structure, "sha256": hashlib.sha256(structure.encode()).hexdigest()}
+        path = tmp_path / f"step-0000000{number}.safetensors"
+        path.write_bytes(safetensors.torch.save({}, metadata=header))
+        with pytest.raises(UserError, match="its structure cannot be read"):
+            checkpoint.load(path)
