@@ -20,6 +20,7 @@ from types import FrameType
 #: The signals that are for ranks alone: to save and stop, the first two; to save, the last one.
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
+_OWN_FOLDER = "dualtrain own folder"
 
 
 def start_tracker() -> None:
@@ -39,6 +40,7 @@ def start_forkserver(preload: Sequence[str]) -> None:
     It imports ``preload``. It and its workers have the job's signals blocked, until :func:`begin_worker`.
     """
     start_tracker()  # before the block, which its start would end
+    _note_own_folder()
     with _blocked():
         forkserver.set_forkserver_preload(list(preload))
         forkserver.ensure_running()
@@ -50,15 +52,27 @@ def begin_worker() -> None:
         signal.signal(number, _ignore)
         signal.siginterrupt(number, False)  # reads of C libraries go on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
-    threading.Thread(target=_end_with_parent, args=(util.get_temp_dir(),), name="dualtrain-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="dualtrain-parent", daemon=True).start()
 
 
-def _end_with_parent(folder: str) -> None:
+def _note_own_folder() -> None:
+    """Notes which temporary folder of multiprocessing's this process made itself, if any; its workers inherit the note."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get(_OWN_FOLDER, (None, None))[0] != os.getpid():
+        # A process that multiprocessing has started uses the folder of the program above it, which still needs it.
+        inherited = config.get("tempdir") is not None
+        config[_OWN_FOLDER] = os.getpid(), None if inherited else util.get_temp_dir()
+
+
+def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        shutil.rmtree(folder, ignore_errors=True)  # multiprocessing's own, which a killed parent leaves behind
-        os._exit(0)
+    if parent is None:
+        return
+    parent.join()
+    pid, folder = multiprocessing.current_process()._config.get(_OWN_FOLDER, (None, None))  # type: ignore[attr-defined]
+    if pid == parent.pid and folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # a killed parent leaves it behind
+    os._exit(0)
 
 
 def release() -> None:

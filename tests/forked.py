@@ -175,6 +175,7 @@ def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: st
     os.environ.update(env)
     os.chdir(cwd)
     multiprocessing.set_start_method(None, force=True)
+    multiprocessing.current_process()._config.pop("tempdir", None)  # the tests' own
     status = _run(command)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -27,6 +27,8 @@ def work(ready):
     time.sleep(600)
 
 if __name__ == "__main__":
+    if "ABOVE" in os.environ:  # as in a process that a program has started by multiprocessing
+        multiprocessing.current_process()._config["tempdir"] = os.environ["ABOVE"]
     start_forkserver([])
     helpers = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -53,10 +55,10 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
+def started(tmp_path: Path, **above: str) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), **above}
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [sys.executable, str(script)], stdin=pipe, stdout=pipe, stderr=pipe, env=env, text=True
@@ -69,10 +71,10 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, list[
             process.kill()
 
 
-def gone(helpers: list[int], folder: Path) -> bool:
+def gone(helpers: list[int], folder: Path | None = None) -> bool:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if not folder.exists() and not any(Path("/proc", str(pid)).exists() for pid in helpers):
+        if not (folder is not None and folder.exists()) and not any(Path("/proc", str(pid)).exists() for pid in helpers):
             return True
         time.sleep(0.02)
     return False
@@ -89,3 +91,14 @@ def test_helpers_outlive_signals_and_nothing_outlives_a_job_that_fails_or_is_kil
         assert (output, errors) == ("", "")  # no warning of a leaked semaphore either
         assert process.returncode == (-signal.SIGKILL if killed else 3)
         assert gone(helpers, folder)
+
+
+def test_the_folder_of_the_program_above_stays(tmp_path):
+    above = tmp_path / "above"
+    above.mkdir()
+    with started(tmp_path, ABOVE=str(above)) as (process, folder, helpers):
+        assert folder == above
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        assert gone(helpers)
+    assert above.exists()

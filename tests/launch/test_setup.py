@@ -173,7 +173,9 @@ def test_a_failed_build_is_reported_with_its_last_lines_and_the_next_call_builds
 
 def test_nothing_of_the_build_outlives_a_step_that_failed(setup, tmp_path):
     build = 'touch "$here/began"; echo $$ >"$here/pid"; exec sleep 600'
-    setup.pip(f'case "$*" in wheel*) {build} ;; *torchvision*) until [ -s "$here/pid" ]; do sleep 0.02; done; exit 1 ;; esac')
+    setup.pip(
+        f'case "$*" in wheel*) {build} ;; *torchvision*) until [ -s "$here/pid" ]; do sleep 0.02; done; exit 1 ;; esac'
+    )
     status, _, errors = setup.run()
     assert (status, '"torchvision' in errors) == (1, True)
     with pytest.raises(ProcessLookupError):
