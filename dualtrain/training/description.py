@@ -1,8 +1,10 @@
 """Settings that objects and functions hold, as text that is the same on two ranks where the settings are.
 
 There are no addresses in it, no order of sets and no device numbers, and no code of the objects' own is run. A function is
-its name, its code and the variables that it captures, an object its class and its public attributes; global variables
-that a function reads are not followed.
+its name, its code and what it uses of the variables that it captures; global variables are not followed. An object is its
+class and its public attributes that are plain values, tensors, functions or modules.
+
+Left out is what a process knows of its own place: names with a leading underscore, and those of ranks and devices.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ _DEPTH = 8  # of containers in containers
 _ITEMS = 16  # of a list that is a setting of a module
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype)
 _ARRAYS = (numpy.generic, numpy.ndarray)
+_CONTAINERS = (Mapping, set, frozenset, list, tuple)
+_OWN = re.compile("^_|(^|_)(rank|gpu|device)(_|$)")
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -40,10 +44,7 @@ class Text:
 
 
 def of_object(name: str, value: Any) -> dict[str, Text | None]:
-    """The class of ``value``, or the function, and what it holds; ``name`` begins all names.
-
-    Attributes and variables with a leading underscore are left out, but for a torch scheduler's, which are settings.
-    """
+    """The class of ``value``, or the function, and what it holds; ``name`` begins all names."""
     if value is None:
         return {name: None}
     if isinstance(value, nn.Module):
@@ -60,7 +61,7 @@ def of_module(name: str, module: nn.Module) -> dict[str, Text | None]:
         where = f"{name}.{path}" if path else name
         found[where] = Text(class_name(type(part)))
         for attribute, held in vars(part).items():
-            if attribute[:1] != "_" and attribute != "training" and _is_setting(held):
+            if not _OWN.search(attribute) and attribute != "training" and _is_setting(held):
                 found[f"{where}.{attribute}"] = Text(describe(held))
     return found
 
@@ -91,7 +92,7 @@ def _text(value: Any, seen: set[int], depth: int = 0) -> str:
         return re.sub(r"cuda:\d+", "cuda", repr(value))
     if isinstance(value, torch.Tensor):
         return _form(value) if value.requires_grad else _hashed(value)  # weights may still differ: rank 0's will be taken
-    if depth < _DEPTH and isinstance(value, Mapping | set | frozenset | list | tuple):
+    if depth < _DEPTH and isinstance(value, _CONTAINERS):
         return _container(value, seen, depth + 1)
     if id(value) in seen or depth >= _DEPTH:
         return _kind(value)
@@ -115,12 +116,15 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, types.MethodType):
         yield from _parts(value.__func__)
+        yield from _used("self", value.__self__, _words(value.__func__.__code__))
     elif isinstance(value, types.FunctionType):
+        words = _words(value.__code__)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            yield from ((name, held) for held in _content(cell) if name[:1] != "_")
+            for held in _content(cell) if not _OWN.search(name) else []:
+                yield from _used(name, held, words)
         if value.__defaults__ or value.__kwdefaults__:
             yield "defaults", (value.__defaults__, value.__kwdefaults__)
-    elif isinstance(value, LRScheduler):
+    elif isinstance(value, LRScheduler):  # all of its attributes are settings
         yield from ((name, held) for name, held in vars(value).items() if not isinstance(held, torch.optim.Optimizer))
     elif isinstance(value, nn.Module):
         yield from ((name.lstrip("."), text) for name, text in of_module("", value).items() if name)
@@ -128,13 +132,33 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         return
     elif not isinstance(value, type | types.ModuleType):
         attributes = getattr(value, "__dict__", {})
-        yield from ((name, held) for name, held in attributes.items() if name[:1] != "_" and _is_comparable(held))
+        yield from ((name, held) for name, held in attributes.items() if not _OWN.search(name) and _is_comparable(held))
 
 
-def _is_setting(value: Any) -> bool:
+def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
+    """What a function with these ``words`` in it uses of a variable: of a program's ``args``, say, a few settings."""
+    used = {word for word in words if not _OWN.search(word)}
+    if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
+        yield from ((f"{name}[{key!r}]", held) for key, held in value.items() if key in used)
+    elif _is_comparable(value) or isinstance(value, _CONTAINERS):
+        yield name, value
+    else:
+        yield name, Text(class_name(type(value)))
+        attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+        held = {word: attributes[word] for word in sorted(used & {*attributes})}
+        yield from ((f"{name}.{word}", item) for word, item in held.items() if _is_comparable(item))
+
+
+def _words(code: types.CodeType) -> set[str]:
+    """The attributes and short texts that are written in a function."""
+    inner = [_words(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    return {*code.co_names, *(item for item in code.co_consts if isinstance(item, str))}.union(*inner)
+
+
+def _is_setting(value: Any, depth: int = 0) -> bool:
     """A plain value or a few of them, and no path: files may lie elsewhere on each host."""
     if isinstance(value, list | tuple):
-        return len(value) <= _ITEMS and all(map(_is_setting, value))
+        return depth < 2 and len(value) <= _ITEMS and all(_is_setting(item, depth + 1) for item in value)
     return isinstance(value, _PLAIN) and not (isinstance(value, str) and "/" in value)
 
 

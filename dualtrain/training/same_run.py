@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dualtrain.backends import Backend
-from dualtrain.backends.comparison import Difference, compare, in_words
+from dualtrain.backends.comparison import compare, in_words
 from dualtrain.config import FIELDS, Config, flag
 from dualtrain.console import warn
 from dualtrain.data import Source, Task
@@ -101,25 +101,29 @@ def compare_trainer(
     """
 
     def read() -> dict[str, Any]:
-        found = {**options, **_optimizer(optimizer, model)}
+        plain = {name: None if value is None else Text(describe(value)) for name, value in options.items()}
+        found = {**plain, **_optimizer(optimizer, model)}
         for name, value in objects.items():
             found |= of_object(name, value)
         return {**found, **of_weights("loss", objects["loss"], model), **of_module("model", model)}
 
     cure = "give every rank the same (attributes and variables whose names begin with an underscore are not compared)"
-    _require_same(backend, "settings of the trainer", read, cure, lambda found: _is_own_rank(found, backend))
+    _require_same(backend, "settings of the trainer", read, cure)
 
 
-def _require_same(
-    backend: Backend,
-    what: str,
-    read: Callable[[], Mapping[str, object]],
-    cure: str,
-    may_differ: Callable[[Difference], bool] = lambda difference: False,
-) -> None:
+def compare_arguments(backend: Backend, call: str, values: Mapping[str, object]) -> None:
+    """Makes sure that all ranks make ``call`` with the same ``values``. Collective; blocks.
+
+    Raises:
+        RanksDifferError: on every rank; names the arguments and each rank's value.
+    """
+    _require_same(backend, f"arguments of {call}", lambda: values, "give every rank the same")
+
+
+def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, object]], cure: str) -> None:
     found = compare(backend, what, lambda: {**read(), **_platform(backend), **_processors(backend)})
     unlike = [difference for difference in found if difference.name in _PROCESSORS]
-    others = [difference for difference in found if difference not in unlike and not may_differ(difference)]
+    others = [difference for difference in found if difference not in unlike]
     if others:
         cures = dict.fromkeys(_CURES.get(difference.name, cure) for difference in others)
         raise RanksDifferError(f"the ranks do not have the same {what}: {in_words(others)}; {', and '.join(cures)}")
@@ -241,11 +245,3 @@ def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
     for parameter, held in optimizer.state.items():
         found[f"optimizer.state of {names.get(id(parameter))}"] = Text(describe(held))
     return found
-
-
-def _is_own_rank(difference: Difference, backend: Backend) -> bool:
-    """A rank's number, in the job or on its host, that a loss or a model knows: it is no setting."""
-    if "rank" not in difference.name.rpartition(".")[2]:
-        return False
-    places = [backend.hosts[:rank].count(host) for rank, host in enumerate(backend.hosts)]
-    return list(difference.values) in ([str(rank) for rank in range(backend.size)], list(map(str, places)))

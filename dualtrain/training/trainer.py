@@ -28,7 +28,7 @@ from dualtrain.training import checkpoint
 from dualtrain.training.local_state import local_state, restore_local_state
 from dualtrain.training.objective import NAMES, CrossEntropy, MeanLoss, Objective, OfTorch, added, metrics
 from dualtrain.training.precision import DTYPES, Precision
-from dualtrain.training.same_run import compare_trainer
+from dualtrain.training.same_run import compare_arguments, compare_trainer
 from dualtrain.training.together import on_root
 
 T = TypeVar("T")
@@ -213,7 +213,11 @@ class Trainer:
 
         Returns:
             One dict an epoch: the mean loss and, of classifiers, the accuracies, over all ranks' samples.
+
+        Raises:
+            RanksDifferError: the ranks are given other ``epochs``: one would wait for the others at its end.
         """
+        compare_arguments(self.backend, "fit", {"epochs": epochs})
         history = []
         for epoch in range(epochs):
             set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)

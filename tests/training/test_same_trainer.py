@@ -43,6 +43,9 @@ class Loss:
     def method(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self(outputs, targets)
 
+    def margins(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.multi_margin_loss(outputs, targets, margin=self.margin)  # type: ignore[attr-defined]
+
 
 class Penalty(nn.Module):
     """A loss that knows the model, whose weights may still differ, and has weights of its own."""
@@ -56,6 +59,13 @@ def capturing(smoothing: float, **others: Any) -> Any:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         assert others is not None
         return functional.cross_entropy(outputs, targets, label_smoothing=smoothing)
+
+    return loss
+
+
+def configured(args: SimpleNamespace, table: dict[str, int]) -> Any:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return table["weight"] * functional.cross_entropy(outputs, targets, label_smoothing=args.smoothing)
 
     return loss
 
@@ -176,6 +186,22 @@ CASES: dict[str, tuple[Any, str]] = {
         "loss is tests.training.test_same_trainer.Loss.m",
     ),
     "what a loss may know": (lambda r: given(loss=Loss(rank=r, local_rank=r, _file=r, log=object())), ""),
+    "arguments that a function uses": (
+        lambda r: given(loss=configured(SimpleNamespace(smoothing=r / 4, gpu=r, port=r), {})),
+        "loss.args.smoothing is 0.0 on rank 0 and 0.25 on rank 1; give",
+    ),
+    "arguments in a dictionary": (
+        lambda r: given(loss=configured(SimpleNamespace(smoothing=0), {"weight": r, "local_rank": r, "port": r})),
+        "loss.table['weight'] is 0 on rank 0 and 1 on rank 1; give",
+    ),
+    "arguments that it does not use": (
+        lambda r: given(loss=configured(SimpleNamespace(smoothing=0, gpu=r, port=r), {"weight": 1, "port": r})),
+        "",
+    ),
+    "attributes that a method uses": (
+        lambda r: given(loss=Loss(margin=r / 4, port=r).margins),
+        "loss.self.margin is 0.0 on rank 0 and 0.25 on rank 1; give",
+    ),
     "a loss with weights": (lambda r: penalised(0.5), ""),
     "a loss with other weights": (lambda r: penalised(float(r)), "loss.own is float32 (1,) "),
     "schedule": (
@@ -215,6 +241,21 @@ def make(backend, arguments: dict[str, Any]) -> str:
     return ""
 
 
+def make_equal(backend) -> list[str]:
+    """In processes of their own, with other addresses and another order of sets."""
+    known = capturing(0.1, names={"one", "two", "three"}, other=dict.fromkeys({"four", "five", "six"}))
+    cases = [case for case, part in CASES.values() if not part]
+    cases += [
+        lambda r: given(loss=known),
+        lambda r: given(loss=lambda y, t: y.sum() if "a" in {"b", "c", "d"} else y.mean()),
+    ]
+    return [make(backend, case(backend.rank % 2)) for case in cases]
+
+
+def test_what_is_the_same_is_the_same_in_other_processes(processes):
+    assert {text for texts in processes(make_equal) for text in texts} == {""}
+
+
 def make_all(backend) -> list[str]:
     return [make(backend, case(backend.rank)) for case, _ in CASES.values()]
 
@@ -229,6 +270,20 @@ def test_what_a_trainer_is_given_is_compared():
             assert len(text) < 700, name
         else:
             assert text == "", f"{name}: {text}"
+
+
+def other_epochs(backend) -> str:
+    arguments = given()
+    trainer = Trainer(arguments["model"], arguments["optimizer"], backend=backend)
+    with pytest.raises(RanksDifferError) as error:
+        trainer.fit([], epochs=1 + backend.rank)
+    return str(error.value)
+
+
+def test_ranks_with_other_epochs_do_not_wait_for_each_other():
+    one, other = run_threads(2, other_epochs)
+    assert one == other
+    assert "the same arguments of fit: epochs is 1 on rank 0 and 2 on rank 1; give every rank the same" in one
 
 
 @pytest.mark.parametrize(
