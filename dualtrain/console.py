@@ -64,7 +64,7 @@ def say(what: object, rank: int = 0, size: int = 1) -> None:
 
 def warn(what: object) -> None:
     """One line on standard error about a run that goes on; on one rank."""
-    print(f"dualtrain: warning: {what}", file=sys.stderr, flush=True)
+    show(f"dualtrain: warning: {what}", sys.stderr)
 
 
 def refuse_alike(error: UserError, world: World) -> int:

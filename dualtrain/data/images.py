@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +16,7 @@ from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import Tensors
 from dualtrain.data.transforms import v2
 from dualtrain.errors import UserError
+from dualtrain.files import open_regular
 
 _COMPARED_BYTES = 64 << 20
 
@@ -96,8 +95,6 @@ class ImageFiles:
 
 
 def _bytes_of(path: str) -> bytes:
-    """The content of a file; of a huge one its beginning. Raises OSError. Never waits for the writer of a FIFO."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path!r} is not a regular file")
+    """The content of a file; of a huge one its beginning. Raises OSError."""
+    with open_regular(path) as file:
         return file.read(_COMPARED_BYTES)
