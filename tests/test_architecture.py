@@ -17,6 +17,7 @@ ROOMS = [
     "launchers",
     "console",
     "backends",
+    "parameters",
     "buckets",
     "gradients",
     "optimizer",
