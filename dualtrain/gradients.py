@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +24,9 @@ from dualtrain.backends import Backend
 from dualtrain.backends.agreement import agree_on_list
 from dualtrain.buckets import AVERAGE, Bucket, Slot, Transfer, after, lay_out
 from dualtrain.errors import BackendError
-from dualtrain.parameters import Forms, check_supported, make_hook, warn_of_ddp
+from dualtrain.parameters import check_supported, make_hook, warn_of_ddp
+from dualtrain.passes import EndOfPass, at_end_of_pass
+from dualtrain.refusals import Refusals
 
 Unused = Literal["zero", "none"]
 
@@ -82,14 +84,8 @@ class GradientReducer:
         #: Hooks run in one thread for each device, but buckets are packed and sent one after another.
         self.lock: threading.RLock | None = None
         self.slots: list[Slot] = []
-        self._forms = Forms([])
-        self._replaced: dict[tuple[int, str], int] = {}  # where modules have new parameters → slot number of the old one
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._in_groups: list[int] = []  # ids of the optimizer's parameters, when they were all known
+        self._refusals = Refusals()
         self._closed = False
-        #: 1 behind the cargo of the last bucket where this rank refuses to go on; the sum over ranks after it.
-        self._flag = torch.zeros(1)
-        self._late: _LateFlag | None = None
         self._frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[Bucket] = []
@@ -115,6 +111,7 @@ class GradientReducer:
         for name, p in pairs:
             if p.requires_grad:
                 check_supported(name, p)
+        self._refusals.known.update(id(p) for _, p in pairs)
         for name, p in pairs:
             if not p.requires_grad:
                 self._frozen.append((name, p))
@@ -127,7 +124,7 @@ class GradientReducer:
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to go on once ``optimizer`` has parameters that were not added here."""
-        self._optimizer = optimizer
+        self._refusals.optimizer = optimizer
 
     def close(self) -> None:
         """Remove the hooks: gradients of later backward passes stay this rank's own. May be called again."""
@@ -156,7 +153,7 @@ class GradientReducer:
             RuntimeError: the reducer was closed.
         """
         if self.is_reduced():
-            self._check_groups()
+            self._refusals.check_groups(self.backend)
             return
         if self._closed:
             raise RuntimeError("the reducer was closed, and averages gradients no more: make the optimizer anew")
@@ -165,7 +162,9 @@ class GradientReducer:
             self._send_next()
         for bucket in self._buckets:
             bucket.finish()
-        self._check_flag()
+        if self._refusals.flagged(self.backend, self._buckets, len(self.cargo) > 0):
+            self._start_over(reduced=False)
+            self._refusals.refuse(self.backend, self._buckets)
         self._hand_out()
         self._reduce_sparse()
         self._start_over(reduced=True)
@@ -207,10 +206,7 @@ class GradientReducer:
 
     def parameter_replaced(self, place: tuple[int, str], number: int | None) -> None:
         """A module has a new parameter in ``place``, in that of slot ``number``; refused until ``None`` takes it back."""
-        if number is None:
-            self._replaced.pop(place, None)
-        else:
-            self._replaced[place] = number
+        self._refusals.replace(place, None if number is None else self.slots[number].name)
 
     def gradient_is_there(self, slot: Slot) -> None:
         """Autograd has finished the gradient of this slot's parameter. All that is done for each of them in a step."""
@@ -244,11 +240,11 @@ class GradientReducer:
         if self._ending is not None:
             self._forget_failed_pass()
 
-        end_pass = _EndOfPass(self)
+        end_pass = EndOfPass(self.end_pass)
         self._ending = weakref.ref(end_pass)
         self._seen += 1
         self._look_for_thawed()
-        _at_end_of_pass(end_pass)
+        at_end_of_pass(end_pass)
 
     def end_pass(self) -> None:
         """The pass that goes on has ended: all its gradients are there."""
@@ -290,8 +286,7 @@ class GradientReducer:
         """Fills the numbers behind the last bucket: the caller's, the flag, then 1 for each parameter used here."""
         if len(self._carried):
             self._carried.copy_(self.cargo)
-        if self._complaint() is not None:
-            self._flag.fill_(1)
+        self._refusals.load(self._buckets)
         if self.unused == "none":
             used = [float(slot.param.grad is not None) for slot in self.slots]
             bucket.extra[len(self.cargo) + 1 :] = torch.tensor(used, dtype=bucket.extra.dtype)
@@ -312,69 +307,6 @@ class GradientReducer:
                 slot.param.grad = slot.view.to_sparse(dims)
         any_grad = any(slot.param.grad is not None for slot in self.slots)
         self._handed_out = [(bucket.values, bucket.values._version) for bucket in self._buckets] if any_grad else []
-
-    # -- what makes a rank refuse to go on ------------------------------------------------------------------------
-
-    def _complaint(self) -> str | None:
-        """Why the gradients of this rank cannot be averaged: what changed since their buckets were made."""
-        misplaced = next((bucket.misplaced for bucket in self._buckets if bucket.misplaced is not None), None)
-        if misplaced is not None:
-            return f"the gradient of {misplaced.name!r} lies in the memory of another one: assign a copy of it (clone())"
-        if self._replaced:
-            return (
-                f"parameter {self.slots[min(self._replaced.values())].name!r} was replaced in its module by a new one "
-                "(load_state_dict(assign=True), or an assignment), which the optimizer does not have: make the optimizer "
-                "after that"
-            )
-        return self._forms.difference() or self._unknown()
-
-    def _unknown(self) -> str | None:
-        if self._optimizer is None:
-            return None
-        groups = self._optimizer.param_groups
-        ids = [id(p) for group in groups for p in group["params"]]
-        if ids == self._in_groups:
-            return None
-        known = {id(slot.param) for slot in self.slots} | {id(p) for _, p in self._frozen}
-        for number, group in enumerate(groups):
-            for i, p in enumerate(group["params"]):
-                if p.requires_grad and id(p) not in known:
-                    return (
-                        f"group {number} parameter {i} {tuple(p.shape)} came into the optimizer's param_groups after the "
-                        "optimizer was wrapped: use add_param_group on every rank"
-                    )
-        self._in_groups = ids
-        return None
-
-    def _check_groups(self) -> None:
-        unknown = self._unknown()
-        if unknown is not None:
-            raise BackendError(f"rank {self.backend.rank}: {unknown}")
-
-    def _check_flag(self) -> None:
-        """Raises BackendError on all ranks if one of them complains. On GPUs the others learn of it a step later."""
-        if not self._buckets:
-            return
-        if self._flag.is_cpu or len(self.cargo):
-            if self._flag.item():
-                self._refuse()
-            return
-        mine, late = self._complaint(), self._late
-        self._late = _LateFlag(self._flag)
-        if mine is not None:
-            raise BackendError(f"rank {self.backend.rank}: {mine}")
-        if late is not None and late.raised():
-            raise BackendError("another rank cannot average its gradients: its own error says why")
-
-    def _refuse(self) -> None:
-        mine = self._complaint()
-        self._flag.zero_()
-        for bucket in self._buckets:
-            bucket.misplaced = None
-        self._start_over(reduced=False)
-        reasons = self.backend.allgather_object(mine, name="refused parameters")
-        first = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
-        raise BackendError("a rank cannot average its gradients" if first is None else f"rank {first}: {reasons[first]}")
 
     # -- the layout -----------------------------------------------------------------------------------------------
 
@@ -410,11 +342,11 @@ class GradientReducer:
         self._carried = self.cargo
         if self._buckets:
             self._carried = self._buckets[-1].extra[:carry]
-            self._flag = self._buckets[-1].extra[carry : carry + 1]
         if len({slot.param.device for slot in self.slots}) > 1:
             self.lock = self.lock or threading.RLock()
-        self._forms = Forms([(slot.name, slot.param) for slot in self.slots])
-        self._handed_out, self._late = [], None
+        flag = self._buckets[-1].extra[carry : carry + 1] if self._buckets else torch.zeros(1)
+        self._refusals.lay_out([(slot.name, slot.param) for slot in self.slots], flag)
+        self._handed_out = []
         self._next, self._laid_out = 0, True
 
     @torch.no_grad()
@@ -433,54 +365,6 @@ class GradientReducer:
                 continue
             p.grad = _sparse(indices.t(), values, p)
             p.grad.values().mul_(self.transfer.before * after(self.transfer, self.backend.size))
-
-
-class _EndOfPass:
-    """What runs at the end of a backward pass; of the outermost one, if it runs inside of others.
-
-    Reentrant checkpointing has a pass of its own for every segment. To finish the reduction at the end of each would
-    send the caller's numbers, which are sums by then, once more.
-    """
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._reducer = reducer
-
-    def __call__(self) -> None:
-        node = torch._C._current_autograd_node()
-        if node is None:
-            self._reducer.end_pass()
-        else:
-            _after_node(node, self)
-
-
-class _LateFlag:
-    """A flag on a GPU that is looked at one step later, when the host need not wait for it."""
-
-    def __init__(self, flag: torch.Tensor) -> None:
-        self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
-        self._value.copy_(flag, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(flag.device))
-
-    def raised(self) -> bool:
-        self._copied.synchronize()
-        return bool(self._value.item())
-
-
-def _at_end_of_pass(call: Callable[[], None]) -> None:
-    """Has the backward pass that goes on end with ``call``: what DDP and FSDP use for the same purpose."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def _after_node(node: Any, call: Callable[[], None]) -> None:
-    """Has the backward pass that ``node`` belongs to end with ``call``."""
-    calls = [call]
-
-    def once(*_: object) -> None:
-        if calls:  # a retained graph runs its hooks again
-            _at_end_of_pass(calls.pop())
-
-    node.register_hook(once)
 
 
 def _has_values(grad: torch.Tensor | None) -> bool:

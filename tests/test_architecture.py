@@ -19,6 +19,8 @@ ROOMS = [
     "backends",
     "parameters",
     "buckets",
+    "passes",
+    "refusals",
     "gradients",
     "optimizer",
     "state",

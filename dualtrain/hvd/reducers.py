@@ -250,7 +250,7 @@ class CalledReducer(ChannelReducer):
         """Compresses, reduces and decompresses every gradient; one that is missing counts as zeros."""
         if self.is_reduced():
             return
-        complaint = self._complaint()
+        complaint = self._refusals.reason(self._buckets)
         if complaint is not None:
             raise HorovodInternalError(complaint)
         self._enter_world()

@@ -138,7 +138,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
     reducer.lock = threading.RLock()  # as with parameters on two devices
     hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in reversed(params)]
     rounds, begun, ended = 1000, threading.Barrier(2), threading.Barrier(2)
-    monkeypatch.setattr("dualtrain.gradients._at_end_of_pass", lambda call: None)
+    monkeypatch.setattr("dualtrain.gradients.at_end_of_pass", lambda call: None)
     reducer._ending = lambda: True
     wrong = []
 
