@@ -89,7 +89,7 @@ class Forms:
         before = zip(self._dtypes, self._devices, self._shapes, strict=True)
         for name, p, was in zip(self._names, params, before, strict=True):
             now = p.dtype, p.device, p.shape
-            if now != was:
+            if now != was and p.requires_grad:  # a frozen one takes part as zeros
                 return (
                     f"parameter {name!r} was {_form(*was)} when its gradient was laid out, and is {_form(*now)} now: "
                     "change it back, or make the optimizer anew after the change"

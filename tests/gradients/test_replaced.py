@@ -212,6 +212,25 @@ def refused_after_backward(backend):
         optimizer.step()
 
 
+def frozen_and_cast(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].requires_grad_(False).half()
+    for _ in range(2):
+        model[2](torch.full((1, 6), 1.0 + backend.rank)).sum().backward()
+        assert model[0].bias.grad is None
+        assert model[2].weight.grad.tolist() == [[(backend.size + 1) / 2] * 6] * 3
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_frozen_parameter_may_be_cast():
+    run_threads(2, frozen_and_cast)
+
+
 def added_after_backward(backend):
     model = perceptron()
     optimizer = sgd(model, backend)
