@@ -11,11 +11,11 @@ full and the k-1 before it were sent, those that never fill at the end.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +24,9 @@ from dualtrain.backends import Backend
 from dualtrain.backends.agreement import agree_on_list
 from dualtrain.buckets import AVERAGE, Bucket, Slot, Transfer, after, lay_out
 from dualtrain.errors import BackendError
+from dualtrain.parameters import check_supported, make_hook, warn_of_ddp
+from dualtrain.passes import EndOfPass, at_end_of_pass
+from dualtrain.refusals import Refusals
 from dualtrain.turns import Turns, turns
 
 Unused = Literal["zero", "none"]
@@ -47,7 +50,11 @@ class GradientReducer:
 
     The first reduction is collective in two more ways: the ranks compare their layouts (a difference raises
     BackendError, naming the parameter), and they agree on which parameters have sparse gradients; those travel as
-    their indices and values. ``param.grad`` is a view into a buffer that the next backward overwrites.
+    their indices and values. ``param.grad`` is a view into a buffer that the next backward overwrites; assign to it or
+    to its ``.data`` as you like. Keep the reducer as long as the model trains: the hooks on its parameters do not.
+
+    Raises:
+        ValueError: an option out of its bounds, or a parameter whose gradient cannot be averaged.
     """
 
     def __init__(
@@ -76,7 +83,11 @@ class GradientReducer:
         #: What this rank sends along with the next reduction; after it the sum over ranks. float64, (carry,), on the
         #: CPU, but summed in the precision of the gradients.
         self.cargo = torch.zeros(carry, dtype=torch.float64, device="cpu")
-        self._slots: list[Slot] = []
+        #: Hooks run in one thread for each device, but buckets are packed and sent one after another.
+        self.lock: threading.RLock | None = None
+        self.slots: list[Slot] = []
+        self._refusals = Refusals()
+        self._closed = False
         self._frozen: list[tuple[str, torch.nn.Parameter]] = []
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[Bucket] = []
@@ -90,17 +101,27 @@ class GradientReducer:
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._round = 1  # of the exchanges, and of their buckets: what a slot was ticked off in
         self._reduced = False
+        self._handed_out: list[tuple[torch.Tensor, int]] = []  # buffers that were, and their versions then
         self._paused = False
-        self.add(named_parameters)
+        pairs = list(named_parameters)
+        warn_of_ddp([name for name, _ in pairs])
+        self.add(pairs)
 
     def add(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Reduces these parameters too, from the next backward on. Every rank adds the same."""
-        for name, p in named_parameters:
+        pairs = list(named_parameters)
+        for name, p in pairs:
+            if p.requires_grad:
+                check_supported(name, p)
+        self._refusals.known.update(id(p) for _, p in pairs)
+        for name, p in pairs:
             if not p.requires_grad:
                 self._frozen.append((name, p))
                 continue
-            self._slots.append(Slot(name, p))
-            self._hooks.append(p.register_post_accumulate_grad_hook(self._hook(len(self._slots) - 1)))
+            self.slots.append(Slot(name, p))
+            if p.device != self.slots[0].param.device:
+                self.lock = self.lock or threading.RLock()
+            self._hooks.append(p.register_post_accumulate_grad_hook(make_hook(self, len(self.slots) - 1, name)))
             self._laid_out = False
 
     def _enter(self, backend: Backend) -> tuple[Turns, int] | None:
@@ -108,8 +129,13 @@ class GradientReducer:
         order = turns(backend)
         return order, order.enter(self)
 
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to go on once ``optimizer`` has parameters that were not added here."""
+        self._refusals.optimizer = optimizer
+
     def close(self) -> None:
-        """Stops watching the parameters."""
+        """Remove the hooks: gradients of later backward passes stay this rank's own. May be called again. On every rank."""
+        self._closed = True
         if self._turns is not None:
             self._turns[0].leave(self._turns[1])
         for hook in self._hooks:
@@ -133,9 +159,13 @@ class GradientReducer:
 
         Raises:
             BackendError: a rank was lost, did not come within the backend's timeout, or has other parameters.
+            RuntimeError: the reducer was closed.
         """
-        if self._reduced:
+        if self.is_reduced():
+            self._refusals.check_groups(self.backend)
             return
+        if self._closed:
+            raise RuntimeError("the reducer was closed, and averages gradients no more: make the optimizer anew")
         due = [self] if self._turns is None else self._turns[0].due(self._turns[1], self)
         for reducer in due:
             reducer.exchange()
@@ -153,9 +183,23 @@ class GradientReducer:
             self._send_next()
         for bucket in self._buckets:
             bucket.finish()
+        if self._refusals.flagged(self.backend, self._buckets, len(self.cargo) > 0):
+            self._start_over(reduced=False)
+            self._refusals.refuse(self.backend, self._buckets)
         self._hand_out()
         self._reduce_sparse()
         self._start_over(reduced=True)
+
+    def is_reduced(self) -> bool:
+        """Whether the gradients are the average of the last exchange; no more once the user has dropped or zeroed them."""
+        if not self._reduced or not self._handed_out:
+            return self._reduced
+        if all(slot.param.grad is None for slot in self.slots):
+            self._reduced = False
+        elif any(buffer.is_cpu and buffer._version != version for buffer, version in self._handed_out):
+            # Clipped in place, or zeroed. A GPU's values are not looked at: the host would wait for it.
+            self._reduced = any(_has_values(slot.param.grad) for slot in self.slots)
+        return self._reduced
 
     def _start_over(self, *, reduced: bool) -> None:
         self._next, self._seen, self._ending, self._reduced = 0, 0, None, reduced
@@ -176,16 +220,16 @@ class GradientReducer:
         self.backend = backend
         self._buckets, self._laid_out = [], False
         self._start_over(reduced=False)
-        for slot in self._slots:
+        for slot in self.slots:
             slot.bucket = None
 
     # -- during backward ------------------------------------------------------------------------------------------
 
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        # Keeps the reducer alive as long as the parameter: nobody else needs to hold it.
-        return partial(self.gradient_is_there, self._slots[number])
+    def parameter_replaced(self, place: tuple[int, str], number: int | None) -> None:
+        """A module has a new parameter in ``place``, in that of slot ``number``; refused until ``None`` takes it back."""
+        self._refusals.replace(place, None if number is None else self.slots[number].name)
 
-    def gradient_is_there(self, slot: Slot, _: Any = None) -> None:
+    def gradient_is_there(self, slot: Slot) -> None:
         """Autograd has finished the gradient of this slot's parameter. All that is done for each of them in a step."""
         self._reduced = False
         if self._paused:
@@ -219,16 +263,17 @@ class GradientReducer:
         if self._ending is not None:
             self._forget_failed_pass()
 
-        def end_pass() -> None:
-            self._ending = None
-            if self._seen >= self.passes:
-                self.reduce()
-
+        end_pass = EndOfPass(self.end_pass)
         self._ending = weakref.ref(end_pass)
         self._seen += 1
         self._look_for_thawed()
-        # Runs when this backward has ended: what DDP and FSDP use for the same purpose.
-        torch.autograd.Variable._execution_engine.queue_callback(end_pass)
+        at_end_of_pass(end_pass)
+
+    def end_pass(self) -> None:
+        """The pass that goes on has ended: all its gradients are there."""
+        self._ending = None
+        if self._seen >= self.passes:
+            self.reduce()
 
     def _forget_failed_pass(self) -> None:
         if self._next:
@@ -261,12 +306,13 @@ class GradientReducer:
     # -- the caller's numbers, and who used what ------------------------------------------------------------------
 
     def _load(self, bucket: Bucket) -> None:
-        """Fills the numbers behind the last bucket: the caller's, then 1 for each parameter that this rank used."""
+        """Fills the numbers behind the last bucket: the caller's, the flag, then 1 for each parameter used here."""
         if len(self._carried):
             self._carried.copy_(self.cargo)
+        self._refusals.load(self._buckets)
         if self.unused == "none":
-            used = [float(slot.param.grad is not None) for slot in self._slots]
-            bucket.extra[len(self.cargo) :] = torch.tensor(used, dtype=bucket.extra.dtype)
+            used = [float(slot.param.grad is not None) for slot in self.slots]
+            bucket.extra[len(self.cargo) + 1 :] = torch.tensor(used, dtype=bucket.extra.dtype)
 
     def _hand_out(self) -> None:
         if len(self._carried):
@@ -274,14 +320,16 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.hand_out()
         if self.unused == "none" and self._buckets:
-            used = self._buckets[-1].extra[len(self.cargo) :].tolist()
-            for slot, ranks in zip(self._slots, used, strict=True):
+            used = self._buckets[-1].extra[len(self.cargo) + 1 :].tolist()
+            for slot, ranks in zip(self.slots, used, strict=True):
                 if slot.bucket is not None and not ranks:
                     slot.param.grad = None
         for number, dims in self._sparse_again.items():
-            slot = self._slots[number]
+            slot = self.slots[number]
             if slot.param.grad is not None:
                 slot.param.grad = slot.view.to_sparse(dims)
+        any_grad = any(slot.param.grad is not None for slot in self.slots)
+        self._handed_out = [(bucket.values, bucket.values._version) for bucket in self._buckets] if any_grad else []
 
     # -- the layout -----------------------------------------------------------------------------------------------
 
@@ -293,10 +341,10 @@ class GradientReducer:
 
     def _lay_out(self) -> None:
         """Compares parameters with the other ranks, agrees on the sparse ones, and makes the buckets."""
-        agree_on_list(self.backend, "parameters", [slot.describe() for slot in self._slots])
+        agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
         sparse = {
             number: slot.param.grad.sparse_dim()
-            for number, slot in enumerate(self._slots)
+            for number, slot in enumerate(self.slots)
             if slot.param.grad is not None and slot.param.grad.is_sparse
         }
         for found in self.backend.allgather_object(sparse, name="sparse gradients"):
@@ -307,18 +355,27 @@ class GradientReducer:
         self._make_buckets()
 
     def _make_buckets(self) -> None:
-        dense = [slot for number, slot in enumerate(self._slots) if number not in self._sparse]
-        for slot in self._slots:
+        dense = [slot for number, slot in enumerate(self.slots) if number not in self._sparse]
+        for slot in self.slots:
             slot.bucket = None
-        extra = self.cargo.numel() + len(self._slots) * (self.unused == "none")
-        self._buckets = lay_out(dense, extra, self.backend, self.name, self.transfer)
-        self._carried = self._buckets[-1].extra[: len(self.cargo)] if self._buckets else self.cargo
+        carry = self.cargo.numel()
+        extra = carry + len(self.slots) * (self.unused == "none")
+        # With the flag that says that a rank cannot go on, unless nothing travels at all.
+        self._buckets = lay_out(dense, extra + bool(dense or extra), self.backend, self.name, self.transfer)
+        self._carried = self.cargo
+        if self._buckets:
+            self._carried = self._buckets[-1].extra[:carry]
+        if len({slot.param.device for slot in self.slots}) > 1:
+            self.lock = self.lock or threading.RLock()
+        flag = self._buckets[-1].extra[carry : carry + 1] if self._buckets else torch.zeros(1)
+        self._refusals.lay_out([(slot.name, slot.param) for slot in self.slots], flag)
+        self._handed_out = []
         self._next, self._laid_out = 0, True
 
     @torch.no_grad()
     def _reduce_sparse(self) -> None:
         for number, dims in sorted(self._sparse.items()):
-            slot = self._slots[number]
+            slot = self.slots[number]
             p = slot.param
             if p.grad is None:
                 grad = _sparse(torch.empty(dims, 0, dtype=torch.int64), p.new_empty(0, *p.shape[dims:]), p)
@@ -331,6 +388,12 @@ class GradientReducer:
                 continue
             p.grad = _sparse(indices.t(), values, p)
             p.grad.values().mul_(self.transfer.before * after(self.transfer, self.backend.size))
+
+
+def _has_values(grad: torch.Tensor | None) -> bool:
+    if grad is None:
+        return False
+    return bool(grad._nnz()) if grad.is_sparse else bool(grad.any())
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named = _name_all(optimizer, named_parameters)
         passes = backward_passes_per_step
         self.reducer = GradientReducer(named, backend, unused=unused, passes=passes, carry=carry, transfer=transfer)
+        self.reducer.follow(optimizer)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -98,6 +99,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def cargo(self) -> torch.Tensor:
         """Set before backward: ``carry`` numbers of this rank. After it: their sum over ranks. float64, on the CPU."""
         return self.reducer.cargo
+
+    def close(self) -> None:
+        """Stops averaging: backward gives this rank's own gradients from then on. May be called again."""
+        self.reducer.close()
 
     def synchronize(self) -> None:
         """Makes every gradient the average over ranks, if backward has not done so. Collective; blocks; idempotent.

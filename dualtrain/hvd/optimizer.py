@@ -165,6 +165,13 @@ class _Optimizer(NativeOptimizer):
         self.reducer: ChannelReducer | None = None  # type: ignore[assignment]
         if process_set.included() and ((process_set.size() or 1) > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
             self.reducer = self._make_reducer(named, compression, transfer)
+        if self.reducer is not None:
+            self.reducer.follow(optimizer)
+
+    def close(self) -> None:
+        """Stops combining gradients: backward gives this rank's own from then on. May be called again."""
+        if self.reducer is not None:
+            self.reducer.close()
 
     def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> ChannelReducer:
         ours = {p for group in self.optimizer.param_groups for p in group["params"]}

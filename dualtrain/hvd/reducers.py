@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,12 +88,12 @@ class ChannelReducer(GradientReducer):
         if not self.dirty:
             return  # no backward since the last time
         self.dirty, self._ready = False, 0
-        for slot in self._slots:
+        for slot in self.slots:
             slot.passes = 0
 
     def reduce(self) -> None:
         """As the base class's; raises HorovodInternalError in place of BackendError."""
-        if self._reduced:
+        if self.is_reduced():
             return
         try:
             with _horovods_errors():
@@ -111,7 +110,7 @@ class ChannelReducer(GradientReducer):
 
     def shadow(self, divide_by: str) -> None:
         """Takes part in one exchange with zeros, as a rank that has joined."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.param.grad = None
         self._is_left_out = divide_by == "active"
         self._reduced = False
@@ -122,7 +121,7 @@ class ChannelReducer(GradientReducer):
             self._left_out.zero_()
         self.renew()
         self.rest()
-        for slot in self._slots:
+        for slot in self.slots:
             slot.param.grad = None
 
     def drop(self) -> None:
@@ -136,18 +135,7 @@ class ChannelReducer(GradientReducer):
 
     # -- during backward --------------------------------------------------------------------------------------------
 
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        # Keeps neither the reducer nor the parameter alive, since torch 2.13's collector does not look into hooks: the
-        # optimizer holds the reducer, and its channel (sockets, threads) is given up with it.
-        ref = weakref.ref(self)
-
-        def hook(_: torch.Tensor) -> None:
-            if (there := ref()) is not None:
-                there.gradient_is_there(there._slots[number])
-
-        return hook
-
-    def gradient_is_there(self, slot: Slot, _: Any = None) -> None:
+    def gradient_is_there(self, slot: Slot) -> None:
         """Autograd has finished the gradient of this slot's parameter, in one of its passes."""
         self._reduced, self.dirty = False, True
         slot.passes += 1
@@ -163,7 +151,7 @@ class ChannelReducer(GradientReducer):
         self._ready += 1
         self._enter_world()
         if not self._agreed:
-            if self._ready == len(self._slots):
+            if self._ready == len(self.slots):
                 self._open(start=self._on_cpu)
             return
         if slot.bucket is None:
@@ -215,14 +203,14 @@ class ChannelReducer(GradientReducer):
     def _open(self, *, start: bool) -> Pending:
         """Asks for the channel, once; does not block. With ``start`` all gradients are there, and are sent when it is."""
         if self._opening is None:
-            grads = [slot.param.grad for slot in self._slots]
+            grads = [slot.param.grad for slot in self.slots]
             sparse = [[i, grad.sparse_dim()] for i, grad in enumerate(grads) if grad is not None and grad.is_sparse]
-            name = f"{self.channel_name}/{len(self._slots)}"
+            name = f"{self.channel_name}/{len(self.slots)}"
             basics.engine().release_with(self, name)
             self._opening = basics.engine().open_channel(
                 name,
                 self.process_set.process_set_id or 0,
-                layout=[*(slot.describe() for slot in self._slots), self._describe_transfer()],
+                layout=[*(slot.describe() for slot in self.slots), self._describe_transfer()],
                 sparse=sparse,
                 then=self._start if start else None,
             )
@@ -273,7 +261,7 @@ class ChannelReducer(GradientReducer):
         self._left_out.zero_()
         if self.transfer.after == 1:
             return  # a sum
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.param.grad is not None:
                 slot.param.grad.mul_(size / (size - left_out))
 
@@ -290,12 +278,15 @@ class CalledReducer(ChannelReducer):
 
     def reduce(self) -> None:
         """Compresses, reduces and decompresses every gradient; one that is missing counts as zeros."""
-        if self._reduced:
+        if self.is_reduced():
             return
+        complaint = self._refusals.reason(self._buckets)
+        if complaint is not None:
+            raise HorovodInternalError(complaint)
         self._enter_world()
         handle, contexts = self._submit()
         self._call = None
-        for slot, result, ctx in zip(self._slots, synchronize(handle) or (), contexts, strict=True):
+        for slot, result, ctx in zip(self.slots, synchronize(handle) or (), contexts, strict=True):
             slot.param.grad = self._compression.decompress(result, ctx)
         self._reduced = True
 
@@ -307,12 +298,12 @@ class CalledReducer(ChannelReducer):
     def _arrived(self, slot: Slot) -> None:
         self._ready += 1
         self._enter_world()
-        if self._ready == len(self._slots):
+        if self._ready == len(self.slots):
             self._submit()
 
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
-            params = [slot.param for slot in self._slots]
+            params = [slot.param for slot in self.slots]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
             packed = [self._compression.compress(grad) for grad in grads]
             tensors = [tensor.contiguous() for tensor, _ in packed]

@@ -118,6 +118,10 @@ class Trainer:
         self._cargo = self.optimizer.cargo.numpy()
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
+    def close(self) -> None:
+        """Stops averaging gradients, so that the model can train on by other means. May be called again."""
+        self.optimizer.close()
+
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, batches: Iterable[Tensors], expected: float, news: Sequence[float] = (0.0,) * NEWS) -> Step:

@@ -216,9 +216,10 @@ def test_dtypes(typical, dtype):
 
 def large_halves(backend):
     p = nn.Parameter(torch.zeros(3, dtype=torch.float16))
-    GradientReducer([("p", p)], backend)
+    reducer = GradientReducer([("p", p)], backend)
     (p.float() * 60000.0).sum().backward()
     check([p.grad], [torch.full((3,), 60000.0).half()], **EXACT)
+    reducer.close()
 
 
 def test_the_average_of_large_16_bit_gradients_does_not_overflow(typical):
@@ -344,21 +345,35 @@ def test_a_rank_without_backward_counts_as_zeros_at_step(spmd, unused):
     spmd(no_backward, unused)
 
 
-def skipped_then_idle(backend):
+def skipped_then_idle(backend, zero_grad):
     """A step that all skip (a scaler does so), then one without backward on the last rank."""
     model = perceptron()
     optimizer = sgd(model, backend)
     expected = mean_gradients(model, [*of_every_rank(backend, vector_loss)[:-1], None])
     vector_loss(model, backend.rank).backward()
-    optimizer.zero_grad()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    zero_grad(model, optimizer)
     if backend.rank < backend.size - 1:
         vector_loss(model, backend.rank).backward()
     optimizer.step()
     check(gradients(model), expected)
 
 
-def test_a_skipped_step_leaves_no_trace(spmd):
-    spmd(skipped_then_idle)
+def by_optimizer(model, optimizer):
+    optimizer.zero_grad()
+
+
+def by_model(model, optimizer):
+    model.zero_grad()
+
+
+def by_model_in_place(model, optimizer):
+    model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("zero_grad", [by_optimizer, by_model, by_model_in_place])
+def test_a_skipped_step_leaves_no_trace(typical, zero_grad):
+    typical(skipped_then_idle, zero_grad)
 
 
 def frozen(backend):
@@ -744,6 +759,54 @@ def test_activation_checkpointing(typical, reentrant):
     typical(checkpointed, reentrant)
 
 
+class Segments(nn.Module):
+    """All that is trained lies inside of checkpointed segments, the last of them in two of them, one in the other."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.reentrant = reentrant
+        self.parts = nn.ModuleList(seeded(nn.Linear(4, 4), number) for number in range(4))
+
+    def segment(self, part, x):
+        return part(x).tanh() if self.reentrant is None else checkpoint(part, x, use_reentrant=self.reentrant).tanh()
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for part in self.parts[:-1]:
+            x = self.segment(part, x)
+        return self.segment(lambda y: self.segment(self.parts[-1], y), x)
+
+
+def all_in_segments(backend, reentrant, passes):
+    model, sent = Segments(reentrant), []
+    losses = [lambda m, r=rank: sum(vector_loss(m, r + i) for i in range(passes)) for rank in range(backend.size)]
+    expected = mean_gradients(Segments(), losses)
+    with small_buckets((1, 1)):
+        optimizer = sgd(model, backend, carry=1, backward_passes_per_step=passes)
+        start = backend.start_sum
+        backend.start_sum = lambda tensor, name, *rest: sent.append(name) or start(tensor, name, *rest)
+        for _ in range(3):
+            optimizer.zero_grad()
+            optimizer.cargo[0] = 1
+            sent.clear()
+            for i in range(passes):
+                vector_loss(model, backend.rank + i).backward()
+            check(gradients(model), expected)  # by the end of backward
+            assert optimizer.cargo.tolist() == [backend.size]
+            assert len(sent) == len(set(sent)) == len(list(model.parameters()))
+            optimizer.step()
+            with torch.no_grad():
+                for p, q in zip(model.parameters(), Segments().parameters(), strict=True):
+                    p.copy_(q)
+        del backend.start_sum
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+def test_one_reduction_for_a_backward_of_many_checkpointed_segments(typical, reentrant, passes):
+    typical(all_in_segments, reentrant, passes)
+
+
 # -- numbers that travel along ------------------------------------------------------------------------------------
 
 
@@ -808,9 +871,10 @@ def test_different_parameters_are_reported_on_every_rank(many, how):
 
 def fewer(backend):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + (backend.rank == 0))))
-    sgd(model, backend)
+    optimizer = sgd(model, backend)
     with pytest.raises(BackendError, match=r"rank 0 has 6, rank 1 has 4"):
         model(torch.ones(1, 2)).sum().backward()
+    optimizer.close()
 
 
 def test_fewer_parameters_on_one_rank_are_reported(many):
@@ -1017,9 +1081,10 @@ def images_of_two_sizes(backend):
         return nn.functional.cross_entropy(m(x), y)
 
     expected = mean_gradients(model, of_every_rank(backend, loss))
-    sgd(model, backend)
+    optimizer = sgd(model, backend)
     loss(model, backend.rank).backward()
     check(gradients(model), expected)
+    optimizer.close()
 
 
 def test_ranks_count_equally_whatever_their_batches(typical):
@@ -1057,6 +1122,18 @@ def test_factors_dtypes_and_sizes_of_a_transfer(typical, name):
 
 def of_transfer(backend, name):
     travels(backend, *TRANSFERS[name])
+
+
+def large_in_float16(backend):
+    p = nn.Parameter(torch.zeros(3))
+    reducer = GradientReducer([("p", p)], backend, transfer=Transfer(dtype=torch.float16))
+    (p * 40000.0).sum().backward()
+    check([p.grad], [torch.full((3,), 40000.0)], rtol=2e-3, atol=0)
+    reducer.close()
+
+
+def test_the_average_of_large_gradients_as_float16_does_not_overflow(typical):
+    typical(large_in_float16)
 
 
 def bfloat16(backend):

@@ -539,7 +539,7 @@ def without_names(backend):
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backend=backend)
     train(model, optimizer, backend, 2)
     assert same_on_all(backend, list(model.parameters()))
-    assert optimizer.reducer._slots[0].name == "group 0 parameter 0"
+    assert optimizer.reducer.slots[0].name == "group 0 parameter 0"
 
 
 def test_names_are_optional(typical):
@@ -570,7 +570,7 @@ def parts_of_a_model(backend):
     model = perceptron()
     inner = torch.optim.SGD(model[2].parameters(), lr=0.1)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend)
-    assert [slot.name for slot in optimizer.reducer._slots] == ["2.weight", "2.bias"]
+    assert [slot.name for slot in optimizer.reducer.slots] == ["2.weight", "2.bias"]
     vector_loss(model, backend.rank).backward()
     local = mean_gradients(perceptron(), [lambda m: vector_loss(m, backend.rank)])
     torch.testing.assert_close(model[0].weight.grad, local[0], **EXACT)
@@ -592,7 +592,7 @@ def same_parameter_twice(backend):
         vector_loss(model, backend.rank).backward()
         for mine, mean in zip(gradients(model), expected, strict=True):
             torch.testing.assert_close(mine, mean)
-    assert len(optimizer.reducer._slots) == len(list(model.parameters()))
+    assert len(optimizer.reducer.slots) == len(list(model.parameters()))
 
 
 def test_a_parameter_with_two_names_is_reduced_once(typical):

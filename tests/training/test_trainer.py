@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dualtrain import Trainer, UserError, connect
@@ -22,6 +23,7 @@ from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, optimizer_names, scaled_lr
 from dualtrain.training.precision import Precision
 from tests.models_for_tests import seeded
+from tests.threads import run_threads
 
 
 def data(samples: int = 23) -> tuple[torch.Tensor, torch.Tensor]:
@@ -402,3 +404,30 @@ def test_a_compiled_model_trains_the_same(tmp_path):
         with connect("local") as backend:
             summaries.append(loop.train(parse(arguments), backend))
     assert summaries[1]["train_loss"] == pytest.approx(summaries[0]["train_loss"], abs=1e-4)
+
+
+def in_segments(backend, reentrant):
+    """All that is trained lies inside of checkpointed segments."""
+    layers = [seeded(nn.Linear(6, 6), number) for number in range(4)]
+
+    def forward(x):
+        x = x.requires_grad_()
+        for layer in layers:
+            x = layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+    model = nn.Sequential(*layers)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, forward=forward)
+    counts = []
+    for start in range(3):
+        batch = [tensor[start + backend.rank :: backend.size][:5] for tensor in data()]
+        counts.append(trainer.step([tuple(batch)], 5 * backend.size).sums[1].item())
+    trainer.close()
+    return counts, [p.detach().clone() for p in model.parameters()]
+
+
+def test_reentrant_checkpointing_changes_neither_counts_nor_weights():
+    plain, reentrant = (run_threads(2, in_segments, how) for how in (None, True))
+    for (counts, weights), (counted, found) in zip(plain, reentrant, strict=True):
+        assert counts == counted == [10.0] * 3
+        torch.testing.assert_close(found, weights)

@@ -1,0 +1,135 @@
+"""Why a rank cannot average its gradients any more, and how all ranks learn of it.
+
+What makes a rank refuse is known only there: the user changed a parameter or the optimizer after the buckets were made.
+It sends a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same
+error. No rank enters a collective alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.buckets import Bucket
+from dualtrain.errors import BackendError
+from dualtrain.parameters import Forms
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+class Refusals:
+    """What a reducer checks in every exchange.
+
+    Attributes:
+        optimizer: the one whose param_groups must not grow by themselves, if there is one.
+        known: ids of the reducer's parameters, which it keeps alive.
+    """
+
+    def __init__(self) -> None:
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.known: set[int] = set()
+        self._forms = Forms([])
+        self._in_groups: list[int] = []  # ids of the optimizer's parameters, when they were all known
+        self._replaced: dict[tuple[int, str], str] = {}  # where modules have new parameters → name of the old one
+        self._flag = torch.zeros(1)
+        self._late: _LateFlag | None = None
+
+    def lay_out(self, named: Named, flag: torch.Tensor) -> None:
+        """Expect ``named`` parameters to stay what they are now; ``flag`` travels with their gradients."""
+        self._forms, self._flag, self._late = Forms(named), flag, None
+
+    def replace(self, place: tuple[int, str], name: str | None) -> None:
+        """A module has a new parameter instead of ``name`` in ``place``, or one of ours (``None``)."""
+        if name is None:
+            self._replaced.pop(place, None)
+        else:
+            self._replaced[place] = name
+
+    def reason(self, buckets: Sequence[Bucket]) -> str | None:
+        """What changed on this rank since the buckets were made; ``None`` if nothing did."""
+        for bucket in buckets:
+            if bucket.misplaced is not None:
+                name = bucket.misplaced.name
+                return f"the gradient of {name!r} lies in the memory of another one: assign a copy of it (clone())"
+        if self._replaced:
+            return (
+                f"parameter {next(iter(self._replaced.values()))!r} was replaced in its module by a new one "
+                "(load_state_dict(assign=True), or an assignment), which the optimizer does not have: make the optimizer "
+                "after that"
+            )
+        return self._forms.difference() or self._unknown()
+
+    def _unknown(self) -> str | None:
+        if self.optimizer is None:
+            return None
+        groups = self.optimizer.param_groups
+        ids = [id(p) for group in groups for p in group["params"]]
+        if ids == self._in_groups:
+            return None
+        for number, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                if p.requires_grad and id(p) not in self.known:
+                    return (
+                        f"group {number} parameter {i} {tuple(p.shape)} came into the optimizer's param_groups after the "
+                        "optimizer was wrapped: use add_param_group on every rank"
+                    )
+        self._in_groups = ids
+        return None
+
+    def check_groups(self, backend: Backend) -> None:
+        """Raise BackendError, on this rank, if the optimizer has parameters that were not averaged."""
+        unknown = self._unknown()
+        if unknown is not None:
+            raise BackendError(f"rank {backend.rank}: {unknown}")
+
+    # -- over all ranks -------------------------------------------------------------------------------------------
+
+    def load(self, buckets: Sequence[Bucket]) -> None:
+        """Set the flag that is about to be sent if this rank has a reason."""
+        if self.reason(buckets) is not None:
+            self._flag.fill_(1)
+
+    def flagged(self, backend: Backend, buckets: Sequence[Bucket], host_waits: bool) -> bool:
+        """Whether a rank has refused in the exchange that has ended; the same on every rank.
+
+        On a GPU, where the host does not wait for the exchange anyway, raises BackendError instead: at once on the rank
+        that has the reason, one step later on the others.
+        """
+        if not buckets:
+            return False
+        if self._flag.is_cpu or host_waits:
+            return bool(self._flag.item())
+        mine, late = self.reason(buckets), self._late
+        self._late = _LateFlag(self._flag)
+        if mine is not None:
+            raise BackendError(f"rank {backend.rank}: {mine}")
+        if late is not None and late.raised():
+            raise BackendError("another rank cannot average its gradients: its own error says why")
+        return False
+
+    def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> None:
+        """Raise BackendError with the first reason of all ranks. Collective."""
+        mine = self.reason(buckets)
+        self._flag.zero_()
+        for bucket in buckets:
+            bucket.misplaced = None
+        reasons = backend.allgather_object(mine, name="refused parameters")
+        found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+        raise BackendError(found[0] if found else "a rank could not average its gradients, for a reason that is gone")
+
+
+class _LateFlag:
+    """A flag on a GPU that is looked at one step later, when the host need not wait for it."""
+
+    def __init__(self, flag: torch.Tensor) -> None:
+        self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
+        self._value.copy_(flag, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(flag.device))
+
+    def raised(self) -> bool:
+        """Whether it was set."""
+        self._copied.synchronize()
+        return bool(self._value.item())

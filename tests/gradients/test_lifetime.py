@@ -1,0 +1,250 @@
+"""How long reducers live, and which parameters they accept."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dualtrain import DistributedOptimizer, Trainer
+from dualtrain.backends.local import LocalBackend
+from dualtrain.buckets import Bucket
+from dualtrain.gradients import GradientReducer
+from dualtrain.launchers import World
+from tests.hvd.worlds import OURS_2, library
+from tests.models_for_tests import perceptron, sgd, small_buckets, vector_loss
+from tests.threads import run_threads
+
+
+@pytest.fixture
+def alone():
+    return LocalBackend(World(0, 1, 0, 1), torch.device("cpu"), 10.0)
+
+
+# -- freed with their owner ---------------------------------------------------------------------------------------
+
+
+def sgd_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def trainer(model, backend):
+    made = Trainer(model, sgd_of(model), lambda y, _: y.square().mean(), backend=backend)
+    made.step([(torch.ones(2, 4), torch.zeros(2))], 2)
+    return made
+
+
+def optimizer(model, backend):
+    made = sgd(model, backend)
+    vector_loss(model, 0).backward()
+    made.step()
+    return made
+
+
+def reducer(model, backend):
+    made = GradientReducer(model.named_parameters(), backend)
+    vector_loss(model, 0).backward()
+    return made
+
+
+MAKERS = pytest.mark.parametrize("make", [reducer, optimizer, trainer])
+
+
+@MAKERS
+def test_what_is_dropped_is_freed_and_its_model_cannot_train_on(alone, make):
+    refs = []
+    for _ in range(3):
+        model = perceptron()
+        refs += [weakref.ref(make(model, alone)), weakref.ref(model)]
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 5 + [model]
+    with pytest.raises(RuntimeError, match=r"gradient of '2\.bias' is not averaged any more.*or call its close\(\)"):
+        vector_loss(model, 0).backward()
+    # Unless another one does it now.
+    again = sgd(model, alone)
+    vector_loss(model, 0).backward()
+    again.close()
+
+
+def freed(backend):
+    with library(backend) as hvd:
+        refs = []
+        for _ in range(3):
+            model = perceptron()
+            made = hvd.DistributedOptimizer(sgd_of(model), named_parameters=model.named_parameters())
+            vector_loss(model, 0).backward()
+            made.step()
+            refs += [weakref.ref(made), weakref.ref(made.reducer), weakref.ref(model)]
+        del made, model
+        gc.collect()
+        return sum(ref() is not None for ref in refs)
+
+
+@OURS_2
+def test_a_dropped_optimizer_of_hvd_is_freed(real):
+    assert real(freed) == [0, 0]
+
+
+@MAKERS
+def test_after_close_gradients_are_this_ranks_own(alone, make):
+    model = perceptron()
+    made = make(model, alone)
+    made.close()
+    made.close()
+    watcher = {reducer: lambda: made, optimizer: lambda: made.reducer, trainer: lambda: made.optimizer.reducer}[make]()
+    watcher.renew()
+    with pytest.raises(RuntimeError, match="closed"):
+        watcher.reduce()
+    vector_loss(model, 0).backward()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+# -- hooks in several threads -------------------------------------------------------------------------------------
+
+
+class Slow(LocalBackend):
+    """Notes the order of the buckets."""
+
+    def start_sum(self, tensor, name, factor=1.0, unscaled=0):
+        self.sent.append(int(name.rpartition(".")[2]))
+        return super().start_sum(tensor, name, factor, unscaled)
+
+
+def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
+    backend = Slow(World(0, 1, 0, 1), torch.device("cpu"), 10.0)
+    backend.sent = []
+    fill, filling = Bucket.fill, threading.Event()
+
+    def slow_fill(bucket):
+        if bucket.name.endswith("0"):
+            filling.set()
+            time.sleep(1e-4)  # the other thread goes on
+        fill(bucket)
+
+    monkeypatch.setattr(Bucket, "fill", slow_fill)
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(8)]
+    with small_buckets((1, 1)):
+        reducer = GradientReducer([(str(i), p) for i, p in enumerate(params)], backend)
+        sum(p.sum() for p in params).backward()
+    assert reducer.lock is None
+    reducer.lock = threading.RLock()  # as with parameters on two devices
+    hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in reversed(params)]
+    rounds, begun, ended = 1000, threading.Barrier(2), threading.Barrier(2)
+    monkeypatch.setattr("dualtrain.gradients.at_end_of_pass", lambda call: None)
+    reducer._ending = lambda: True
+    wrong = []
+
+    def device(number):
+        for _ in range(rounds):
+            begun.wait(10)
+            assert number == 0 or filling.wait(10)
+            for k in range(number, len(params), 2):
+                hooks[k](params[-1 - k])
+            ended.wait(10)
+            if number == 0:
+                wrong.extend([list(backend.sent)] * (backend.sent != list(range(8))))
+                backend.sent.clear()
+                filling.clear()
+                for bucket in reducer._buckets:
+                    bucket.finish()
+                reducer._start_over(reduced=False)
+                reducer._ending, reducer._seen = (lambda: True), 1
+
+    backend.sent.clear()
+    filling.clear()
+    reducer._start_over(reduced=False)
+    reducer._ending, reducer._seen = (lambda: True), 1
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(device, number) for number in range(2)]:
+            done.result(60)
+    assert not wrong, f"{len(wrong)} of {rounds} rounds, such as {wrong[0]}"
+    reducer.close()
+
+
+def test_parameters_on_two_devices_take_a_lock(alone):
+    params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
+    reducer = GradientReducer([(str(i), p) for i, p in enumerate(params)], alone)
+    assert reducer.lock is not None
+    reducer.close()
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def lazy():
+    return nn.LazyLinear(2).weight
+
+
+def flat():
+    p = nn.Parameter(torch.zeros(2))
+    p._fsdp_flattened = True
+    return p
+
+
+def any_dtype():
+    p = nn.Parameter(torch.zeros(2))
+    p.grad_dtype = None
+    return p
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [(lazy, "is not initialized"), (flat, "FullyShardedDataParallel"), (any_dtype, "has grad_dtype=None")],
+)
+def test_parameters_that_cannot_be_averaged_are_refused(alone, make, text):
+    fine = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=rf"^parameter 'odd' .*{text}"):
+        GradientReducer([("fine", fine), ("odd", make())], alone)
+    assert not fine._post_accumulate_grad_hooks
+
+
+def test_a_distributed_tensor_is_refused(alone):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", [0, 1])
+        p = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()], run_check=False))
+        with pytest.raises(ValueError, match="parameter 'p' is a DTensor"):
+            DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], backend=alone)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_names_of_a_wrapped_model_warn_once(alone):
+    model = nn.Module()
+    model.module = perceptron()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sgd(model, alone).close()
+        sgd(model.module, alone).close()
+    assert len(caught) == 1
+    assert "reduced twice" in str(caught[0].message)
+
+
+def wide_gradients(backend):
+    p = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    p.grad_dtype = torch.float32
+    reducer = GradientReducer([("p", p)], backend, passes=2)
+    for _ in range(2):
+        p.grad = None
+        for part in (1, 2**-12 * (backend.rank + 1)):  # their sum needs more digits than bfloat16 has
+            (p * part).sum().backward()
+        assert p.grad.dtype is torch.float32
+        assert p.grad.tolist() == [1 + 2**-12 * (backend.size + 1) / 2] * 3
+        reducer.renew()
+    reducer.close()
+
+
+def test_gradients_keep_a_dtype_of_their_own():
+    run_threads(2, wide_gradients)

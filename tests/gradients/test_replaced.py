@@ -1,0 +1,290 @@
+"""Gradients and parameters that the user replaces: averaged all the same, or refused by name on every rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain import BackendError, Trainer
+from tests.hvd.worlds import OURS_2, library, worlds
+from tests.models_for_tests import mean_gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, vectors
+from tests.threads import run_threads
+
+STEPS = 3
+
+
+def halve_data(model):
+    for p in model.parameters():
+        p.grad.data = p.grad.data * 0.5
+
+
+def halve_anew(model):
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+
+
+def halve_in_place(model):
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+
+
+def set_elsewhere(model):
+    for p in model.parameters():
+        p.grad.set_((p.grad * 0.5).clone())
+
+
+def transpose_storage(model):
+    """Other strides in other memory."""
+    for p in model.parameters():
+        p.grad.data = (p.grad * 0.5).t().contiguous().t()
+
+
+def transpose_in_place(model):
+    """Other values and strides at the same address."""
+    for p in model.parameters():
+        if p.shape == (4, 4):
+            p.grad.data = p.grad.data.t()
+
+
+def cast_and_back(model):
+    model.double().float()
+
+
+REPLACE = [halve_data, halve_anew, halve_in_place, set_elsewhere, transpose_storage, transpose_in_place, cast_and_back]
+
+
+def net():
+    return seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)))
+
+
+def sgd_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def expected(size, replace):
+    model = net()
+    optimizer = sgd_of(model)
+    for step in range(STEPS):
+        keys = range(step * size, (step + 1) * size)
+        found = mean_gradients(model, [lambda m, key=key: vector_loss(m, key) for key in keys])
+        for p, grad in zip(model.parameters(), found, strict=True):
+            p.grad = grad
+        replace(model)
+        optimizer.step()
+    return list(model.parameters())
+
+
+def native(backend, model, replace):
+    optimizer = sgd(model, backend)
+    for step in range(STEPS):
+        vector_loss(model, step * backend.size + backend.rank).backward()
+        replace(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 1)
+    optimizer.close()
+
+
+def horovods(hvd, model, replace):
+    optimizer = hvd.DistributedOptimizer(sgd_of(model), named_parameters=model.named_parameters())
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=step == 1)
+        vector_loss(model, step * hvd.size() + hvd.rank()).backward()
+        optimizer.synchronize()
+        replace(model)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def trainers(backend, model, replace):
+    inner = sgd_of(model)
+    inner.register_step_pre_hook(lambda *_: replace(model))
+    trainer = Trainer(model, inner, lambda outputs, _: outputs.square().mean(), backend=backend)
+    for step in range(STEPS):
+        inputs = vectors(step * backend.size + backend.rank)
+        trainer.step([(inputs, torch.zeros(len(inputs)))], len(inputs) * backend.size)
+    trainer.close()
+
+
+def replaces(backend):
+    with small_buckets((64, 64)):
+        for replace in REPLACE:
+            wanted = expected(backend.size, replace)
+            for train in (native, trainers):
+                verify(backend, train, backend, replace, wanted)
+    with library(backend) as hvd:
+        # Horovod itself takes contiguous gradients only.
+        for replace in [r for r in REPLACE if not r.__name__.startswith("transpose") or backend.name != "horovod"]:
+            verify(backend, horovods, hvd, replace, expected(backend.size, replace))
+
+
+def verify(backend, train, place, replace, wanted):
+    model = net()
+    train(place, model, replace)
+    what = f"{train.__name__}, {replace.__name__}"
+    assert same_on_all(backend, list(model.parameters())), what
+    for p, oracle in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p, oracle, msg=lambda text: f"{what}: {text}")
+
+
+@worlds(("torch", 2), ("horovod", 2), ("shm", 2))
+def test_replaced_gradients_are_averaged_in_the_next_step(real):
+    real(replaces)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def cast(model, optimizer):
+    model[2].double()
+    return r"parameter '2\.weight' was float32 \(3, 6\) on cpu when its gradient was laid out, and is float64", model.float
+
+
+def load_assigned(model, optimizer):
+    before = dict(model.named_parameters())
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+    def back():
+        for name, p in before.items():
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p)
+
+    return r"parameter '0\.weight' was replaced in its module", back
+
+
+def append(model, optimizer):
+    params = optimizer.param_groups[0]["params"]
+    params.append(nn.Parameter(torch.ones(2)))
+    return r"group 0 parameter 4 \(2,\) came into the optimizer's param_groups", params.pop
+
+
+def misplace(model, optimizer):
+    a, b = model[0].bias, model[0].weight
+    a.grad = b.grad.flatten()[: a.numel()]
+    return r"the gradient of '0\.bias' lies in the memory of another one", model.zero_grad
+
+
+def reshape(model, optimizer):
+    p = model[2].bias
+    values = p.data
+    p.data = values[None].expand(2, 3).clone()
+
+    def back():
+        p.data = values
+
+    return r"parameter '2\.bias' was float32 \(3,\)", back
+
+
+def refused(backend, change):
+    """On one rank only: it is an error on all of them, none is left waiting, and they can go on."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    if change is not misplace:
+        optimizer.zero_grad()
+    text, undo = change(model, optimizer)
+    if backend.rank == 0:
+        undo()
+    with pytest.raises(BackendError, match=rf"^rank 1: {text}"):
+        vector_loss(model, backend.rank).backward() if backend.rank == 0 or change is misplace else optimizer.synchronize()
+    if backend.rank == 1:
+        undo()
+    optimizer.zero_grad()
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("change", [cast, load_assigned, append, misplace, reshape])
+def test_a_parameter_that_changed_is_refused_by_name_on_every_rank(change):
+    run_threads(2, refused, change)
+
+
+def refused_after_backward(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    append(model, optimizer)
+    with pytest.raises(BackendError, match="group 0 parameter 4"):
+        optimizer.step()
+
+
+def frozen_and_cast(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].requires_grad_(False).half()
+    for _ in range(2):
+        model[2](torch.full((1, 6), 1.0 + backend.rank)).sum().backward()
+        assert model[0].bias.grad is None
+        assert model[2].weight.grad.tolist() == [[(backend.size + 1) / 2] * 6] * 3
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_frozen_parameter_may_be_cast():
+    run_threads(2, frozen_and_cast)
+
+
+def added_after_backward(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    for _ in range(2):
+        vector_loss(model, backend.rank).backward()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_on_all(backend, list(model.parameters()))
+
+
+def test_groups_may_be_added_between_backward_and_step():
+    run_threads(2, added_after_backward)
+
+
+def test_parameters_appended_between_backward_and_step_are_refused():
+    run_threads(2, refused_after_backward)
+
+
+def refused_by_hvd(backend):
+    with library(backend) as hvd:
+        model = perceptron()
+        optimizer = hvd.DistributedOptimizer(sgd_of(model), named_parameters=model.named_parameters())
+        vector_loss(model, hvd.rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if hvd.rank() == 1:
+            cast(model, optimizer)
+        else:
+            vector_loss(model, 0).backward()
+        with pytest.raises(RuntimeError, match=r"rank 1: parameter '2\.weight' was float32"):
+            optimizer.step()
+
+
+@OURS_2
+def test_hvd_refuses_a_parameter_that_changed_on_every_rank(real):
+    real(refused_by_hvd)
+
+
+def tied_later(backend):
+    """A parameter in the place of another one of the same optimizer: the user ties them. And one that returns."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = sgd(seeded(model), backend)
+    own = model[1].weight
+    model[1].weight = model[0].weight
+    model(torch.ones(1, 3)).sum().backward()
+    model[1].bias = nn.Parameter(torch.ones(3), requires_grad=False)
+    model(torch.ones(1, 3)).sum().backward()
+    model[1].weight = nn.Parameter(torch.ones(3, 3))
+    model[1].weight = own
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+
+
+def test_parameters_may_be_tied_frozen_anew_or_put_back():
+    run_threads(2, tied_later)
