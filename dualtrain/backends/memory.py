@@ -12,6 +12,7 @@ ranks that compute on all cores gain nothing from a thread beside them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import weakref
@@ -19,9 +20,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from operator import attrgetter, or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 _STAGE_BYTES = 1 << 20  # of the buffer through which tensors of other memory go, piece by piece
 _SLICE_SECONDS = 5e-4  # of a wait in which other operations go on
 _ROW_BYTES = 1 << 10  # the longest row that is exchanged here
+_TAG_BYTES = 64  # of what a rank is about to reduce
+_TAGS = 128  # of operations that this rank has started and others have not
 _READY, _DONE, _ROW = range(3)
 _KINDS = 3
 _COMPARING = "comparing calls with the other ranks"
@@ -79,6 +82,10 @@ class SharedMemory:
         places = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _ROW_BYTES).slots]
         self._rows = [[memoryview(place) for place in two] for two in places]  # each with its length in front
         self._turn = 0  # which of the two is next
+        #: Of each rank, what its last operations are, one place after another: those of equal number must be equal.
+        self._tags = [memoryview(slot.numpy()) for slot in self._new_region(_TAGS * _TAG_BYTES).slots]
+        self._others_tags = [self._tags[other] for other in self._semaphores.others]
+        self._ready_told, self._ready_heard = 0, 0
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
         self._pending: deque[_Reduction] = deque()
         self._lock = threading.RLock()
@@ -117,7 +124,7 @@ class SharedMemory:
             if self._failure is not None:
                 self._raise_failure(work.what)
             # Words are told in the order of the operations: not yet behind one that has more of its own to tell.
-            if region is not None and all(map(_has_told, self._pending)):
+            if region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_told, self._pending)):
                 self.tell_ready(work)
             self._pending.append(work)
             self.advance()
@@ -189,6 +196,8 @@ class SharedMemory:
             self._pending.clear()
             self._regions.clear()
             self._rows.clear()
+            self._tags.clear()
+            self._others_tags.clear()
             self.stage.slots.clear()
 
     @property
@@ -201,11 +210,19 @@ class SharedMemory:
     def tell_ready(self, work: _Reduction) -> None:
         """Tells the others that this rank's part of ``work`` is in its buffer."""
         work.told = work.region is not None
+        at = self._ready_told % _TAGS * _TAG_BYTES
+        self._tags[self.rank][at : at + _TAG_BYTES] = work.tag
+        self._ready_told += 1
         self._semaphores.tell(_READY)
 
     def carry_out(self, plan: Plan, work: _Reduction) -> Iterator[Need]:
         """This rank's share of a reduction, from "ready" to "done"."""
         yield from self._words[_READY]
+        at = self._ready_heard % _TAGS * _TAG_BYTES
+        self._ready_heard += 1
+        for tags in self._others_tags:
+            if tags[at : at + _TAG_BYTES] != work.tag:
+                self._refuse_others(at)
         if self._across is None:
             plan.reduce(work.op, work.factor)
         else:
@@ -214,6 +231,16 @@ class SharedMemory:
             plan.hand_out(work.factor)
         self._semaphores.tell(_DONE)
         yield from self._words[_DONE]
+
+    def _refuse_others(self, at: int) -> NoReturn:
+        """Raises BackendError, as on every rank of this host: what they are about to add up does not belong together."""
+        ranks = [rank for rank, host in enumerate(self._backend.hosts) if host == self._host]
+        names = [bytes(tags[at + 8 : at + _TAG_BYTES]).rstrip(b"\0").decode(errors="replace") for tags in self._tags]
+        listed = "; ".join(f"rank {rank}: {name}" for rank, name in zip(ranks, names, strict=True))
+        raise BackendError(
+            f"the ranks are in different operations ({listed}): operations on a backend are matched by order; make the "
+            "same calls in the same order on every rank"
+        )
 
     def _heard(self, kind: int, other: int, block: bool) -> bool:
         if self._semaphores.taken(kind, other, patient=block):
@@ -288,6 +315,7 @@ class _Reduction(Work[None]):
         self.op, self.name = op, name
         self.factor = factor
         self._scaled = tensor.numel() - tail
+        self.tag = _tag(op, name, tensor.dtype, tensor.numel(), region is None)
         self.ended = False
         self._steps: Iterator[Need] = self._run()
         self._need: Need | None = None
@@ -333,6 +361,14 @@ class _Reduction(Work[None]):
             # Such a tensor cannot be written otherwise; to enter that mode takes longer than a short copy.
             with torch.inference_mode() if piece.is_inference() else nullcontext():
                 piece.copy_(plan.own)
+
+
+@lru_cache(maxsize=4096)
+def _tag(op: ReduceOp, name: str, dtype: torch.dtype, numel: int, staged: bool) -> bytes:
+    """What must be the same on every rank: a hash, and the beginning of what people read."""
+    text = f"{op.value} of {name!r} ({str(dtype).removeprefix('torch.')}, {numel})"
+    digest = hashlib.blake2b(f"{text} {staged}".encode(), digest_size=8).digest()
+    return (digest + text.encode())[:_TAG_BYTES].ljust(_TAG_BYTES, b"\0")
 
 
 _has_told = attrgetter("told")

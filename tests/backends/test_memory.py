@@ -246,6 +246,41 @@ def test_ranks_in_different_comparisons_hear_of_it_and_go_on(shared):
     shared(other_calls)
 
 
+def sums_another(backend, name, count):
+    """One rank's sum is another one than the others'."""
+    shares(backend, (0,) * backend.size)
+    mine = backend.rank == backend.size - 1
+    tensor = torch.ones(count if mine else 3)
+    with pytest.raises(BackendError) as caught:
+        backend.start_sum(tensor, name if mine else "t").wait()
+    with pytest.raises(BackendError, match="after an earlier failure"):
+        backend.start_sum(tensor, "t")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "count"), [("u", 3), ("t", 4)])
+def test_other_sums_of_a_rank_are_an_error_on_every_rank(name, count):
+    for said in run_threads(3, sums_another, name, count):
+        assert (
+            f"(rank 0: sum of 't' (float32, 3); rank 1: sum of 't' (float32, 3); rank 2: sum of '{name}' (float32" in said
+        )
+
+
+def many_under_way(backend):
+    shares(backend, (0,) * backend.size)
+    buffers = [backend.new_buffer(2, torch.float32, CPU) for _ in range(150)]
+    for buffer in buffers:
+        buffer.fill_(1.0)
+    works = [backend.start_sum(buffer, f"b{n}") for n, buffer in enumerate(buffers)]
+    for work in works[:: 1 if backend.rank == 0 else -1]:
+        work.wait()
+    assert all(buffer.tolist() == [backend.size] * 2 for buffer in buffers)
+
+
+def test_more_operations_under_way_than_there_are_places():
+    run_threads(2, many_under_way)
+
+
 def group_between(backend):
     """One rank ends the sum before its group's call, the others after it."""
     group = backend.group(range(backend.size))
