@@ -296,6 +296,16 @@ def test_an_image_that_would_fill_the_memory_is_refused(tmp_path):
         decode(tmp_path / "bomb.png")
 
 
+def test_names_with_newlines_do_not_break_the_line(tmp_path):
+    torch.save({"a\nb": torch.ones(1)}, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=r"unexpected \('a\\nb'\)"):
+        load_weights(nn.Linear(2, 2), str(tmp_path / "w.pt"))
+    for name, load in (("cifar10", read_cifar10), ("MNIST", partial(read_mnist, "mnist"))):
+        with pytest.raises(UserError, match=name.lower()) as refusal:
+            load(str(tmp_path / "a\nb"))
+        assert "\n" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     ("state", "part"),
     [

@@ -49,11 +49,13 @@ def _read(where: Path, names: tuple[str, ...]) -> Part:
         content = numpy.concatenate([_bytes(where / name) for name in names])
     except (OSError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or "too large"
-        raise UserError(f"{where} does not hold cifar10 ({reason}): unpack {URL} into {where.parent}") from error
+        raise UserError(
+            f"{str(where)!r} does not hold cifar10 ({reason}): unpack {URL} into {str(where.parent)!r}"
+        ) from error
     rows = torch.from_numpy(content[: len(content) // size * size].reshape(-1, size))
     labels = rows[:, 0].to(torch.int64)
     if len(content) % size or not len(content) or labels.max() >= CLASSES:
-        raise UserError(f"{where} is damaged: delete it and unpack {URL} into {where.parent} again")
+        raise UserError(f"{str(where)!r} is damaged: delete it and unpack {URL} into {str(where.parent)!r} again")
     return rows[:, 1:].reshape(-1, *SHAPE).contiguous(), labels
 
 

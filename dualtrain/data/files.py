@@ -46,7 +46,7 @@ def _tree(folder: str, part: str) -> Tree:
     except OSError as error:  # no such folder, no classes in it, or a class without images
         reason = str(error.strerror or error).partition("\n")[0]
         raise UserError(
-            f"--data-dir {folder!r} is no tree of images ({path}: {reason}): put them into {part}/CLASS/*.jpg"
+            f"--data-dir {folder!r} is no tree of images ({str(path)!r}: {reason}): put them into {part}/CLASS/*.jpg"
         ) from error
 
 

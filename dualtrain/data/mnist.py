@@ -43,7 +43,7 @@ def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[P
     except (OSError, ValueError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or "too large"
         raise UserError(
-            f"--data-dir {folder!r} does not hold {name} ({reason}): put its four idx files into {raw}"
+            f"--data-dir {folder!r} does not hold {name} ({reason}): put its four idx files into {str(raw)!r}"
         ) from error
 
 

@@ -107,7 +107,7 @@ def _size(tensor: torch.Tensor) -> str:
 
 
 def _few(names: Iterable[str]) -> str:
-    names = list(names)
+    names = [name if name.isprintable() else repr(name) for name in names]
     return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 
 

@@ -88,7 +88,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})") from error
     except Exception as error:  # safetensors raises what its bytes lead to
-        raise UserError(f"checkpoint {str(path)!r} is damaged ({error})") from error
+        raise UserError(f"checkpoint {str(path)!r} is damaged ({' '.join(str(error).split())[:300]})") from error
     structure = header.get("structure")
     if structure is None:
         raise UserError(f"{str(path)!r} is no checkpoint: they are in a run's folder, checkpoints/step-….safetensors")
@@ -184,20 +184,21 @@ def set_aside(folder: Path, step: int) -> None:
     """Renames the checkpoints behind ``step``, the best among them: nothing goes on from them, and nothing is lost."""
     for path in found(folder):
         if _step(path) > step:
-            path.rename(aside(path))
+            put_aside(path, path)
     best = folder / BEST
     of = step_in(best)
     if of is not None and of > step:
-        kept = aside(path_of(folder, of))
-        if kept.exists():
-            best.unlink()
-        else:
-            best.rename(kept)
+        put_aside(best, path_of(folder, of))
 
 
-def aside(path: Path) -> Path:
-    """The name that a file is kept under, which nothing reads."""
-    return path.with_name(f"{path.name}.aside")
+def put_aside(path: Path, name: Path) -> None:
+    """Renames ``path`` to ``name`` with .aside, which nothing reads; a number keeps it from what was put there before."""
+    target, number = name.with_name(f"{name.name}.aside"), 1
+    while target.exists() and not target.samefile(path):
+        number += 1
+        target = name.with_name(f"{name.name}.aside-{number}")
+    path.replace(target)
+    path.unlink(missing_ok=True)  # two names of one file: the rename of one to the other does nothing
 
 
 def step_in(path: Path) -> int | None:

@@ -25,7 +25,7 @@ def set_aside(folder: Path, step: int) -> None:
     weights = folder / BEST_WEIGHTS
     of = step_of(weights)
     if of is not None and of > step:
-        weights.replace(checkpoint.aside(weights))
+        checkpoint.put_aside(weights, weights)
 
 
 def restore_best(run: Run, saved: dict[str, Any]) -> bool:

@@ -105,6 +105,16 @@ def interrupted_resume(folder: Path, path: Path) -> None:
         train(folder, 3, "--resume", str(path))
 
 
+def test_what_is_put_aside_replaces_nothing_that_was(tmp_path):
+    for content in (b"first", b"second"):
+        (tmp_path / "step").write_bytes(content)
+        os.link(tmp_path / "step", tmp_path / "best")
+        for name in ("step", "best"):  # two names of one file: it is kept once
+            checkpoint.put_aside(tmp_path / name, tmp_path / "step")
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert kept == {"step.aside": b"first", "step.aside-2": b"second"}
+
+
 class FullDisk:
     """No room for files with ``part`` in their name, while it is entered."""
 
