@@ -222,14 +222,15 @@ SH
 
 # Horovod's last release, compiled once per (Python, torch, MPI, GPU) and kept as a wheel in the user's cache.
 build_horovod() {
-  local wheels=$1 work
+  local wheels=$1 work cores
   work=$(mktemp -d "$venv/build.XXXXXX")
   write_compiler "$work/c++"
   local -a gpu_options=()
   if [ "$(gpu)" = nccl ]; then gpu_options=(HOROVOD_GPU_OPERATIONS=NCCL); fi
-  # Without MAKEFLAGS, Horovod's setup.py starts eight compilers at a time.
+  # Horovod's setup.py would start eight compilers at a time: too many for fewer cores, and for their memory.
+  cores=$(nproc)
   env PATH="$venv/bin:$PATH" CXX="$work/c++" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
-    MAKEFLAGS="-j$(nproc)" \
+    MAKEFLAGS="-j$((cores < 8 ? cores : 8))" \
     HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
     HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 "${gpu_options[@]}" \
     "$venv/bin/python" -m pip wheel --no-build-isolation --no-deps --no-cache-dir --no-binary horovod \

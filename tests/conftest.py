@@ -59,7 +59,7 @@ class Spmd:
 def require_horovod() -> None:
     """Skips where Horovod is missing; in CI, where it must not be, fails."""
     if importlib.util.find_spec("horovod") is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("Horovod is not installed")
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Horovod: bash launch/setup.sh")
 
 
 #: The processes, once a test has asked for them.

@@ -54,8 +54,10 @@ def measured(connect=CONNECTED, **env):
     return int(faults), int(growth)
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="another C library")
-@pytest.mark.skipif(HUGE.exists() and "[always]" in HUGE.read_text(), reason="huge pages: there are few faults anyway")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc")
+@pytest.mark.skipif(
+    HUGE.exists() and "[always]" in HUGE.read_text(), reason="needs small pages: with huge ones there are few faults"
+)
 def test_memory_that_was_freed_is_had_again_without_faults_and_without_growth():
     plain_faults, _ = measured("pass")
     tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # no choice of the heap's

@@ -118,7 +118,7 @@ def known(value: Any, kind: str, models: Any, core: Any) -> None:
         known(each, model.openapi_types[names[field]], models, core)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("kubeflow") is None, reason="needs kubeflow-training (pip install)")
+@pytest.mark.skipif(importlib.util.find_spec("kubeflow") is None, reason="needs kubeflow-training: bash tests/extras.sh")
 def test_the_published_models_have_all_fields():
     from kubeflow.training import models
     from kubernetes import client

@@ -1,29 +1,222 @@
-"""launch/setup.sh: what it refuses before it changes anything."""
+"""launch/setup.sh: what it installs for whom, and that the next call repairs what was interrupted.
+
+A stand-in for the interpreter makes the environment, so that a set-up takes a second and needs no network. It writes down
+pip's arguments, and a file of the test's says what pip does.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from tests.pool import ROOT
 
+SECONDS = 60.0
 
-def setup(**env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(ROOT / "launch" / "setup.sh")], env={**os.environ, **env}, capture_output=True, text=True, timeout=120
+# As python3: `-m venv` makes bin/python of the same file; `-m pip` does what the file "pip" says; all else is Python's.
+PYTHON = """#!/bin/bash
+here={folder}
+case "$1 $2" in
+  "-m venv")
+    mkdir -p "$3/bin"; cp "$0" "$3/bin/python"
+    printf '%s\\n' '#!/bin/sh' 'for each in PyTorch MPI Gloo; do echo "[X] $each"; done' >"$3/bin/horovodrun"
+    chmod +x "$3/bin/horovodrun" ;;
+  "-m pip")
+    shift 2
+    echo "$*" >>"$here/calls"
+    if [ -e "$here/pip" ]; then . "$here/pip"; fi
+    if [ "$1" = wheel ]; then
+      while [ "$1" != --wheel-dir ]; do shift; done
+      echo >"$2/horovod-0-cp-linux.whl"
+    fi ;;
+  "-c "*torch.__version__*) echo tag ;;
+  *) exec {real} "$@" ;;
+esac
+"""
+
+
+class Setup:
+    """Set-ups into one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.venv = folder / "venv"
+        self._folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+        python = folder / "python"
+        python.write_text(PYTHON.format(folder=folder, real=sys.executable))
+        python.chmod(0o755)
+        names = {name: value for name, value in os.environ.items() if not name.startswith("DUALTRAIN_")}
+        given = {"DUALTRAIN_VENV": self.venv, "DUALTRAIN_CACHE": folder / "cache", "PYTHON": python, "CXX": "true"}
+        self.env = {**names, **{name: str(value) for name, value in given.items()}, "DUALTRAIN_GPU": "cpu"}
+
+    def pip(self, script: str) -> None:
+        """Sets what pip does: shell commands that know its arguments as $*, and the test's folder as $here."""
+        (self._folder / "pip").write_text(script)
+
+    def calls(self) -> list[str]:
+        """The arguments of pip's calls since the last time."""
+        file = self._folder / "calls"
+        found = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return found
+
+    def start(self, *prefix: str, **env: str) -> subprocess.Popen[str]:
+        command = [*prefix, "bash", str(ROOT / "launch" / "setup.sh")]
+        process = subprocess.Popen(
+            command, env=self.env | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, *prefix: str, **env: str) -> tuple[int, str, str]:
+        """Exit status, standard output and standard error."""
+        process = self.start(*prefix, **env)
+        output, errors = process.communicate(timeout=SECONDS)
+        return process.returncode, output, errors
+
+    def end(self) -> None:
+        """Kills what a failed test has left."""
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=SECONDS)
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    setup = Setup(tmp_path)
+    yield setup
+    setup.end()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_each_purpose_gets_what_it_needs_and_dev_serves_the_demo(setup):
+    status, output, errors = setup.run(DUALTRAIN_WITH="tree")
+    assert status == 0, errors
+    assert "beside the next steps" in output
+    assert output.splitlines()[-1] == f"setup: ready: source {setup.venv}/bin/activate"
+    calls = setup.calls()
+    assert sum(call.startswith("wheel ") for call in calls) == 1
+    assert not [call for call in calls if "[dev]" in call]
+    assert [call for call in calls if call.endswith(f"--editable {ROOT}")]
+    assert not list(setup.venv.glob("build.*"))
+    # The tests' tools come on top; the wheel is there.
+    (setup.venv / "installed").touch()
+    status, output, _ = setup.run()
+    assert (status, "was built before" in output) == (0, True)
+    assert [call for call in setup.calls() if call.endswith(f"--editable {ROOT}[dev]")]
+    assert (setup.venv / "installed").exists()
+    for purpose in ("dev", "tree"):
+        status, output, _ = setup.run(DUALTRAIN_WITH=purpose)
+        assert (status, output.endswith("to set up again)\n"), setup.calls()) == (0, True, [])
+
+
+def test_what_a_killed_set_up_left_is_removed_and_its_commands_are_waited_for(setup, tmp_path):
+    # Killed while pip installs torch: pip itself goes on for a moment.
+    setup.pip('case "$*" in *torch*) touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done ;; esac')
+    first = setup.start()
+    until((tmp_path / "began").exists)
+    first.kill()
+    first.wait(SECONDS)
+    (setup.venv / "half").touch()
+    second = setup.start()
+    assert second.stdout
+    line = second.stdout.readline()
+    assert f"another set-up of {setup.venv} is running (process {first.pid}); waiting for it to end" in line
+    (tmp_path / "pip").unlink()
+    (tmp_path / "go").touch()
+    output, errors = second.communicate(timeout=SECONDS)
+    assert second.returncode == 0, errors
+    assert "an earlier set-up did not end: removing what it left" in output
+    assert not (setup.venv / "half").exists()
+
+
+def test_a_second_call_waits_and_finds_the_first_ones_environment(setup, tmp_path):
+    setup.pip('touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done')
+    first = setup.start()
+    until((tmp_path / "began").exists)
+    second = setup.start()
+    assert second.stdout
+    assert f"(process {first.pid}); waiting" in second.stdout.readline()
+    (tmp_path / "go").touch()
+    assert (first.wait(SECONDS), second.wait(SECONDS)) == (0, 0)
+    assert second.stdout.read() == f"setup: {setup.venv} is ready (delete {setup.venv}/setup.done to set up again)\n"
+    first.communicate()
+    second.communicate()
+    assert sum(call.startswith("wheel ") for call in setup.calls()) == 1
+
+
+def test_a_failed_build_is_reported_with_its_last_lines_and_the_next_call_builds_again(setup):
+    setup.pip('if [ "$1" = wheel ]; then echo "x.cc:1: error: no"; exit 1; fi')
+    status, _, errors = setup.run()
+    assert status == 1
+    assert 'setup: error: "Horovod\'s build" failed. Last lines of' in errors
+    assert "    x.cc:1: error: no" in errors
+    assert "setup: cure: look for the first 'error:'" in errors
+    setup.pip("")
+    assert setup.run()[0] == 0
+
+
+def test_nothing_of_the_build_outlives_a_step_that_failed(setup, tmp_path):
+    build = 'echo $$ >"$here/pid"; exec sleep 600'
+    setup.pip(
+        f'case "$*" in wheel*) {build} ;; *torchvision*) until [ -s "$here/pid" ]; do sleep 0.02; done; exit 1 ;; esac'
     )
+    status, _, errors = setup.run()
+    assert (status, '"torchvision' in errors) == (1, True)
+    state = Path("/proc") / (tmp_path / "pid").read_text().strip() / "stat"
+    until(lambda: not state.exists() or ") Z " in state.read_text())
+
+
+# The command that fails says so, or it is a later one whose output there is no room for.
+@pytest.mark.parametrize(("rest", "step"), [("|| exit 1", "torch "), ("", "Horovod's build")])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
+def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup):
+    setup.venv.mkdir()
+
+    def on_a_disk_of(size: str) -> list[str]:
+        script = f'mount -t tmpfs -o size={size} none {setup.venv} && exec "$@"'
+        return ["unshare", "--mount", "sh", "-c", script, "sh"]
+
+    if subprocess.run([*on_a_disk_of("1m"), "true"], capture_output=True, timeout=SECONDS).returncode != 0:
+        pytest.skip("needs a mount namespace, and this root may make none")
+    setup.pip(f'case "$*" in *torch*) head -c 200000 /dev/zero >{setup.venv}/half {rest} ;; esac')
+    # The second call has room. In the same mount namespace: the disk is gone with it.
+    script = f'"$@"; mount -o remount,size=9m {setup.venv}; exec "$@"'
+    status, output, errors = setup.run(*on_a_disk_of("64k"), "sh", "-c", script, "sh")
+    assert status == 0, errors
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith(f'setup: error: "{step}')
+    assert f"failed: no space left on device (free: 0 MB on {setup.venv}" in errors
+    assert "make room" in errors
+    assert "an earlier set-up did not end: removing what it left" in output
+    assert output.splitlines()[-1].startswith("setup: ready")
 
 
 @pytest.mark.parametrize(
     ("env", "part"),
     [
-        ({"PYTHON": "no-such-python"}, "no-such-python"),
-        ({"DUALTRAIN_VENV": "/dev/null/venv"}, "DUALTRAIN_VENV"),
+        ({"PYTHON": "no-such-python"}, "no interpreter 'no-such-python' found"),
+        ({"DUALTRAIN_VENV": "/dev/null/venv"}, "cannot write /dev/null/venv (Not a directory)"),
+        ({"DUALTRAIN_VENV": str(ROOT / "tests")}, "holds files that launch/setup.sh has not made"),
+        ({"DUALTRAIN_WITH": "all"}, "set it to dev, tree, run or none"),
     ],
 )
-def test_setup_refuses_in_one_line(env, part):
-    end = setup(**env)
-    assert end.returncode == 2
-    assert part in end.stderr.strip().splitlines()[-1]
+def test_setup_refuses_in_one_line(setup, env, part):
+    status, _, errors = setup.run(**env)
+    assert (status, len(errors.splitlines())) == (2, 1), errors
+    assert part in errors

@@ -418,7 +418,7 @@ def test_autocast_to_bfloat16(typical):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("overflow", [False, True], ids=["plain", "overflow"])
 def test_float16_on_a_gpu(overflow):
     from dualtrain import connect

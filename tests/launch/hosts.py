@@ -8,6 +8,7 @@ with their first processes: the kernel kills what runs in them and removes the n
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
+#: A core of each host's own: as many threads as there are cores share a sum.
+CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # The first process of a host. Its mounts are its own: the machine's /etc, /run and /dev/shm stay as they are.
 BOOT = """
@@ -33,9 +36,10 @@ if [ -d "$2/ssh" ]; then
   mkdir /run/sshd
   "$(command -v sshd)" -D -e &
 fi
-sleep infinity &
+mkfifo /run/forever
+exec 3<>/run/forever
 echo up
-wait $!
+read -r _ <&3
 """
 
 SSHD = """
@@ -60,30 +64,43 @@ StrictHostKeyChecking yes
 def require_hosts(*, ssh: bool = False) -> None:
     """Skips where this machine cannot make hosts."""
     if os.geteuid() != 0:
-        pytest.skip("namespaces need root")
-    tools = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+        pytest.skip("needs root, to make hosts of namespaces")
+    tools = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "taskset": "util-linux"}
     if ssh:
         tools |= {"ssh": "openssh-client", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}
     for tool, package in tools.items():
         if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed ({package})")
+            pytest.skip(f"needs {tool}, of Debian's package {package}: bash tests/extras.sh")
     probe = ["unshare", "--net", "--uts", "--pid", "--fork", "ip", "link", "add", "one", "type", "veth"]
     end = subprocess.run(probe, capture_output=True, text=True, timeout=20)
     if end.returncode != 0:
-        pytest.skip(f"this kernel or container allows no namespaces with a veth pair: {end.stderr.strip()}")
+        pytest.skip(f"needs namespaces with a veth pair, and this machine makes none: {end.stderr.strip()}")
 
 
 class Host:
     """One of the hosts; ``name`` is what its processes are told by gethostname."""
 
-    def __init__(self, name: str, address: str, folder: Path) -> None:
+    def __init__(self, name: str, address: str, core: str, folder: Path) -> None:
         self.name = name
         self.address = address
+        self._on_core = ["taskset", "--cpu-list", core]
         self._log = folder / f"{name}.log"
         flags = ["--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
         with self._log.open("w") as log:
             self._first = subprocess.Popen(
-                ["unshare", *flags, "--propagation", "private", "bash", "-c", BOOT, "boot", name, str(folder)],
+                [
+                    *self._on_core,
+                    "unshare",
+                    *flags,
+                    "--propagation",
+                    "private",
+                    "bash",
+                    "-c",
+                    BOOT,
+                    "boot",
+                    name,
+                    str(folder),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -96,13 +113,12 @@ class Host:
         assert self._first.stdout is not None
         if self._first.stdout.readline() != "up\n":  # its end, if it does not come up
             raise RuntimeError(f"{self.name} does not come up: {self._log.read_text()}")
-        self._own = set(self._all())
 
     def inside(self, *command: str) -> list[str]:
         """The command line that runs ``command`` on this host, in the same folder."""
         spaces = ["--net", "--uts", "--ipc", "--mount", f"--pid=/proc/{self.pid}/ns/pid_for_children"]
         # To enter another's mounts is to go to their root.
-        return ["nsenter", "--target", str(self.pid), *spaces, "--", "env", f"--chdir={ROOT}", *command]
+        return [*self._on_core, "nsenter", "--target", str(self.pid), *spaces, "--", "env", f"--chdir={ROOT}", *command]
 
     def run(self, *command: str) -> None:
         """Runs a short command on this host, and raises if it fails."""
@@ -115,15 +131,15 @@ class Host:
         )
 
     def processes(self) -> dict[int, str]:
-        """The command lines of what runs on this host, by process id, without what makes it a host."""
-        return {pid: line for pid, line in self._all().items() if pid not in self._own and not line.startswith("sshd: ")}
-
-    def _all(self) -> dict[int, str]:
+        """The command lines of what runs on this host, by process id, without its first process and sshd's."""
         found = {}
         space = os.readlink(f"/proc/{self.pid}/ns/pid_for_children")
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == space:
+                if not entry.name.isdigit() or os.readlink(entry / "ns" / "pid") != space:
+                    continue
+                first = re.search(r"^NSpid:.*\t1$", (entry / "status").read_text(), re.MULTILINE)
+                if not first and (entry / "comm").read_text() != "sshd\n":
                     found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
             except OSError:
                 pass  # ended meanwhile
@@ -169,8 +185,8 @@ def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Ite
         _make_keys(folder / "ssh")
     with ExitStack() as stack:
         hosts = []
-        for name, address in addresses.items():
-            hosts.append(Host(name, address, folder))
+        for core, (name, address) in zip(CORES, addresses.items(), strict=False):
+            hosts.append(Host(name, address, core, folder))
             stack.callback(hosts[-1].power_off)
         for host in hosts:
             host.booted()

@@ -46,11 +46,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     for program in ("slurmctld", "munged"):
         if shutil.which(program, path=path) is None:
-            pytest.skip(f"{program} is not installed: apt install slurm-wlm munge")
+            pytest.skip(f"needs {program}, of Debian's packages slurm-wlm and munge: bash tests/extras.sh")
     if os.geteuid() != 0:
-        pytest.skip("Slurm's daemons need root")
+        pytest.skip("needs root, for Slurm's daemons")
     log = tmp_path_factory.mktemp("slurm") / "log"
-    command = ["bash", str(ROOT / "tests" / "slurm.sh"), "sh", "-c", 'echo "$SLURM_CONF"; read -r _']
+    command = ["bash", str(ROOT / "tests" / "launch" / "slurm.sh"), "sh", "-c", 'echo "$SLURM_CONF"; read -r _']
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -61,7 +61,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.stdout
         conf = process.stdout.readline().strip()  # the script's own waits are bounded
         if not conf and process.wait(SECONDS) == 2:
-            pytest.skip(log.read_text().strip())
+            pytest.skip(f"needs a Slurm of its own: {log.read_text().strip()}")
         assert conf, log.read_text()
         yield conf
         process.stdin.close()
@@ -191,7 +191,7 @@ def test_a_part_of_slurms_variables_is_refused_in_one_line():
 
 @pytest.mark.parametrize(("command", "part"), [([], "no command"), (["true"], "apt install slurm-wlm munge")])
 def test_slurm_for_tests_says_what_it_lacks(command, part):
-    end = run("/bin/bash", str(ROOT / "tests" / "slurm.sh"), *command, PATH="/nowhere")
+    end = run("/bin/bash", str(ROOT / "tests" / "launch" / "slurm.sh"), *command, PATH="/nowhere")
     assert end.returncode == 2
     assert part in end.stderr
     assert len(end.stderr.splitlines()) == 1

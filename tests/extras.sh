@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Installs what tests need beyond what launch/setup.sh brings, so that none of them is skipped for the lack of it.
+# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. Safe to run again: what is there is left as it is.
+# It starts no daemon: the tests start their own, but Docker's (systemctl start docker).
+#
+#   bash tests/extras.sh [PART…]     all parts without an argument
+#
+# hosts   tests/launch/test_hosts.py: iproute2, openssh-client, openssh-server
+# slurm   tests/launch/test_slurm.py, test_smoke.py: munge, slurm-wlm
+# k8s     tests/launch/test_k8s.py: kubeflow-training, into the environment of launch/setup.sh
+# docker  tests/docker.sh: docker.io, docker-compose
+#
+# DUALTRAIN_VENV  the environment that launch/setup.sh has made (default: .venv beside setup.cfg)
+set -euo pipefail
+
+refuse() { printf 'extras.sh: error: %s\n' "$*" >&2; exit 2; }
+
+case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${DUALTRAIN_VENV:-$root/.venv}
+parts=("$@")
+if [ $# = 0 ]; then parts=(hosts slurm k8s docker); fi
+
+packages=() modules=()
+for part in "${parts[@]}"; do
+  case $part in
+    hosts) packages+=(iproute2 openssh-client openssh-server) ;;
+    slurm) packages+=(munge slurm-wlm) ;;
+    k8s) modules+=(kubeflow-training==1.9.4) ;;
+    docker) packages+=(docker.io docker-compose) ;;
+    *) refuse "no part is called '$part'; there are hosts, slurm, k8s and docker" ;;
+  esac
+done
+
+# installed PACKAGE: it is there, configured.
+installed() { [ "$(dpkg-query -W -f '${Status}' "$1" 2>/dev/null)" = 'install ok installed' ]; }
+
+missing=()
+for package in ${packages[@]+"${packages[@]}"}; do
+  if ! command -v dpkg-query >/dev/null || ! installed "$package"; then missing+=("$package"); fi
+done
+if [ "${#missing[@]}" -gt 0 ]; then
+  command -v apt-get >/dev/null || refuse "no apt-get found; install what these Debian packages hold: ${missing[*]}"
+  [ "$(id -u)" = 0 ] || refuse "user $(id -un) cannot install ${missing[*]}; run this as root"
+  # Without this, sshd and others would start with their packages.
+  policy=/usr/sbin/policy-rc.d
+  if [ ! -e "$policy" ]; then
+    trap 'rm -f "$policy"' EXIT
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+  fi
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"
+fi
+
+if [ "${#modules[@]}" -gt 0 ]; then
+  [ -x "$venv/bin/python" ] || refuse "no environment in $venv; run bash launch/setup.sh first, or set DUALTRAIN_VENV"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$root/launch/versions.txt" "${modules[@]}"
+fi
+echo "extras.sh: ready: ${parts[*]}"
