@@ -391,9 +391,11 @@ def test_determinism_is_for_a_while():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.launch
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, when its compiler is imported
-def test_a_compiled_model_trains_the_same(tmp_path):
+# Those of torch, when its compiler is imported.
+compiling = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+def trains_compiled_as_plain(tmp_path):
     import dualtrain.training.loop as loop
 
     summaries = []
@@ -402,3 +404,12 @@ def test_a_compiled_model_trains_the_same(tmp_path):
         with connect("local") as backend:
             summaries.append(loop.train(parse(arguments), backend))
     assert summaries[1]["train_loss"] == pytest.approx(summaries[0]["train_loss"], abs=1e-4)
+
+
+@compiling
+def test_a_compiled_model_trains_the_same(tmp_path, monkeypatch):
+    # Without code generation, which tests/launch/test_compile.py has: it takes seconds.
+    compiled, plain = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or plain(model, backend="eager"))
+    trains_compiled_as_plain(tmp_path)
+    assert len(compiled) == 1
