@@ -140,7 +140,7 @@ def _place(item: pytest.Item) -> int:
 
 
 def _starts_jobs(item: pytest.Item) -> bool:
-    return "launch" in item.path.relative_to(ROOT).parts or item.get_closest_marker("launch") is not None
+    return "launch" in item.path.relative_to(ROOT).parts
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

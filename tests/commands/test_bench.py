@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -44,7 +42,6 @@ from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.worker import MARK
 from dualtrain.bench.workloads import DISTINCT, WORKLOADS, Task, resnet18
 from dualtrain.launchers import detect_world
-from tests.conftest import require_horovod
 from tests.pool import ROOT
 
 CPU = torch.device("cpu")
@@ -624,42 +621,3 @@ def test_it_is_no_rank_itself(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main([]) == 2
     assert "run it once, without a launcher" in capsys.readouterr().err
-
-
-@pytest.mark.launch
-def test_a_small_run_writes_everything_and_all_end_with_the_same_weights(tmp_path):
-    require_horovod()
-    contenders = f"alone,{TUNED},native,hvd-gloo,ours-mpi,fabric,import"
-    command = [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--jobs", "tiny,small,import"]
-    end = subprocess.run(
-        [*command, "--contenders", contenders, "--out", str(tmp_path / "out")],
-        cwd=ROOT, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert end.returncode == 0, end.stderr
-    found = json.loads((tmp_path / "out" / "bench.json").read_text())
-    there = {name for name, column in found["samples"].items() if column[0] is not None}
-    assert there | {"fabric"} == set(contenders.split(",")), end.stderr
-    compared = [r for r in found["rows"] if r["job"] in ("tiny", "small")]
-    assert len(compared) >= 2 * 3
-    assert {r["weights"] for r in compared} == {"same"}
-    assert {r["found"]["pairs"] for r in found["rows"]} == {1}
-    assert end.stdout.splitlines()[-1] == found["answer"]
-    assert found["answer"].startswith("Should we move from Horovod to torch? ")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bench.html", "bench.json", "bench.png"]
-    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.launch
-def test_any_launcher_can_start_the_contenders(tmp_path):
-    torchrun = Path(sys.executable).with_name("torchrun")
-    prefix = f"{torchrun} --standalone --nproc_per_node=2 --no-python"
-    flags = ["--contenders", f"{TUNED},native,hvd-mpi", "--launch", prefix, "--out", str(tmp_path)]
-    end = subprocess.run(
-        [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--jobs", "tiny", *flags],
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert end.returncode == 0, end.stderr
-    found = json.loads((tmp_path / "bench.json").read_text())
-    assert set(found["samples"]) == {TUNED, "native"}, end.stderr
-    assert "does not start it" in found["missing"]["hvd-mpi"] or "not installed" in found["missing"]["hvd-mpi"]
-    assert "2 ranks started by" in found["world"]

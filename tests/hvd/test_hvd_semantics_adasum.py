@@ -1,17 +1,12 @@
-"""SEMANTICS.md 2.18: Adasum on any number of ranks, compared with another implementation and with Horovod over MPI."""
+"""SEMANTICS.md 2.18: Adasum on any number of ranks, compared with another implementation, as Horovod in tests/launch/."""
 
 from __future__ import annotations
-
-import json
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import Spmd, require_horovod
 from tests.hvd.worlds import THEIRS, check, library, same, worlds
-from tests.launch.jobs import ENV, ROOT
 
 
 def reference(vectors):
@@ -111,55 +106,3 @@ def not_over_gloo(backend):
 @THEIRS
 def test_horovod_has_no_adasum_over_gloo(real):
     real(not_over_gloo)
-
-
-OVER_MPI = """
-import json, sys
-import torch
-import horovod.torch as hvd
-from tests.hvd.test_hvd_semantics_adasum import KINDS, vectors
-hvd.init()
-found = {}
-for kind in KINDS:
-    x = torch.tensor(vectors(hvd.size(), kind)[hvd.rank()])
-    found[kind] = hvd.allreduce(x, name=kind, op=hvd.Adasum).tolist()
-    found[kind + " 32"] = hvd.allreduce(x.float(), name=kind + "32", op=hvd.Adasum).tolist()
-if hvd.rank() == 0:
-    print("FOUND" + json.dumps(found), flush=True)
-hvd.shutdown()
-"""
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("size", [2, 4])
-def test_adasum_equals_horovods_over_mpi(size, tmp_path, pool):
-    require_horovod()
-    script = tmp_path / "adasum.py"
-    script.write_text(OVER_MPI)
-    env = {**ENV, "PYTHONPATH": str(ROOT), "HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
-    root = ["--allow-run-as-root", "--oversubscribe"]
-    end = subprocess.run(
-        ["mpirun", *root, "-np", str(size), "python", str(script)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert end.returncode == 0, end.stderr
-    found = json.loads(end.stdout.partition("FOUND")[2].splitlines()[0])
-    ours = Spmd("torch", size, pool)(values)
-    for kind in KINDS:
-        np.testing.assert_allclose(found[kind], reference(vectors(size, kind)), atol=1e-12, err_msg=kind)
-        np.testing.assert_allclose(ours[0][kind], found[kind], atol=1e-12, err_msg=kind)
-        np.testing.assert_allclose(ours[0][kind + " 32"], found[kind + " 32"], atol=1e-6, err_msg=kind)
-
-
-def values(backend):
-    with library(backend) as hvd:
-        found = {}
-        for kind in KINDS:
-            x = torch.tensor(vectors(hvd.size(), kind)[hvd.rank()])
-            found[kind] = hvd.allreduce(x, op=hvd.Adasum).tolist()
-            found[kind + " 32"] = hvd.allreduce(x.float(), op=hvd.Adasum).tolist()
-        return found

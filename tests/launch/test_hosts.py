@@ -21,7 +21,7 @@ from tests.conftest import require_horovod
 from tests.launch.hosts import CORES, ROOT, Cluster, require_hosts, two_hosts
 from tests.launch.jobs import rank_of, run, summary, torchrun
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.xdist_group("machine")  # they look at all processes of this machine
 
 EPOCHS = "4"
 START_SECONDS = 150.0  # of four ranks on a busy machine

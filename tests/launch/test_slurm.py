@@ -78,7 +78,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return weights(folder)
 
 
-@pytest.mark.launch
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 def test_srun_gives_the_weights_that_torchrun_gives(backend, slurm, expected, tmp_path):
     if backend == "horovod":
@@ -101,7 +100,6 @@ def until(condition: Callable[[], bool], what: Path) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.launch
 def test_a_job_of_two_nodes_that_must_make_room_is_requeued_and_ends_with_the_same_weights(slurm, expected, tmp_path):
     output, folder = tmp_path / "output", tmp_path / "run"
     output.touch()
@@ -131,7 +129,6 @@ def test_a_job_of_two_nodes_that_must_make_room_is_requeued_and_ends_with_the_sa
     assert weights(folder) == expected
 
 
-@pytest.mark.launch
 def test_a_refusal_is_the_jobs_status(slurm, tmp_path):
     end = run("sbatch", "--wait", f"--output={tmp_path / 'output'}", SBATCH, "--lr", "-1", SLURM_CONF=slurm)
     assert end.returncode == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 
 import pytest
@@ -22,6 +23,7 @@ from dualtrain.training.assemble import RankNorm, determinism, synchronize_norms
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, optimizer_names, scaled_lr
 from dualtrain.training.precision import Precision
+from tests.forked import ROOT, run
 from tests.models_for_tests import seeded
 from tests.threads import run_threads
 
@@ -393,9 +395,7 @@ def test_determinism_is_for_a_while():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.launch
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, when its compiler is imported
-def test_a_compiled_model_trains_the_same(tmp_path):
+def trains_compiled_as_plain(tmp_path):
     import dualtrain.training.loop as loop
 
     summaries = []
@@ -431,3 +431,24 @@ def test_reentrant_checkpointing_changes_neither_counts_nor_weights():
     for (counts, weights), (counted, found) in zip(plain, reentrant, strict=True):
         assert counts == counted == [10.0] * 3
         torch.testing.assert_close(found, weights)
+
+
+# Without code generation, which tests/launch/test_compile.py has: it takes seconds.
+COMPILED = """
+import sys
+from pathlib import Path
+import torch
+from tests.training.test_trainer import trains_compiled_as_plain
+compiled, plain = [], torch.compile
+torch.compile = lambda model: compiled.append(model) or plain(model, backend="eager")
+trains_compiled_as_plain(Path(sys.argv[1]))
+assert len(compiled) == 1
+print("done")
+"""
+
+
+def test_a_compiled_model_trains_the_same(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    end = run(("-c", COMPILED, tmp_path), tmp_path, env=env)
+    assert end.returncode == 0, end.stderr
+    assert end.stdout.splitlines()[-1] == "done"

@@ -1,0 +1,49 @@
+"""The bench measures for real: every contender that is there, and ranks that a launcher of one's own starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.commands.test_bench import TUNED
+from tests.conftest import require_horovod
+from tests.pool import ROOT
+
+
+def test_a_small_run_writes_everything_and_all_end_with_the_same_weights(tmp_path):
+    require_horovod()
+    contenders = f"alone,{TUNED},native,hvd-gloo,ours-mpi,fabric,import"
+    command = [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--jobs", "tiny,small,import"]
+    end = subprocess.run(
+        [*command, "--contenders", contenders, "--out", str(tmp_path / "out")],
+        cwd=ROOT, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert end.returncode == 0, end.stderr
+    found = json.loads((tmp_path / "out" / "bench.json").read_text())
+    there = {name for name, column in found["samples"].items() if column[0] is not None}
+    assert there | {"fabric"} == set(contenders.split(",")), end.stderr
+    compared = [r for r in found["rows"] if r["job"] in ("tiny", "small")]
+    assert len(compared) >= 2 * 3
+    assert {r["weights"] for r in compared} == {"same"}
+    assert {r["found"]["pairs"] for r in found["rows"]} == {1}
+    assert end.stdout.splitlines()[-1] == found["answer"]
+    assert found["answer"].startswith("Should we move from Horovod to torch? ")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bench.html", "bench.json", "bench.png"]
+    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_any_launcher_can_start_the_contenders(tmp_path):
+    torchrun = Path(sys.executable).with_name("torchrun")
+    prefix = f"{torchrun} --standalone --nproc_per_node=2 --no-python"
+    flags = ["--contenders", f"{TUNED},native,hvd-mpi", "--launch", prefix, "--out", str(tmp_path)]
+    end = subprocess.run(
+        [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--jobs", "tiny", *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert end.returncode == 0, end.stderr
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert set(found["samples"]) == {TUNED, "native"}, end.stderr
+    assert "does not start it" in found["missing"]["hvd-mpi"] or "not installed" in found["missing"]["hvd-mpi"]
+    assert "2 ranks started by" in found["world"]

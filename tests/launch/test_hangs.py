@@ -1,0 +1,47 @@
+"""SEMANTICS.md 2.3, 2.6, 2.16: Horovod hangs or crashes where ours ends (tests/hvd/): ranks that wait on all cores."""
+
+from __future__ import annotations
+
+from tests.conftest import require_horovod
+from tests.forked import Forked, places
+from tests.hvd.test_hvd_semantics_hangs import BODIES
+from tests.launch.jobs import ENV, ROOT
+
+THEIRS = """
+import os, sys, threading
+from dualtrain import connect
+import tests.hvd.test_hvd_semantics_hangs as bodies
+connect("horovod")
+import horovod.torch as hvd
+def give_up():
+    print("HANGS", flush=True)
+    os._exit(7)
+threading.Timer(1.5, give_up).start()
+print("BEGINS", flush=True)
+getattr(bodies, sys.argv[1])(hvd)
+print("ENDS", flush=True)
+os._exit(0)
+"""
+
+
+def test_horovod_does_not_end(tmp_path):
+    require_horovod()
+    # All at once: they wait, and some of them for nothing.
+    ranks = [
+        (
+            body,
+            Forked(("-c", THEIRS, body.__name__), tmp_path / body.__name__, env={**ENV, "PYTHONPATH": str(ROOT), **place}),
+        )
+        for body in BODIES
+        for place in places(2)
+    ]
+    try:
+        for _, rank in ranks:
+            rank.wait(120)
+        for body, rank in ranks:
+            assert rank.output.startswith("BEGINS"), (body.__name__, rank.errors)
+            assert "ENDS" not in rank.output, body.__name__
+            assert rank.poll() != 0
+    finally:
+        for _, rank in ranks:
+            rank.kill()
