@@ -189,6 +189,20 @@ class _Optimizer(NativeOptimizer):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """As the native optimizer's. GradScaler.step asks for it before it looks at the gradients.
+
+        Those of one rank alone would have it skip a step that the others take.
+        """
+        if self.reducer is not None and self.reducer.dirty:
+            raise AssertionError(
+                "scaler.step() was called after loss.backward() but before optimizer.synchronize(): each rank would look "
+                "for an overflow in its own gradients; call optimizer.synchronize() first, and scaler.step() inside "
+                "`with optimizer.skip_synchronize():`"
+            )
+        return super()._step_supports_amp_scaling
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes are summed before their gradients are exchanged, from the next step on."""
         self.backward_passes_per_step = passes

@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 
+import pytest
 import torch
 from torch import nn
 
@@ -168,6 +169,36 @@ def mixed_precision_trap(backend):
 @THEIRS
 def test_scaling_losses_without_synchronize_is_horovods_trap(real):
     assert real(mixed_precision_trap) == [(0, 2), (float("-inf"), 4)]  # weights and loss scales have parted
+
+
+def scaled_too_early(backend):
+    """The same with ours, before and after the weights' first exchange; with a fused step, and unscaled before."""
+    with library(backend) as hvd:
+        me = hvd.rank()
+        for fused, unscaled in ((False, False), (True, False), (False, True)):
+            p = nn.Parameter(torch.zeros(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0, fused=fused), [("p", p)])
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            for early in (True, False, True):
+                scaler.scale((p * (me + 1)).sum()).backward()
+                if early:
+                    if unscaled:
+                        scaler.unscale_(optimizer)
+                    with pytest.raises(AssertionError, match=r"call optimizer.synchronize\(\) first"):
+                        scaler.step(optimizer)
+                    optimizer.synchronize()
+                else:
+                    optimizer.synchronize()
+                    with optimizer.skip_synchronize():
+                        scaler.step(optimizer)
+                optimizer.zero_grad()
+                scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            assert p.tolist() == [-mean_of_ranks(hvd.size())] * 2
+
+
+@OURS_2
+def test_scaling_losses_without_synchronize_is_refused_by_ours(real):
+    real(scaled_too_early)
 
 
 def mixed_precision(backend):
