@@ -92,6 +92,7 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[Bucket] = []
         self._carried = self.cargo  # the place of the cargo behind the last bucket, once there is one
+        self._used = self.cargo[:0]  # behind it and the flag, with unused="none": how many ranks used each parameter
         self._sparse: dict[int, int] = {}  # slot number → number of sparse dimensions
         self._sparse_again: dict[int, int] = {}  # the same, of those that travel as dense ones
         self._laid_out = False
@@ -312,7 +313,7 @@ class GradientReducer:
         self._refusals.load(self._buckets)
         if self.unused == "none":
             used = [float(slot.param.grad is not None) for slot in self.slots]
-            bucket.extra[len(self.cargo) + 1 :] = torch.tensor(used, dtype=bucket.extra.dtype)
+            self._used.copy_(torch.tensor(used))
 
     def _hand_out(self) -> None:
         if len(self._carried):
@@ -320,7 +321,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.hand_out()
         if self.unused == "none" and self._buckets:
-            used = self._buckets[-1].extra[len(self.cargo) + 1 :].tolist()
+            used = self._used.tolist()
             for slot, ranks in zip(self.slots, used, strict=True):
                 if slot.bucket is not None and not ranks:
                     slot.param.grad = None
@@ -367,7 +368,8 @@ class GradientReducer:
             self._carried = self._buckets[-1].extra[:carry]
         if len({slot.param.device for slot in self.slots}) > 1:
             self.lock = self.lock or threading.RLock()
-        flag = self._buckets[-1].extra[carry : carry + 1] if self._buckets else torch.zeros(1)
+        extras = self._buckets[-1].extra if self._buckets else torch.zeros(carry + 1)
+        flag, self._used = extras[carry : carry + 1], extras[carry + 1 :]
         self._refusals.lay_out([(slot.name, slot.param) for slot in self.slots], flag)
         self._handed_out = []
         self._next, self._laid_out = 0, True

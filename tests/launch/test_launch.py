@@ -12,8 +12,24 @@ import time
 import pytest
 
 from tests.conftest import require_horovod
-from tests.launch.jobs import ENV, horovodrun, processes, rank_of, torchrun
+from tests.launch.jobs import ENV, horovodrun, processes, rank_of, run, summary, torchrun
 from tests.pool import ROOT
+
+DEFAULT_JOBS = {
+    "horovodrun": lambda *a: horovodrun(4, *a),
+    "torchrun": lambda *a: torchrun(4, "--backend", "torch", *a),
+}
+
+
+@pytest.mark.parametrize("job", DEFAULT_JOBS)
+def test_the_default_job_on_four_ranks(job, folder):
+    end = run(DEFAULT_JOBS[job]("--run-dir", str(folder)))
+    assert end.returncode == 0, end.stderr
+    result = summary(folder)
+    assert result["val_accuracy"] >= 0.97
+    assert result["world_size"] == 4
+    assert end.stdout.count("epoch 1/") == 1  # rank 0 alone prints
+
 
 #: Each launcher with the rank that is killed; tests/commands/ has the other combinations without a launcher.
 LONG_JOBS = {
