@@ -8,10 +8,12 @@ rank that sends a gradient, and an NCCL group from the first tensor of a GPU on.
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,7 +43,33 @@ _PLACE_BYTES = 128  # of an address, a port and a key
 
 #: The groups in use. Without this reference, a group that is dropped while a peer has failed would wait for its last
 #: operation in whatever thread drops it.
-_IN_USE: list[Any] = []
+_IN_USE: list[tuple[int, Any]] = []  # each with the process that has its threads, which a fork does not
+_BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
+
+
+def _end(groups: list[Any]) -> None:
+    """Ends groups with their last references, which only ``groups`` has. Blocks for a second at most.
+
+    One that still has an operation under way (a peer has failed) waits for it in a thread of its own: nobody else needs to.
+    """
+    ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
+    ending.start()
+    ending.join(1.0)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends the groups of a program that does not close its backend.
+
+    Gloo's threads take the interpreter's lock to drop a tensor, and abort the process when the interpreter is gone.
+    """
+    groups = [group for process, group in _IN_USE if process == os.getpid()]
+    if not groups:
+        return
+    _IN_USE.clear()
+    for backend in _BACKENDS:
+        backend.forget_groups()
+    _end(groups)
 
 
 def _asynchronous(kind: type, **values: Any) -> Any:
@@ -179,7 +207,8 @@ class TorchBackend(Backend):
 
     def _hold(self, *groups: Any) -> None:
         self._groups += groups
-        _IN_USE.extend(groups)
+        _BACKENDS.add(self)
+        _IN_USE.extend((os.getpid(), group) for group in groups)
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         issue = partial(self._group_of(tensor).allreduce, [tensor], _OPTIONS[op])
@@ -290,15 +319,17 @@ class TorchBackend(Backend):
             dist.destroy_process_group()
         if self._nccl is not None:
             _shut_down(self._nccl)
-        # The groups end here, with their last reference. Left to the garbage collector they would end in whatever
-        # thread it runs in, perhaps while that holds up another world's start. One that still has an operation under way
-        # (a peer has failed) waits for it in a thread of its own: nobody else needs to.
-        groups, self._groups = self._groups, []
+        # Left to the garbage collector, the groups would end in whatever thread it runs in, perhaps while that holds up
+        # another world's start.
+        groups = list(self._groups)
+        self.forget_groups()
+        _IN_USE[:] = [(process, group) for process, group in _IN_USE if group not in groups]
+        _end(groups)
+
+    def forget_groups(self) -> None:
+        """Drops this backend's references to its groups."""
+        self._groups.clear()
         self._data = self._control = self._nccl = None
-        _IN_USE[:] = [group for group in _IN_USE if group not in groups]
-        ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
-        ending.start()
-        ending.join(1.0)
 
 
 def build_facts() -> dict[str, bool]:
