@@ -32,6 +32,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # the other ranks notice a failed one, say why they stop, and end
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from that to giving up
+REPORT_SECONDS = 0.5  # from a failed rank's end to the report of one that was killed before it
 IMPATIENT_SECONDS = 2.0  # a signal may come twice at once, to a process and to its group; a person repeats it later
 RANKS_PER_CORE = 16
 _PR_SET_PDEATHSIG = 1
@@ -157,14 +158,23 @@ class _Job:
             return
         self._send(number)
 
+    def _failed(self) -> dict[int, int]:
+        """The rank of each exit status that is not 0; -N if signal N ended it."""
+        return {process.exitcode: rank for rank, process in enumerate(self._processes) if process.exitcode}
+
     def _note_failure(self) -> None:
-        failed = {process.exitcode: rank for rank, process in enumerate(self._processes) if process.exitcode}
+        failed = self._failed()
         if self._status is not None or not failed:
             return
-        code = min(failed)  # of those seen at once, a killed one (below 0) is why the others stop
         if self._told is not None:
             self._status = 128 + self._told[0]
             return  # they stop as they were told to, in their own time
+        # A rank can notice that another one was killed, and end, before the system reports the killed one.
+        deadline = time.monotonic() + REPORT_SECONDS
+        while min(failed) > 0 and self._alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+            failed = self._failed()
+        code = min(failed)  # a killed one (below 0) is why the others stop
         self._status = code if code > 0 else 128 - code
         self._deadline = time.monotonic() + GRACE_SECONDS
         if code < 0:

@@ -2,8 +2,8 @@
 # Sets the environment up, then checks format, lint and types, and runs the tests.
 #
 #   bash launch/test.sh                       all tests but launches, and one smoke launch per launcher and backend
-#   bash launch/test.sh --all                 every test, with coverage (at least 90 %); before a release after
-#                                             bash tests/extras.sh, which installs what hosts, Slurm and Docker need
+#   bash launch/test.sh --all                 every test, with coverage (at least 90 %); before a release, run
+#                                             bash tests/extras.sh first, which installs what hosts and Slurm need
 #   bash launch/test.sh PYTEST-ARGUMENTS…     the tests that these select, such as tests/gradients -k sparse
 #   bash launch/test.sh --help                this text
 #
@@ -26,6 +26,19 @@ checks() {
   mypy
 }
 
+# Names what this script does not run, or cannot run here.
+not_run() {
+  local missing=''
+  for program in ip sshd; do command -v "$program" >/dev/null || [ -x "/usr/sbin/$program" ] || missing+=" $program"; done
+  [ -z "$missing" ] || echo "skipped: hosts in network namespaces, which need$missing: bash tests/extras.sh hosts"
+  command -v srun >/dev/null || echo "skipped: Slurm, which needs srun: bash tests/extras.sh slurm"
+  if docker info >/dev/null 2>&1; then
+    echo "not run: tests/docker.sh, which takes a quarter of an hour"
+  else
+    echo "skipped: tests/docker.sh, which needs Docker's daemon to answer"
+  fi
+}
+
 # Two processes share the tests: worlds of ranks run in one of them, tests of one process beside them.
 tests=(pytest -n 2 --dist loadgroup)
 
@@ -33,14 +46,21 @@ case ${1:-} in
   '')
     checks
     mapfile -t rings < <(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d ! -name launch ! -name __pycache__ \) | sort)
-    python -m "${tests[@]}" "${rings[@]}" tests/launch/test_smoke.py
+    status=0
+    python -m "${tests[@]}" "${rings[@]}" tests/launch/test_smoke.py || status=$?
+    echo "not run: tests/launch/ but for the smoke launches (--all runs it)"
+    not_run
+    exit "$status"
     ;;
   --all)
     checks
     coverage erase
-    coverage run -m "${tests[@]}"
+    status=0
+    coverage run -m "${tests[@]}" || status=$?
     coverage combine --quiet
-    coverage report --fail-under=90
+    coverage report --fail-under=90 || status=1
+    not_run
+    exit "$status"
     ;;
   *) python -m "${tests[@]}" "$@" ;;
 esac

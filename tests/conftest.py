@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dualtrain import connect
-from tests.pool import ROOT, Pool, reference
+from tests.pool import Pool, reference
 from tests.threads import run_threads
 
 LOCAL = [("local", 1)]
@@ -77,8 +77,8 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def no_idle_world(request: pytest.FixtureRequest) -> None:
-    """Closes an open world before a whole job starts: its threads look for work all the time, and take the cores."""
-    if _starts_jobs(request.node) and _place(request.node) < 0:
+    """Close an open world before a test that may start ranks of its own: its threads poll, and take the cores."""
+    if _place(request.node) < 0:
         for pool in _POOLS:
             pool.disconnect()
 
@@ -137,10 +137,6 @@ def _place(item: pytest.Item) -> int:
     if used:
         return WORLDS.index(used[0])
     return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1
-
-
-def _starts_jobs(item: pytest.Item) -> bool:
-    return "launch" in item.path.relative_to(ROOT).parts
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

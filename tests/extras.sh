@@ -7,7 +7,7 @@
 #
 # hosts   tests/launch/test_hosts.py: iproute2, openssh-client, openssh-server
 # slurm   tests/launch/test_slurm.py, test_smoke.py: munge, slurm-wlm
-# k8s     tests/launch/test_k8s.py: kubeflow-training, into the environment of launch/setup.sh
+# k8s     tests/commands/test_k8s.py: kubeflow-training, into the environment of launch/setup.sh
 # docker  tests/docker.sh: docker.io, docker-compose
 #
 # DUALTRAIN_VENV  the environment that launch/setup.sh has made (default: .venv beside setup.cfg)

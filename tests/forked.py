@@ -7,6 +7,7 @@ For tests of what ranks do, wherever the launcher that starts them is not what i
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -15,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.context import ForkServerContext
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+_PR_SET_PDEATHSIG = 1
 #: Loaded once, in the server.
 PRELOADED = ["tests.warm"]
 
@@ -50,6 +52,7 @@ class End:
     returncode: int
     stdout: str
     stderr: str
+    rank: str
 
 
 class Forked:
@@ -68,6 +71,7 @@ class Forked:
         for file in self._files:
             file.touch()
         settings = list(map(str, command)), dict(os.environ if env is None else env), str(cwd), *map(str, self._files)
+        self.rank = settings[1].get("RANK", "0")
         self.process = server().Process(target=_become, args=settings)
         self.process.start()
 
@@ -86,7 +90,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.process.exitcode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # the server has seen its end before we have
+                os.kill(self.pid, number)
 
     def poll(self) -> int | None:
         return self.process.exitcode
@@ -95,18 +100,21 @@ class Forked:
         """Wait for its end and return its exit status. Raises AssertionError after ``seconds``."""
         self.process.join(seconds)
         assert self.process.exitcode is not None, (
-            f"process {self.pid} runs after {seconds} s:\n{self.output}\n{self.errors}"
+            f"rank {self.rank} (process {self.pid}) runs after {seconds} s:\n{self.output}\n{self.errors}"
         )
         return self.process.exitcode
 
     def end(self, seconds: float) -> End:
         try:
-            return End(self.wait(seconds), self.output, self.errors)
+            return End(self.wait(seconds), self.output, self.errors, self.rank)
         finally:
             self.kill()
 
     def kill(self) -> None:
+        """Kill it and what it has started."""
         self.send_signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self.process.join(10)
 
 
@@ -165,6 +173,7 @@ def holds(condition: Callable[[], bool], seconds: float = 120) -> bool:
 def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
     """Turn this forked process into one that runs ``command``."""
     os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server ends with the tests
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)

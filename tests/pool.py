@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -176,7 +177,8 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + AFTER_FAILURE_SECONDS)
             if not ready:
                 for rank in waiting.values():
-                    os.kill(workers[rank].process.pid, signal.SIGUSR1)  # prints its stacks
+                    with suppress(ProcessLookupError):
+                        os.kill(workers[rank].process.pid, signal.SIGUSR1)  # prints its stacks
                     outcomes[rank] = Outcome(rank, error=f"no answer in time while waiting for {what}; see stderr")
                 time.sleep(0.5)
                 break

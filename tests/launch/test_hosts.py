@@ -30,7 +30,7 @@ PLACES = {"hosta": {0}, "hostb": {1}}
 
 
 class Job:
-    """A job over both hosts, one rank on each: torchrun is started on each of them, the others on the first one."""
+    """A job over both hosts, NPROC ranks on each (1). torchrun is started on each of them, the others on the first one."""
 
     def __init__(self, cluster: Cluster, folder: Path, launcher: str, *flags: str, **variables: str) -> None:
         self.cluster = cluster
@@ -100,7 +100,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     require_hosts()
     folder = tmp_path_factory.mktemp("alone") / "run"
     flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder)]
-    end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(2, *flags)])
+    end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(4, *flags)])
     assert end.returncode == 0, end.stderr
     return folder
 
@@ -110,12 +110,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("mpirun", "torch", "eth0"), ("horovodrun", "torch", "eth0")],
 )
 def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, cluster, alone, tmp_path):
+    # Two ranks on each: the sum is made within a host and between hosts.
     folder = tmp_path / "run"
     flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder)]
-    job = Job(cluster, tmp_path, launcher, *flags, IFACE=interface)
-    job.until(lambda: job.ended() or job.ranks() == PLACES, START_SECONDS)
+    job = Job(cluster, tmp_path, launcher, *flags, IFACE=interface, NPROC="2")
+    job.until(lambda: job.ended() or job.ranks() == {"hosta": {0, 1}, "hostb": {2, 3}}, START_SECONDS)
     assert job.statuses() == [0], job.said()
-    assert summary(folder)["world_size"] == 2
+    assert summary(folder)["world_size"] == 4
     assert summary(folder)["weights_sha256"] == summary(alone)["weights_sha256"]
 
 

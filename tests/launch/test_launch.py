@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -46,13 +47,21 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
     victim, launch = LONG_JOBS[job]
     command = launch("--epochs", "5000", "--run-dir", str(folder))
     log = tmp_path / "log"
-    with log.open("w") as output, subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=output, stderr=output) as process:
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=output, stderr=output)
+    try:
         deadline = time.monotonic() + 120
         while "epoch 2/" not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         pids = [pid for pid in processes(str(folder)) if rank_of(pid) == victim]
+        assert pids, log.read_text()
         os.kill(max(pids), signal.SIGKILL)  # the youngest: horovodrun keeps a shell with the same environment above it
         status = process.wait(timeout=60)
+    finally:
+        for pid in [process.pid, *processes(str(folder))]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(timeout=60)
     assert status != 0
     assert f"stopping, since rank {victim} died" in log.read_text()
 

@@ -16,6 +16,8 @@ import pytest
 from tests.conftest import require_horovod
 from tests.pool import ROOT
 
+pytestmark = pytest.mark.xdist_group("machine")  # one private Slurm at a time
+
 BIN = Path(sys.executable).parent
 ENV = {
     **os.environ,

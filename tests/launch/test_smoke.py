@@ -11,10 +11,11 @@ import subprocess
 import pytest
 
 from tests.conftest import require_horovod
+from tests.forked import run_ranks
 from tests.launch.jobs import ENV, run, summary
 from tests.pool import ROOT, free_port
 
-pytestmark = pytest.mark.xdist_group("smoke")  # the weights of all are compared
+pytestmark = pytest.mark.xdist_group("smoke")  # one reference for all
 
 BACKENDS = ["torch", "horovod"]
 # Both backends in the processes of one launch: its start is what takes the time.
@@ -86,16 +87,22 @@ SHOWN = {"torchrun, two agents": "torchrun", "horovodrun --mpi": "mpirun", "elas
 
 
 @pytest.fixture(scope="module")
-def weights():
-    """The hashes found so far, by world size: the first of each is what the others are compared with."""
-    return {}
+def weights(tmp_path_factory):
+    """The hash that each world size must end with: that of forked ranks without a launcher."""
+    folder, found = tmp_path_factory.mktemp("reference"), {}
+    for size in (1, 2):
+        command = ("-m", "dualtrain.main", "--backend", "torch", "--max-steps", "5", "--run-dir", folder / str(size))
+        for end in run_ranks(size, command, folder, env=ENV):
+            assert end.returncode == 0, end
+        found[size] = summary(folder / str(size))["weights_sha256"]
+    return found
 
 
 def check(folder, launcher, backend, weights):
     result = summary(folder)
     assert (result["backend"], result["launcher"]) == (backend, SHOWN.get(launcher, launcher))
     assert result["world_size"] == (1 if launcher == "none" else 2)
-    assert result["weights_sha256"] == weights.setdefault(result["world_size"], result["weights_sha256"])
+    assert result["weights_sha256"] == weights[result["world_size"]]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
