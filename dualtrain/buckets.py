@@ -76,7 +76,7 @@ class Slot:
         """
         p = self.param
         grad = p.grad
-        if grad is None or grad.is_sparse:
+        if grad is None or grad.is_sparse or grad.shape != self.shape:
             return
         address = grad.data_ptr()
         if address == self.address or (self.bucket is not None and self.bucket.covers(address)):
@@ -160,6 +160,8 @@ class Bucket:
         self._kept: list[Slot] = []
         #: The first gradient that lies in the memory of another one, found by ``fill``.
         self.misplaced: Slot | None = None
+        #: The first gradient that has another shape than its place, found by ``fill``; zeros are sent instead.
+        self.reshaped: Slot | None = None
 
     def covers(self, address: int) -> bool:
         """Whether ``address`` is in the memory of a bucket of this layout."""
@@ -188,7 +190,11 @@ class Bucket:
                     self._kept.append(slot)
                     continue
                 grad = grad.clone()  # this part of the buffer, transposed
-            elif low <= address < high and self.covers(address):
+            if grad.shape != slot.shape:
+                self.reshaped = self.reshaped or slot
+                slot.view.zero_()
+                continue
+            if address != slot.address and low <= address < high and self.covers(address):
                 self.misplaced = self.misplaced or slot
             self._moved.append(slot)
             views.append(slot.view)

@@ -102,6 +102,7 @@ class GradientReducer:
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._round = 1  # of the exchanges, and of their buckets: what a slot was ticked off in
         self._reduced = False
+        self.steps = 0  # of the optimizer that uses the gradients
         self._handed_out: list[tuple[torch.Tensor, int]] = []  # buffers that were, and their versions then
         self._paused = False
         pairs = list(named_parameters)
@@ -212,9 +213,10 @@ class GradientReducer:
         if not self._laid_out:
             self._lay_out()
 
-    def renew(self) -> None:
-        """The gradients were used: the next ``reduce`` starts from what ``param.grad`` holds then."""
+    def renew(self, *, stepped: bool = False) -> None:
+        """The gradients were used, by a step of the optimizer or otherwise: ``reduce`` starts from ``param.grad`` next."""
         self._reduced = False
+        self.steps += stepped
 
     def forget(self, backend: Backend) -> None:
         """Drops an exchange that failed, and goes on with another backend: layouts are compared anew."""

@@ -89,7 +89,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler asks for this: true if the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``."""
+        """GradScaler asks for this: true if the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``.
+
+        Averages the gradients first, if backward has not done so (:meth:`synchronize`): GradScaler then looks for an
+        overflow, which all ranks must find in the same numbers.
+        """
+        self.synchronize()
+        return self._unscales_itself()
+
+    def _unscales_itself(self) -> bool:
+        """Whether the wrapped optimizer's step unscales gradients, and skips itself after an overflow."""
         if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             return False
         # The older contract passes the scaler as an argument: without it, GradScaler unscales before the step.
@@ -138,7 +147,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._step_with(closure)
         self.synchronize()
         result = self.optimizer.step()
-        self.reducer.renew()
+        self.reducer.renew(stepped=True)
         return result
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
@@ -150,7 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return combined_loss(loss, lambda values: self.backend.allreduce(values, name="loss"))
 
         result = self.optimizer.step(averaged)
-        self.reducer.renew()
+        self.reducer.renew(stepped=True)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -81,6 +81,9 @@ def release() -> None:
     thread = threading.Thread(target=_run_finalizers, name="dualtrain-release", daemon=True)
     thread.start()
     thread.join(RELEASE_SECONDS)
+    pid, folder = multiprocessing.current_process()._config.get(_OWN_FOLDER, (None, None))  # type: ignore[attr-defined]
+    if pid == os.getpid() and folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_finalizers() -> None:

@@ -53,6 +53,12 @@ class Refusals:
             if bucket.misplaced is not None:
                 name = bucket.misplaced.name
                 return f"the gradient of {name!r} lies in the memory of another one: assign a copy of it (clone())"
+            if bucket.reshaped is not None:
+                slot = bucket.reshaped
+                return (
+                    f"the gradient of {slot.name!r} does not have the shape {tuple(slot.shape)} that it was laid out with: "
+                    "change its parameter back, or make the optimizer anew after the change"
+                )
         if self._replaced:
             return (
                 f"parameter {next(iter(self._replaced.values()))!r} was replaced in its module by a new one "
@@ -75,7 +81,8 @@ class Refusals:
                         f"group {number} parameter {i} {tuple(p.shape)} came into the optimizer's param_groups after the "
                         "optimizer was wrapped: use add_param_group on every rank"
                     )
-        self._in_groups = ids
+        if self.known.issuperset(ids):  # one that is frozen may be thawed later
+            self._in_groups = ids
         return None
 
     def check_groups(self, backend: Backend) -> None:
@@ -114,7 +121,7 @@ class Refusals:
         mine = self.reason(buckets)
         self._flag.zero_()
         for bucket in buckets:
-            bucket.misplaced = None
+            bucket.misplaced = bucket.reshaped = None
         reasons = backend.allgather_object(mine, name="refused parameters")
         found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
         raise BackendError(found[0] if found else "a rank could not average its gradients, for a reason that is gone")

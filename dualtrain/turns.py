@@ -17,12 +17,15 @@ from dualtrain.backends import Backend
 from dualtrain.backends.agreement import Call, agree
 from dualtrain.errors import BackendError
 
-_PLACES = 31  # reducers are known by their number modulo this: two sets of them fit into one integer
+_PLACES = 20  # the most reducers of one backend: three sets of them fit into one integer
+_ALL = (1 << _PLACES) - 1
 _ROUND = Call("exchange of gradients")
 
 
 class Member(Protocol):
     """A reducer."""
+
+    steps: int  #: of its optimizer so far
 
     @property
     def is_due(self) -> bool:
@@ -38,12 +41,11 @@ class Turns:
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)
         self._members: dict[int, weakref.ref[Member]] = {}
-        self._numbers = itertools.count()
         self._first = 0  # whose buckets go before the others'
 
     def enter(self, member: Member) -> int:
-        """Registers a reducer, in the same order on every rank; gives its number."""
-        number = next(self._numbers)
+        """Registers a reducer, in the same order on every rank; gives its number, which one that has left may have had."""
+        number = next(each for each in itertools.count() if each not in self._members)
         self._members[number] = weakref.ref(member)
         return number
 
@@ -64,30 +66,52 @@ class Turns:
         backend = self._backend()
         if backend is None or len(self._members) < 2:
             return [member]
-        places = {each % _PLACES: each for each in sorted(self._members)}  # of two, the later one
-        if places.get(number % _PLACES) != number:
+        if max(self._members) >= _PLACES:
             raise BackendError(f"more than {_PLACES} optimizers share a backend: close() those that are not used any more")
         backend.settle()
-        mine = gone = 0
-        for place, each in places.items():
-            other = self._members[each]()
-            gone |= (other is None) << place
-            mine |= (other is not None and (each == number or other.is_due)) << place
-        sets = agree(backend, _ROUND, gone << _PLACES | mine)
-        wanted, dropped = reduce(or_, sets), reduce(and_, sets) >> _PLACES
-        numbers = [each for place, each in places.items() if wanted >> place & 1]
-        numbers.sort(key=lambda each: (each != self._first, each))
+        sets = agree(backend, _ROUND, self._state(number))
+        wanted = reduce(or_, sets) & _ALL
+        dropped = [packed >> 2 * _PLACES for packed in sets]
+        self._refuse_dropped(wanted, dropped)
+        self._refuse_other_order(wanted, [packed >> _PLACES & _ALL for packed in sets])
+        for each in _places(reduce(and_, dropped)):
+            self.leave(each)
+        numbers = sorted(_places(wanted), key=lambda each: (each != self._first, each))
         self._first = numbers[0]
         members = [self._members[each]() for each in numbers]
-        for place, each in places.items():
-            if dropped >> place & 1:
-                self.leave(each)
-        if None in members:
-            raise BackendError(
-                f"another rank exchanges the gradients of an optimizer that rank {backend.rank} has dropped: keep it as "
-                "long as its parameters are trained, or close() it on every rank"
-            )
         return [each for each in members if each is not None]
+
+    def _state(self, number: int) -> int:
+        """Three sets of reducers on this rank: those to exchange, those that took an odd number of steps, dropped ones."""
+        due = odd = dropped = 0
+        for each, ref in self._members.items():
+            member = ref()
+            if member is None:
+                dropped |= 1 << each
+                continue
+            due |= (each == number or member.is_due) << each
+            odd |= (member.steps & 1) << each
+        return dropped << 2 * _PLACES | odd << _PLACES | due
+
+    def _refuse_dropped(self, wanted: int, dropped: list[int]) -> None:
+        ranks = [rank for rank, gone in enumerate(dropped) if gone & wanted]
+        if ranks:
+            raise BackendError(
+                f"an optimizer whose gradients are to be exchanged was dropped on rank {ranks[0]}: keep it as long as its "
+                "parameters are trained, or close() it on every rank"
+            )
+
+    def _refuse_other_order(self, wanted: int, odd: list[int]) -> None:
+        """The gradients of an optimizer belong to one step of it: ranks that are a step apart would average two steps."""
+        if len({each & wanted for each in odd}) > 1:
+            raise BackendError(
+                "the optimizers have not taken the same steps on every rank: step them in the same order on all ranks, or "
+                "use one optimizer"
+            )
+
+
+def _places(numbers: int) -> list[int]:
+    return [each for each in range(_PLACES) if numbers >> each & 1]
 
 
 _TURNS: weakref.WeakKeyDictionary[Backend, Turns] = weakref.WeakKeyDictionary()

@@ -201,7 +201,7 @@ class _Optimizer(NativeOptimizer):
                 "for an overflow in its own gradients; call optimizer.synchronize() first, and scaler.step() inside "
                 "`with optimizer.skip_synchronize():`"
             )
-        return super()._step_supports_amp_scaling
+        return self._unscales_itself()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes are summed before their gradients are exchanged, from the next step on."""

@@ -23,6 +23,7 @@ from dualtrain.backends import Backend
 from dualtrain.buckets import Transfer
 from dualtrain.errors import DivergedError
 from dualtrain.optimizer import DistributedOptimizer
+from dualtrain.parameters import check_supported
 from dualtrain.state import averaged_buffers, broadcast_parameters
 from dualtrain.training import checkpoint
 from dualtrain.training.local_state import local_state, restore_local_state
@@ -91,6 +92,8 @@ class Trainer:
         forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
         measure: Objective | None = None,
     ) -> None:
+        for name, p in model.named_parameters():
+            check_supported(name, p)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
         compare_trainer(backend, model, optimizer, objects, options)

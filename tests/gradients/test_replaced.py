@@ -203,6 +203,45 @@ def test_a_parameter_that_changed_is_refused_by_name_on_every_rank(change):
     run_threads(2, refused, change)
 
 
+def thawed(backend):
+    """A frozen parameter is appended, and thawed steps later, by one rank."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    late = nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer.param_groups[0]["params"].append(late)
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    late.requires_grad_(backend.rank == 1)
+    with pytest.raises(BackendError, match=r"rank 1: group 0 parameter 4 .* add_param_group"):
+        (vector_loss(model, backend.rank) + late.sum()).backward()
+    optimizer.close()
+
+
+def test_a_parameter_that_is_appended_frozen_and_thawed_later_is_refused():
+    run_threads(2, thawed)
+
+
+def reshaped(backend, shape):
+    """Of a parameter that has a gradient, on one rank."""
+    model = nn.Module()
+    model.q = nn.Parameter(torch.ones(1, 6))
+    optimizer = sgd(model, backend)
+    model.q.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if backend.rank == 1:
+        model.q.data = torch.ones(shape)
+    with pytest.raises(BackendError, match=r"rank 1: .*'q'.* \(1, 6\) .*make the optimizer anew"):
+        model.q.square().sum().backward()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 6)])
+def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
+    run_threads(2, reshaped, shape)
+
+
 def refused_after_backward(backend):
     model = perceptron()
     optimizer = sgd(model, backend)

@@ -138,15 +138,14 @@ def uses_a_dropped_one(backend):
     optimizers = [wrapped(model, backend) for model in models]
     if backend.rank == 1:
         turns(backend)._members[1] = lambda: None
-        with pytest.raises(BackendError, match="an optimizer that rank 1 has dropped"):
-            optimizers[0].synchronize()
-    else:
-        with impatient(backend), pytest.raises(BackendError, match="rank 1"):
-            optimizers[1].synchronize()
+    loss = sum(model(torch.ones(2, 6)).sum() for model in models)
+    with pytest.raises(BackendError, match="was dropped on rank 1: keep it as long as its parameters are trained"):
+        loss.backward()
+    return len(optimizers)
 
 
-def test_an_optimizer_that_one_rank_has_dropped_is_an_error_there():
-    run_threads(2, uses_a_dropped_one)
+def test_an_optimizer_that_one_rank_has_dropped_is_an_error_on_every_rank():
+    assert run_threads(2, uses_a_dropped_one) == [2, 2]
 
 
 def test_closed_reducers_need_no_agreement():
@@ -160,3 +159,61 @@ def test_closed_reducers_need_no_agreement():
     first.reducer.close()
     assert len(order._members) == 1
     assert order.may_send(1)
+
+
+def steps_in_another_order(backend):
+    models = two_models()
+    optimizers = [wrapped(model, backend) for model in models]
+    order = (0, 1) if backend.rank == 0 else (1, 0)
+
+    def train():
+        for number in order:
+            optimizers[number].zero_grad()
+            models[number](torch.ones(2, 6)).square().mean().backward()
+            optimizers[number].step()
+
+    with pytest.raises(BackendError, match="have not taken the same steps on every rank"), impatient(backend):
+        train()
+    return True
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_optimizers_that_are_stepped_in_another_order_on_a_rank_are_an_error_on_every_rank(size):
+    assert run_threads(size, steps_in_another_order) == [True] * size
+
+
+def made_and_closed(backend):
+    models = two_models()
+    kept = wrapped(models[0], backend)
+    for _ in range(50):
+        other = wrapped(models[1], backend)
+        for model in models:
+            model(torch.ones(2, 6)).square().mean().backward()
+        for optimizer in (kept, other):
+            optimizer.step()
+            optimizer.zero_grad()
+        other.close()
+    return weights_sha256(models[0]), weights_sha256(models[1])
+
+
+def test_any_number_of_optimizers_may_be_made_and_closed_in_turn():
+    assert len(set(run_threads(2, made_and_closed))) == 1
+
+
+def overflows_beside_no_sync(backend, fused):
+    """Nothing was averaged when GradScaler looks for an overflow, which one rank alone has."""
+    model = filled(nn.Linear(4, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = weights_sha256(model)
+    with optimizer.no_sync():
+        scaler.scale(model(torch.full((2, 4), float("inf") if backend.rank == 0 else 1.0)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return weights_sha256(model) == before, scaler.get_scale()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_of_one_rank_is_skipped_by_all(fused):
+    assert run_threads(2, overflows_beside_no_sync, fused) == [(True, 2.0)] * 2
