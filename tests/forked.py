@@ -23,6 +23,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from dualtrain.processes import JOB_SIGNALS, start_forkserver
+
 ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_PDEATHSIG = 1
 #: Loaded once, in the server.
@@ -32,17 +34,9 @@ PRELOADED = ["tests.warm"]
 @cache
 def server() -> ForkServerContext:
     """The context whose processes are forked from the server; the server starts with the first of them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
-
-
-def warm_up() -> None:
-    """Start the server now; it loads its modules beside whatever this process does next."""
-    from multiprocessing import forkserver
-
-    server()
-    forkserver.ensure_running()
+    # As a run starts it for its data: the server is the same in a process, and must outlive a job's signals.
+    start_forkserver(PRELOADED)
+    return multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -173,6 +167,7 @@ def holds(condition: Callable[[], bool], seconds: float = 120) -> bool:
 def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
     """Turn this forked process into one that runs ``command``."""
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server ends with the tests
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)

@@ -30,6 +30,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from dualtrain.processes import JOB_SIGNALS
 from tests.forked import server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -247,6 +248,7 @@ def _serve(connection: Connection) -> None:
 
 def _work(connection: Connection, env: dict[str, str]) -> None:
     """The life of a worker."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
     os.environ.clear()
     os.environ.update(env)
     faulthandler.enable()

@@ -8,6 +8,7 @@ import pytest
 
 from dualtrain.data import load_data
 from dualtrain.errors import UserError
+from dualtrain.models.vision import torchvision as with_shim
 
 
 def build_nonsense():
@@ -65,6 +66,7 @@ def test_classes_of_train_and_val_must_agree(tmp_path):
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_without_a_network_the_message_says_where_the_files_go(name, tmp_path, monkeypatch):
+    with_shim()  # the import of one of its builds needs it
     import torchvision.datasets.mnist
     import torchvision.datasets.utils
 

@@ -94,22 +94,32 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run's folder of the same job, by as many ranks of one host, whose sums the library makes as between hosts."""
+def on_one_host(folder: Path, ranks: int) -> Path:
+    """The run's folder of the same job by so many ranks of one host, whose sums the library makes as between hosts."""
     require_hosts()
-    folder = tmp_path_factory.mktemp("alone") / "run"
     flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder)]
-    end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(4, *flags)])
+    end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)])
     assert end.returncode == 0, end.stderr
     return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of two ranks."""
+    return on_one_host(tmp_path_factory.mktemp("alone") / "run", 2)
+
+
+@pytest.fixture(scope="module")
+def four_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of four ranks."""
+    return on_one_host(tmp_path_factory.mktemp("four") / "run", 4)
 
 
 @pytest.mark.parametrize(
     ("launcher", "backend", "interface"),
     [("mpirun", "torch", "eth0"), ("horovodrun", "torch", "eth0")],
 )
-def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, cluster, alone, tmp_path):
+def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, cluster, four_alone, tmp_path):
     # Two ranks on each: the sum is made within a host and between hosts.
     folder = tmp_path / "run"
     flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder)]
@@ -117,7 +127,7 @@ def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, c
     job.until(lambda: job.ended() or job.ranks() == {"hosta": {0, 1}, "hostb": {2, 3}}, START_SECONDS)
     assert job.statuses() == [0], job.said()
     assert summary(folder)["world_size"] == 4
-    assert summary(folder)["weights_sha256"] == summary(alone)["weights_sha256"]
+    assert summary(folder)["weights_sha256"] == summary(four_alone)["weights_sha256"]
 
 
 @pytest.mark.parametrize("own", ["127.0.1.1"])  # what Debian's installer writes
