@@ -303,6 +303,13 @@ def test_after_a_failed_collective_the_state_is_restored_and_synced(resets):
     assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
 
 
+def test_the_driver_is_asked_for_news_before_training(resets, monkeypatch):
+    order = []
+    monkeypatch.setattr(common.notification_manager, "init", lambda: order.append("init"))
+    common.run_fn(lambda held: order.append("train"), resets.init)(recorded())
+    assert order == ["init", "train"]
+
+
 def test_a_sync_that_fails_is_tried_again(resets):
     held = recorded([elastic.HorovodInternalError("lost")] * 2)
     assert attempts("done")(held) == "done"

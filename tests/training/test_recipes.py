@@ -186,6 +186,18 @@ def test_a_run_that_is_stopped_behind_its_last_step_is_still_evaluated(places, t
     [
         (["--model", "tests.training.test_recipes:pair"], ["tuple", "one row of logits"]),
         (["--model", "tests.training.test_recipes:narrow"], ["class numbers", "model's 3"]),
+        # The first class that the model does not have.
+        (
+            [
+                "--model",
+                "tests.training.test_recipes:narrow",
+                "--dataset",
+                "tests.training.test_recipes:threes",
+                "--classes",
+                "10",
+            ],
+            ["from 0 to below the model's 3, and there is 3"],
+        ),
         (["--model", "tests.training.test_recipes:misfit"], ["(1, 8, 8)", "RuntimeError"]),
         (["--model", ":build"], ["':build'", "pkg.mod:function"]),
         (["--dataset", "tests.training.test_recipes:nothing", "--classes", "10"], ["no samples to evaluate on"]),
@@ -221,6 +233,11 @@ def narrow():
 
 def misfit():
     return nn.Sequential(nn.Flatten(), nn.Linear(63, 10))
+
+
+def threes():
+    samples = [(torch.zeros(1, 8, 8), 3)] * 20
+    return samples, samples
 
 
 def nothing():
