@@ -24,6 +24,7 @@ stamp=$venv/setup.done
 lock=$venv/setup.lock
 lock_minutes=30
 build=''               # the process group of Horovod's build, while it runs
+build_began=''         # when it began, in seconds of this shell, for the step that reports it
 build_log=$venv/build.log
 export LC_ALL=C        # one language for the messages that report_failure looks for
 
@@ -62,7 +63,7 @@ report_failure() {
 
 # step WHAT CURE COMMAND…: runs the command into the log; on failure names the step, its last lines and the cure.
 step() {
-  local what=$1 cure=$2 began=$SECONDS status=0 output
+  local what=$1 cure=$2 began=${build_began:-$SECONDS} status=0 output
   shift 2
   printf 'setup: %s … ' "$what"
   # A subshell with its own -e, outside any condition: else a step would go on behind a command that failed.
@@ -310,16 +311,19 @@ else
   if [ "$(gpu)" = cuda ]; then say "a GPU but no CUDA toolkit with NCCL: Horovod will move tensors through the CPU"; fi
   say "Horovod $(pin horovod) is compiled with MPI and Gloo beside the next steps (minutes)"
   start_build "$wheels"
+  began_in_background=$SECONDS
 fi
 step "torchvision $(pin torchvision)" "$network" install_torch torchvision
 if [ "$with" != none ]; then step "dualtrain ($with)" "$network" install_dualtrain; fi
 if [ -n "$build" ]; then
   status=0
+  say "waiting for Horovod's build"
   wait "$build" || status=$?
-  build=''
+  build='' build_began=$began_in_background
   step "Horovod's build" \
     "look for the first 'error:' in $log; beside a CUDA build of torch a CUDA toolkit is needed (CUDA_HOME), for torch alone: pip install ." \
     show_build "$status"
+  build_began=''
 fi
 step "Horovod's wheel" "delete $wheels and try again" pip_install --no-deps "$wheels"/horovod-*.whl
 step "check: horovodrun --check-build" "delete $wheels and $venv and try again" check_horovod
