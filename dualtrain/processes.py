@@ -69,10 +69,15 @@ def _end_with_parent() -> None:
     if parent is None:
         return
     parent.join()
-    pid, folder = multiprocessing.current_process()._config.get(_OWN_FOLDER, (None, None))  # type: ignore[attr-defined]
-    if pid == parent.pid and folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)  # a killed parent leaves it behind
+    _remove_own_folder(parent.pid)  # a killed parent leaves it behind
     os._exit(0)
+
+
+def _remove_own_folder(pid: int | None) -> None:
+    """Removes the folder that process ``pid``, this one or the one that has started it, made itself, if any."""
+    owner, folder = multiprocessing.current_process()._config.get(_OWN_FOLDER, (None, None))  # type: ignore[attr-defined]
+    if owner == pid and folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def release() -> None:
@@ -81,9 +86,7 @@ def release() -> None:
     thread = threading.Thread(target=_run_finalizers, name="dualtrain-release", daemon=True)
     thread.start()
     thread.join(RELEASE_SECONDS)
-    pid, folder = multiprocessing.current_process()._config.get(_OWN_FOLDER, (None, None))  # type: ignore[attr-defined]
-    if pid == os.getpid() and folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    _remove_own_folder(os.getpid())
 
 
 def _run_finalizers() -> None:
