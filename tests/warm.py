@@ -16,5 +16,5 @@ MODULES = [
 for name in MODULES:
     if importlib.util.find_spec(name.partition(".")[0]) is not None:
         importlib.import_module(name)
-importlib.import_module("dualtrain.models.vision").torchvision()
+importlib.import_module("dualtrain.torchvision_shim").torchvision()
 torch.set_num_threads(1)

@@ -17,7 +17,7 @@ import torch
 from dualtrain.data.downloads import missing
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
-from dualtrain.models.vision import mended
+from dualtrain.torchvision_shim import mended
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"

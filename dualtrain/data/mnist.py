@@ -16,7 +16,7 @@ from dualtrain.data import Data, Split
 from dualtrain.data.downloads import missing
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
-from dualtrain.models.vision import torchvision
+from dualtrain.torchvision_shim import torchvision
 
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 UINT8 = 8  # the idx format's number of this type

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.data import draws
-from dualtrain.models.vision import mended
+from dualtrain.torchvision_shim import mended
 
 # (images (n, c, h, w), uint8 or float; their numbers (n,); seed) → inputs (n, c, size, size), float32
 Transform = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]

@@ -13,8 +13,8 @@ from dualtrain.data.options import Options
 from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import Source, Task, Tensors
 from dualtrain.errors import UserError
-from dualtrain.models.imported import call
-from dualtrain.models.vision import mended
+from dualtrain.torchvision_shim import mended
+from dualtrain.user_code import call
 
 
 class Samples:

@@ -9,8 +9,8 @@ from torch import nn
 from dualtrain.errors import UserError
 from dualtrain.models import bert, small
 from dualtrain.models.freezing import find_head, freeze_backbone
-from dualtrain.models.imported import call
 from dualtrain.models.weights import fetch, load_weights
+from dualtrain.user_code import call
 
 __all__ = ["Shape", "build", "fetch"]
 

@@ -299,7 +299,7 @@ def test_the_ranks_of_no_communication_meet_before_the_first_batch(monkeypatch):
 
 
 def test_resnet18_is_torchvisions():
-    from dualtrain.models.vision import torchvision
+    from dualtrain.torchvision_shim import torchvision
 
     ours, theirs = resnet18().eval(), torchvision().models.resnet18(num_classes=10).eval()
     shapes = [[tuple(t.shape) for t in model.state_dict().values()] for model in (ours, theirs)]

@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from dualtrain.errors import UserError
-from dualtrain.models.vision import mended
+from dualtrain.torchvision_shim import mended
 
 
 def call(path: str, flag: str, takes: str, *arguments: Any) -> Any:
