@@ -17,7 +17,7 @@ import torch
 from dualtrain.data.downloads import missing
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
-from dualtrain.torchvision_shim import mended
+from dualtrain.torchvision_shim import with_torchvision_shim
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -65,7 +65,7 @@ def _bytes(path: Path) -> Any:
 
 
 def _download(folder: str) -> None:
-    utils = mended(lambda: import_module("torchvision.datasets.utils"))
+    utils = with_torchvision_shim(lambda: import_module("torchvision.datasets.utils"))
     try:
         utils.download_and_extract_archive(URL, folder, md5=MD5)
     except (URLError, OSError, RuntimeError) as error:
