@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from dualtrain.data.downloads import missing
+from dualtrain.data.sources import Tensors
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
 from dualtrain.torchvision_shim import with_torchvision_shim
@@ -26,10 +27,9 @@ TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 VAL = ("test_batch.bin",)
 SHAPE = (3, 32, 32)
 CLASSES = 10
-Part = tuple[torch.Tensor, torch.Tensor]
 
 
-def read_cifar10(folder: str | None, download: bool = False) -> tuple[Part, Part]:
+def read_cifar10(folder: str | None, download: bool = False) -> tuple[Tensors, Tensors]:
     """Training and test part: images uint8 (N, 3, 32, 32) and classes int64 (N,).
 
     Raises:
@@ -43,7 +43,7 @@ def read_cifar10(folder: str | None, download: bool = False) -> tuple[Part, Part
     return _read(where, TRAIN), _read(where, VAL)
 
 
-def _read(where: Path, names: tuple[str, ...]) -> Part:
+def _read(where: Path, names: tuple[str, ...]) -> Tensors:
     size = 1 + SHAPE[0] * SHAPE[1] * SHAPE[2]
     try:
         content = numpy.concatenate([_bytes(where / name) for name in names])
