@@ -9,7 +9,7 @@ import torch
 
 #: Not dualtrain.main, which tests run as __main__; not Horovod, whose place horovodize takes in scripts.
 MODULES = [
-    *("torch._dynamo", "torch.distributed", "torchinfo", "yaml", "safetensors.torch", "PIL.Image"),
+    *("torch._dynamo", "torch.distributed", "torchinfo", "safetensors.torch", "PIL.Image"),
     *("dualtrain.training.loop", "dualtrain.hvd.elastic", "dualtrain.predict", "tests.models_for_tests"),
 ]
 
