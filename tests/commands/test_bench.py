@@ -600,6 +600,16 @@ def test_bad_input_is_refused_in_one_line(arguments, words, capsys):
     assert said.count("\n") == 1
 
 
+def test_without_matplotlib_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured"))
+    assert main(["--quick", "--out", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "pip install matplotlib" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
 def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("years")
