@@ -18,6 +18,7 @@ ROOMS = [
     "launchers",
     "processes",
     "console",
+    "torch_versions",
     "backends",
     "turns",
     "parameters",
