@@ -37,6 +37,7 @@ from dualtrain.backends.rendezvous import join, leave, meeting_point, names_by_s
 from dualtrain.backends.store import Store, listen
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+from dualtrain.torch_versions import asynchronous, shut_down
 
 #: How many worlds met at an address so far: the same on all of their ranks.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
@@ -81,9 +82,7 @@ def _asynchronous(kind: type, **values: Any) -> Any:
     options = kind()
     for name, value in values.items():
         setattr(options, name, value)
-    if hasattr(options, "asyncOp"):  # not in every version of torch
-        options.asyncOp = True
-    return options
+    return asynchronous(options)
 
 
 _OPTIONS = {
@@ -323,7 +322,7 @@ class TorchBackend(Backend):
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         if self._nccl is not None:
-            _shut_down(self._nccl)
+            shut_down(self._nccl)
         # Left to the garbage collector, the groups would end in whatever thread it runs in, perhaps while that holds up
         # another world's start.
         groups = list(self._groups)
@@ -358,7 +357,7 @@ def _chosen_interface(world: World) -> str | None:
     return None if os.environ.get("GLOO_SOCKET_IFNAME") else listening_interface(world)
 
 
-# What follows is torch's private interface, the same in torch 2.5 to 2.13: as torch's own tests make groups.
+# What follows is torch's private interface, the same in torch 2.5 to 2.15: as torch's own tests make groups.
 
 
 def _gloo_group(store: dist.Store, world: World, interface: str | None, timeout: float) -> Any:
@@ -380,11 +379,6 @@ def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
     options = kind.Options()
     options._timeout = _limit(timeout)
     return kind(store, world.rank, world.size, options)
-
-
-def _shut_down(nccl: Any) -> None:
-    end = getattr(nccl, "shutdown", None) or nccl._shutdown
-    end()
 
 
 def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | None = None) -> tuple[dist.Store, World]:

@@ -10,7 +10,7 @@ import torch
 from dualtrain.data import load_data
 from dualtrain.data.sources import Batch
 from dualtrain.errors import UserError
-from dualtrain.models.vision import torchvision as with_shim
+from dualtrain.torchvision_shim import torchvision as with_shim
 
 
 def build_nonsense():
