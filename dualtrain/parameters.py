@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+_DTYPE = attrgetter("dtype")
 _observing = False
 
 
@@ -73,6 +73,7 @@ class Forms:
         self._params = [p for _, p in named]
         self._dtypes = [p.dtype for p in self._params]
         self._devices = [p.device for p in self._params]
+        self._indices = [p.get_device() for p in self._params]  # -1 on the CPU; an object less to make than a device
         self._shapes = [p.shape for p in self._params]
         self._numels = [p.numel() for p in self._params]
 
@@ -82,7 +83,7 @@ class Forms:
         params = self._params
         if (
             list(map(_DTYPE, params)) == self._dtypes
-            and list(map(_DEVICE, params)) == self._devices
+            and list(map(torch.Tensor.get_device, params)) == self._indices
             and list(map(torch.Tensor.numel, params)) == self._numels
         ):
             return None

@@ -164,6 +164,12 @@ def append(model, optimizer):
     return r"group 0 parameter 4 \(2,\) came into the optimizer's param_groups", params.pop
 
 
+def exchange_equal(model, optimizer):
+    params = optimizer.param_groups[0]["params"]
+    before, params[1] = params[1], nn.Parameter(params[1].detach().clone())
+    return r"group 0 parameter 1 \(6,\) came into the optimizer's param_groups", lambda: params.__setitem__(1, before)
+
+
 def misplace(model, optimizer):
     a, b = model[0].bias, model[0].weight
     a.grad = b.grad.flatten()[: a.numel()]
@@ -203,7 +209,7 @@ def refused(backend, change):
     optimizer.close()
 
 
-@pytest.mark.parametrize("change", [cast, load_assigned, append, misplace, reshape])
+@pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape])
 def test_a_parameter_that_changed_is_refused_by_name_on_every_rank(change):
     run_threads(2, refused, change)
 
