@@ -365,8 +365,8 @@ class GradientReducer:
             slot.bucket = None
         carry = self.cargo.numel()
         extra = carry + len(self.slots) * (self.unused == "none")
-        # With the flag that says that a rank cannot go on, unless nothing travels at all.
-        self._buckets = lay_out(dense, extra + bool(dense or extra), self.backend, self.name, self.transfer)
+        # With the flag that says that a rank cannot go on, unless there are no parameters and nothing travels at all.
+        self._buckets = lay_out(dense, extra + bool(self.slots or extra), self.backend, self.name, self.transfer)
         self._carried = self.cargo
         if self._buckets:
             self._carried = self._buckets[-1].extra[:carry]

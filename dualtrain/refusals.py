@@ -120,11 +120,12 @@ class Refusals:
             return False
         if self._flag.is_cpu or host_waits:
             return math.isnan(self._flag.item())
-        mine, late = self.reason(buckets), self._late
-        self._late = _LateFlag(self._flag)
+        mine, earlier = self.reason(buckets), self._late is not None and self._late.raised()
+        self._late = self._late or _LateFlag(self._flag)
+        self._late.copy(self._flag)
         if mine is not None:
             raise BackendError(f"rank {backend.rank}: {mine}")
-        if late is not None and late.raised():
+        if earlier:
             raise BackendError(
                 "another rank cannot average its gradients (its own error says why), or has not taken the same optimizer "
                 f"steps: {_SAME_STEPS}"
@@ -155,11 +156,14 @@ class _LateFlag:
 
     def __init__(self, flag: torch.Tensor) -> None:
         self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
-        self._value.copy_(flag, non_blocking=True)
         self._copied = torch.cuda.Event()
+
+    def copy(self, flag: torch.Tensor) -> None:
+        """Start to copy ``flag`` to the host, after :meth:`raised` has looked at the one before."""
+        self._value.copy_(flag, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(flag.device))
 
     def raised(self) -> bool:
-        """Whether it was set."""
+        """Whether it was set. Blocks until the last copy has ended."""
         self._copied.synchronize()
         return math.isnan(self._value.item())
