@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -29,9 +30,10 @@ from torch.distributed import distributed_c10d
 from dualtrain.backends.agreement import exchange_text
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.comparison import refuse_unlike
 from dualtrain.backends.hosts import identity, listening_address, listening_interface, variables
 from dualtrain.backends.reach import reach_all
-from dualtrain.backends.rendezvous import join, leave, meeting_point
+from dualtrain.backends.rendezvous import join, leave, meeting_point, names_by_server
 from dualtrain.backends.store import Store, listen
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
@@ -39,6 +41,9 @@ from dualtrain.torch_versions import asynchronous, shut_down
 
 #: How many worlds met at an address so far: the same on all of their ranks.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
+
+SAME_BACKEND = "give the same --backend to all"
+_REFUSAL_SECONDS = 3.0  # that the process which serves the store waits for the others to have read what refuses them
 
 _PLACE_BYTES = 128  # of an address, a port and a key
 
@@ -376,38 +381,54 @@ def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
     return kind(store, world.rank, world.size, options)
 
 
-def meet(world: World, timeout: float, obstacle: str | None = None) -> tuple[dist.Store, World]:
+def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | None = None) -> tuple[dist.Store, World]:
     """The job's store, once all processes are known to be there, and the world with the places that their hosts give.
 
     Raises:
-        UserError: as :func:`open_store`, a process did not come in time, or two hosts cannot reach each other,
-            or one of several has an ``obstacle``.
+        UserError: as :func:`open_store`, a process did not come in time, or has another ``backend``, or two hosts cannot
+            reach each other, or one of several has an ``obstacle``.
     """
     deadline = time.monotonic() + timeout
+    refuse_unlike("backend", names_by_server(world, timeout, backend), SAME_BACKEND)
     world = meeting_point(world, timeout)
     store = open_store(world, timeout)
     try:
-        return store, _gathered(store, world, timeout, deadline, obstacle)
+        return store, _gathered(store, world, (timeout, deadline), backend, obstacle)
     except BaseException:
         leave(world)
         raise
 
 
-def _gathered(store: dist.Store, world: World, timeout: float, deadline: float, obstacle: str | None) -> World:
-    store.set(f"host/{world.rank}", str(identity()))
-    hosts = []
+def _gathered(store: dist.Store, world: World, limit: tuple[float, float], backend: str, obstacle: str | None) -> World:
+    timeout, deadline = limit
+    store.set(f"host/{world.rank}", f"{identity()} {backend}")
+    hosts, backends = [], []
     for rank in range(world.size):
         try:
             store.wait([f"host/{rank}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-            hosts.append(store.get(f"host/{rank}"))
+            host, its_backend = store.get(f"host/{rank}").decode().split()
         except dist.DistError as error:
             raise UserError(
                 f"rank {rank} of {world.size} did not come within {timeout:g} s: check that all processes were started, "
                 "each with its own rank"
             ) from error
+        hosts.append(host)
+        backends.append(its_backend)
+    _refuse_other_backends(store, world, backends)
     world = world.placed(world.rank, hosts)
     reach_all(world, hosts, store.set, lambda key: bytes(store.get(key)).decode(), obstacle)
     return world
+
+
+def _refuse_other_backends(store: dist.Store, world: World, backends: Sequence[str]) -> None:
+    """Refuses ranks of several backends, for some seconds: the store may end with the process that serves it."""
+    try:
+        refuse_unlike("backend", backends, SAME_BACKEND)
+    except UserError:
+        with suppress(RuntimeError, UserError):
+            store.set(f"refused/{world.rank}", "")
+            store.wait([f"refused/{rank}" for rank in range(world.size)], timedelta(seconds=_REFUSAL_SECONDS))
+        raise
 
 
 def open_store(world: World, timeout: float) -> dist.Store:
