@@ -12,6 +12,8 @@
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }
+# reason FILE: the last line that says something; the client adds a pointer to its help.
+reason() { grep -v -e '^$' -e "^Run 'docker" "$1" | tail -n 1 | cut -c 1-300; }
 fail() { echo "docker.sh: FAILED: $* (outputs: $logs)" >&2; exit 1; }
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
@@ -49,11 +51,11 @@ check() {
   out=$logs/${what//[^a-z0-9]/-}
   printf '%s … ' "$what"
   "$@" >"$out" 2>&1 </dev/null || status=$?
-  [ "$status" = 0 ] || { echo; fail "$what: exit status $status, $(tail -n 1 "$out" | cut -c 1-300)"; }
+  [ "$status" = 0 ] || { echo; fail "$what: exit status $status, $(reason "$out")"; }
   echo "done ($((SECONDS - began)) s)"
 }
 
-inside() { docker run --rm --init "$@"; }
+inside() { docker run --rm "$@"; }
 look() { docker exec "$looker" "$@"; }
 service() { compose run --rm -T "$@"; }
 
@@ -79,15 +81,25 @@ learned() {
   echo "  ${line#done: }"
 }
 
+# A base made by docker import has the mode of the folder that was packed as its /.
+base_is_usable() {
+  docker run --rm --user 1000:1000 "$BASE_IMAGE" sh -c : ||
+    { echo "only root can run programs in $BASE_IMAGE: give its / mode 755, or name another base image"; return 1; }
+}
+check "base image" base_is_usable
 for profile in cpu test cluster gpu; do check "compose file, $profile" compose --profile "$profile" config; done
 check "image" docker build "${build_args[@]}" --build-arg "BASE_IMAGE=$BASE_IMAGE" --target runtime -t "$IMAGE" -f docker/Dockerfile .
 check "image for tests" docker build "${build_args[@]}" --build-arg "BASE_IMAGE=$BASE_IMAGE" --target test -t "$IMAGE:test" -f docker/Dockerfile .
 echo "  $IMAGE: $(($(docker image inspect -f '{{.Size}}' "$IMAGE") / 1000000)) MB"
 
-[ "$(docker image inspect -f '{{join .Config.Entrypoint " "}}' "$IMAGE:test")" = 'bash launch/test.sh' ] ||
+[ "$(docker image inspect -f '{{join .Config.Entrypoint " "}}' "$IMAGE:test")" = 'tini -s -- bash launch/test.sh' ] ||
   fail "$IMAGE:test starts something else than the README's bash launch/test.sh"
+for image in "$IMAGE" "$IMAGE:test"; do
+  [[ $(docker image inspect -f '{{.Config.User}}' "$image") == [1-9]* ]] || fail "$image: its user is not a number, which runAsNonRoot of Kubernetes refuses"
+done
 
-looker=$(docker run -d --init --health-interval 2s --label "com.docker.compose.project=$project" "$IMAGE" sleep infinity)
+looker=$(docker run -d --health-interval 2s --label "com.docker.compose.project=$project" "$IMAGE" sleep infinity)
+check "orphans reaped" look bash -c '(sleep 0.1 &); sleep 1; ! grep "^State:.*Z" /proc/[0-9]*/status'
 check "no root" look bash -c '[ "$(id -u)" != 0 ] && ! [ -w .venv ]'
 check "no compiler" look bash -c '! command -v gcc g++ cc c++ cpp clang gcc-12 g++-12 as ld make cmake ninja nvcc'
 check "no key" docker exec --user root "$looker" bash -c '
@@ -123,7 +135,9 @@ learned
 [ "$weights" = "$horovod" ] || fail "torch's weights are $weights, Horovod's $horovod"
 check "mpirun" inside --shm-size 1g "$IMAGE" bash launch/mpirun.sh
 learned
-check "one process" inside "$IMAGE"
+# As restricted as a pod may be: no capability, nothing writable but /tmp and the runs.
+check "one process, restricted" inside --cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp \
+  --mount type=volume,destination=/opt/dualtrain/runs "$IMAGE"
 learned
 check "compare" service compare
 trained 2
