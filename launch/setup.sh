@@ -216,8 +216,8 @@ install_torch() {
 install_dualtrain() {
   case $with in
     dev) pip_install --no-build-isolation --editable "$root[dev]" ;;
-    tree) pip_install --no-build-isolation --editable "$root" ;;
-    run) pip_install --no-build-isolation "$root[tensorboard]" ;;
+    tree) pip_install --no-build-isolation --editable "$root[report]" ;;
+    run) pip_install --no-build-isolation "$root[report,summary,tensorboard]" ;;
   esac
 }
 
