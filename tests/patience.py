@@ -15,9 +15,9 @@ def impatient(backend: Any, limit: float = math.inf) -> AbstractContextManager[A
     if watch is None:
         return nullcontext()
 
-    def settle(seconds: float) -> None:
+    def wait_for_report(seconds: float) -> None:
         deadline = time.monotonic() + min(seconds, limit)
-        while watch.loss is None and time.monotonic() < deadline:
+        while watch.failure is None and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    return mock.patch.object(watch, "settle", settle)
+    return mock.patch.object(watch, "wait_for_report", wait_for_report)

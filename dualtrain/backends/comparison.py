@@ -11,13 +11,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dualtrain.backends.agreement import Call, agree
-from dualtrain.errors import RanksDifferError, UserError
-
-if TYPE_CHECKING:
-    from dualtrain.backends.collectives import Backend
+from dualtrain.backends.agreement import Call, agree, fingerprint
+from dualtrain.backends.collectives import Backend
+from dualtrain.errors import BackendError, RanksDifferError, UserError
 
 _FAILED = -1  # in place of a hash
 _SHOWN = 3  # differences that a message describes; it names the others
@@ -64,7 +61,7 @@ def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]
         values = {name: _as_text(value) for name, value in read().items()}
     except Exception as error:  # whatever it is: the other ranks wait for this one
         failure = error
-    backend.settle()
+    backend.drain()
     hashes = agree(backend, Call("comparison", what), _FAILED if failure is not None else _hash(values))
     if len(set(hashes)) == 1 and _FAILED not in hashes:
         return []
@@ -141,3 +138,25 @@ def _excerpts(values: Sequence[str | None]) -> list[str]:
 def _cut(text: str, start: int) -> str:
     part = text[start : start + _WIDTH]
     return f"{'…' * (start > 0)}{part}{'…' * (start + _WIDTH < len(text))}"
+
+
+def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
+    """Check that every rank has the same list of descriptions. Collective; blocks.
+
+    Raises:
+        BackendError: on every rank, naming the first entry in which rank 0 and another rank differ.
+    """
+    backend.drain()
+    fingerprints = backend.exchange_short([fingerprint(f"{what} {mine}")])
+    if all(each == fingerprints[0] for each in fingerprints):
+        return
+    lists = backend.allgather_object(mine, name=what)
+    other = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])
+    place = next((i for i, (a, b) in enumerate(zip(lists[0], lists[other], strict=False)) if a != b), None)
+    if place is None:
+        difference = f"rank 0 has {len(lists[0])}, rank {other} has {len(lists[other])}"
+    else:
+        difference = f"number {place} is {lists[0][place]} on rank 0 and {lists[other][place]} on rank {other}"
+    raise BackendError(
+        f"the ranks do not have the same {what}: {difference}; build the same model and optimizer on every rank"
+    )

@@ -17,10 +17,10 @@ import torch
 
 from dualtrain.backends import horovod as horovod_backend
 from dualtrain.backends import torch as torch_backend
-from dualtrain.backends.hosts import WISHES
 from dualtrain.doctor.network import interfaces
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, ignored
+from dualtrain.rendezvous.hosts import OVERRIDES
 from dualtrain.version import __version__
 
 # Asked in a child: in this process, MPI is for the backends to start, and a broken one may end the process.
@@ -47,7 +47,7 @@ def gather(world: World) -> dict[str, Any]:
         "cuda": torch.cuda.is_available(),
         "devices": _devices(),
         "interfaces": interfaces(),
-        "wishes": {name: os.environ[name] for name in WISHES if os.environ.get(name)},
+        "wishes": {name: os.environ[name] for name in OVERRIDES if os.environ.get(name)},
         "versions": _versions(),
         "torch": torch_backend.build_facts(),
         "horovod": built,

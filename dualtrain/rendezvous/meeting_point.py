@@ -18,10 +18,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from dualtrain.backends.hosts import address, identity, is_loopback
-from dualtrain.backends.store import Store, StoreServer, dial, listen, serve
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import address, identity, is_loopback
+from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
 
 #: Sockets that rank 0 listens on already, until the store takes them.
 _RESERVED: dict[tuple[str, int], socket.socket] = {}

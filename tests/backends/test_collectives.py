@@ -677,7 +677,7 @@ def primitives(backend):
         assert work.wait() is None
         assert work.done()
         check(tensor, reduced([data(rank, 5, seed=n) for rank in range(backend.size)], ReduceOp.SUM))
-    backend.settle()
+    backend.drain()
 
 
 def test_primitives_run_side_by_side_with_checked_calls(spmd):

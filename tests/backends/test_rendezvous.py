@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dualtrain import main as command
-from dualtrain.backends.store import listen, serve
+from dualtrain.rendezvous.store import listen, serve
 from tests.conftest import require_horovod
 from tests.forked import Forked, holds, run_ranks
 from tests.pool import ROOT, free_port

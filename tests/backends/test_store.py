@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from dualtrain import UserError
-from dualtrain.backends import hosts, store
-from dualtrain.backends.http_store import HttpStore
-from dualtrain.backends.store import StoreClient, dial, listen, serve
 from dualtrain.backends.torch import _JobStore
+from dualtrain.rendezvous import hosts, store
+from dualtrain.rendezvous.http_store import HttpStore
+from dualtrain.rendezvous.store import StoreClient, dial, listen, serve
 from tests.pool import free_port
 
 LOCAL = "127.0.0.1"
@@ -129,7 +129,7 @@ def test_the_secret_is_not_sent(job, join):
         def listener():
             connection, _ = false.accept()
             with connection:
-                connection.sendall(b'{"store": "00"}\n')
+                connection.sendall(b'{"nonce": "00"}\n')
                 said.append(connection.recv(4096))
                 connection.sendall(b'{"proof": "' + json.loads(said[0])["proof"].encode() + b'"}\n')
 
@@ -181,7 +181,7 @@ def test_two_processes_with_one_rank_end_the_job(job, join):
 def test_a_process_that_has_not_heard_the_answer_may_come_again(job, join, monkeypatch):
     server, port = job
     monkeypatch.setattr(store, "_process", lambda: "the same")
-    join([port], 1)._line.connection.close()
+    join([port], 1)._connection.socket.close()
     join([port], 1).call("set", "key", "value")
     assert server.call("get", "key") == "value"
 
@@ -244,7 +244,7 @@ def test_who_serves_has_gone(join):
     port = free_port()
     server = serve(listen(LOCAL, [port], 3), 3, "")
     client = join([port], 1, "")
-    client._line.connection.shutdown(socket.SHUT_RDWR)
+    client._connection.socket.shutdown(socket.SHUT_RDWR)
     with pytest.raises(UserError, match="the process that serves the job's store has gone"):
         _JobStore(client, 5.0).get("key")
     server.close()
@@ -253,7 +253,7 @@ def test_who_serves_has_gone(join):
 def test_horovods_server_answers_only_who_knows_the_secret():
     server = HttpStore(LOCAL)
     at = f"http://{LOCAL}:{server.port}"
-    known = f"http://{server.place}:{server.port}/scope/key"
+    known = f"http://{server.url_prefix}:{server.port}/scope/key"
     try:
         urllib.request.urlopen(urllib.request.Request(known, b"value", method="PUT"), timeout=5).close()
         with urllib.request.urlopen(known, timeout=5) as answer:
@@ -273,7 +273,7 @@ def test_a_hosts_address_is_the_chosen_interfaces(monkeypatch):
     monkeypatch.setattr(hosts, "_resolved", lambda host: "127.0.1.1" if host == "here" else host)
     monkeypatch.setattr(hosts, "_route", lambda towards: "192.0.2.9" if towards == "there" else "127.0.0.1")
     monkeypatch.setattr(hosts.socket, "if_nameindex", lambda: list(enumerate(found)))
-    for name in hosts.WISHES:
+    for name in hosts.OVERRIDES:
         monkeypatch.delenv(name, raising=False)
     assert hosts.address("there") == "192.0.2.9"
     assert hosts.address() == "192.0.2.7"  # what this host's name stands for leads nowhere
