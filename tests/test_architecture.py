@@ -18,8 +18,10 @@ ROOMS = [
     "launchers",
     "processes",
     "console",
+    "differences",
     "heap",
     "rendezvous",
+    "torch_versions",
     "backends",
     "turns",
     "parameters",
@@ -32,6 +34,7 @@ ROOMS = [
     "functional",
     "batchnorm",
 ]
+ROOMS += ["torchvision_shim", "user_code"]
 ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
 ROOMS += ["doctor", "bench"]
 #: The files of two packages, from the bottom to the top: each imports from lower layers only.

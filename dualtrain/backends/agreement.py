@@ -101,5 +101,5 @@ def _differences(backend: Primitives, call: Call) -> str:
 
 def exchange_text(exchange: Exchange, text: str, nbytes: int) -> list[str]:
     """Gather every rank's text, cut at ``nbytes`` (a multiple of 8) of UTF-8, in rank order. Collective; blocks."""
-    data = text.encode()[:nbytes].ljust(nbytes)
+    data = text.encode(errors="replace")[:nbytes].ljust(nbytes)
     return [array("q", numbers).tobytes().decode(errors="replace").strip() for numbers in exchange(array("q", data))]

@@ -12,6 +12,7 @@ import torch
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError
 from dualtrain.backends.watch import Watch
+from dualtrain.differences import refuse_unlike
 from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import identity, listening_address
@@ -235,12 +236,12 @@ def _compare_choices(backend: Backend, transport: str) -> None:
         ("device", [devices[index] for index, _ in gathered], "let every rank see a GPU, or give --device cpu to all"),
         ("transport", [TRANSPORTS[index] for _, index in gathered], "give the same --transport to all"),
     )
-    for what, found, cure in compared:
-        if len(set(found)) > 1:
-            backend.disconnect()
-            ranks = {value: [str(rank) for rank, its in enumerate(found) if its == value] for value in dict.fromkeys(found)}
-            listed = "; ".join(f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
-            raise UserError(f"the ranks do not have the same {what} ({listed}): {cure}")
+    try:
+        for what, found, cure in compared:
+            refuse_unlike(what, found, cure)
+    except UserError:
+        backend.disconnect()
+        raise
 
 
 def _take_device(backend: Backend) -> None:

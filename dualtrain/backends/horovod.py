@@ -23,15 +23,18 @@ import torch
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import address, is_loopback, listening_address, listening_interface, variables
 from dualtrain.rendezvous.http_store import HttpStore
-from dualtrain.rendezvous.placement import KeyValueStore
+from dualtrain.rendezvous.meeting_point import names_by_server, within
+from dualtrain.rendezvous.placement import SAME_BACKEND, KeyValueStore
 
 _YIELDING_SECONDS = 0.01  # that a wait yields instead of sleeping
-#: Makes the job's store and places the ranks: called with the world, the timeout, and this host's obstacle if any.
-Meet = Callable[[World, float, str | None], tuple[KeyValueStore, World]]
+#: Makes the job's store and places the ranks: called with the world, the timeout, the backend's name, and this host's
+#: obstacle if any.
+Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
 
@@ -307,7 +310,7 @@ def _initialise(
         _check_name()
     with variables({name: os.environ.get(name, value) for name, value in _defaults(world, groups).items()}):
         if launched:
-            start()
+            _initialise_launched(start, world, timeout)
             return None
         if world.size == 1:
             with variables(description(world)):
@@ -327,10 +330,20 @@ def _defaults(world: World, groups: bool) -> dict[str, str]:
     return defaults
 
 
+def _initialise_launched(start: Callable[[], None], world: World, timeout: float) -> None:
+    """Start Horovod in the world of its own launcher, or of MPI."""
+    refuse_unlike("backend", names_by_server(world, timeout, "horovod"), SAME_BACKEND)
+    if world.launcher.startswith("mpi"):
+        # MPI has no timeout of its own.
+        within(timeout, start, f"Horovod did not start on rank {world.rank} of {world.size}")
+    else:
+        start()
+
+
 def _initialise_by_store(start: Callable[[], None], world: World, timeout: float, meet: Meet) -> object:
     """Start Horovod's Gloo controller at an HTTP store of ours, whose address the ranks get through the job's store."""
     # The host identities come first: Horovod aborts the process when its local ranks do not add up.
-    store, world = meet(world, timeout, _obstacle())
+    store, world = meet(world, timeout, "horovod", _obstacle())
 
     def share(place: str | None) -> str:
         if place is not None:

@@ -32,12 +32,14 @@ from torch.distributed import distributed_c10d
 from dualtrain.backends.agreement import exchange_text
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import listening_address, listening_interface, variables
-from dualtrain.rendezvous.meeting_point import join, leave, meeting_point
-from dualtrain.rendezvous.placement import place_ranks
+from dualtrain.rendezvous.meeting_point import join, leave, meeting_point, names_by_server
+from dualtrain.rendezvous.placement import SAME_BACKEND, place_ranks
 from dualtrain.rendezvous.store import Store, listen
+from dualtrain.torch_versions import asynchronous, shut_down
 
 #: How many worlds have met at an address so far: the same number on all of their ranks.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
@@ -79,9 +81,7 @@ def _asynchronous(kind: type, **values: Any) -> Any:
     options = kind()
     for name, value in values.items():
         setattr(options, name, value)
-    if hasattr(options, "asyncOp"):  # not in every version of torch
-        options.asyncOp = True
-    return options
+    return asynchronous(options)
 
 
 _OPTIONS = {
@@ -332,7 +332,7 @@ class TorchBackend(Backend):
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         if self._nccl is not None:
-            _shut_down(self._nccl)
+            shut_down(self._nccl)
         # Don't leave the groups to the garbage collector: they would end in any thread, perhaps while another world starts.
         groups = list(self._groups)
         self.forget_groups()
@@ -368,7 +368,7 @@ def chosen_interface(world: World) -> str | None:
     return None if os.environ.get("GLOO_SOCKET_IFNAME") else listening_interface(world)
 
 
-# The next three functions use private API of torch, the same in torch 2.5 to 2.13, as torch's own tests do: there is no
+# The next two functions use private API of torch, the same in torch 2.5 to 2.15, as torch's own tests do: there is no
 # public way to make a group that is not a subset of the default group, or to choose Gloo's interface for one group.
 # tests/backends/test_private_torch.py fails when it is gone.
 
@@ -394,12 +394,7 @@ def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
     return kind(store, world.rank, world.size, options)
 
 
-def _shut_down(nccl: Any) -> None:
-    end = getattr(nccl, "shutdown", None) or nccl._shutdown
-    end()
-
-
-def meet(world: World, timeout: float, obstacle: str | None = None) -> tuple[dist.Store, World]:
+def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | None = None) -> tuple[dist.Store, World]:
     """Open the job's store and wait for all processes. Collective; blocks.
 
     Returns:
@@ -409,10 +404,11 @@ def meet(world: World, timeout: float, obstacle: str | None = None) -> tuple[dis
         UserError: as :func:`open_store` and :func:`dualtrain.rendezvous.placement.place_ranks`.
     """
     deadline = time.monotonic() + timeout
+    refuse_unlike("backend", names_by_server(world, timeout, backend), SAME_BACKEND)
     world = meeting_point(world, timeout)
     store = open_store(world, timeout)
     try:
-        return store, place_ranks(store, world, timeout, deadline, obstacle)
+        return store, place_ranks(store, world, (timeout, deadline), backend, obstacle)
     except BaseException:
         leave(world)
         raise

@@ -90,12 +90,14 @@ class Records:
 
 
 def opening(config: Config, model: nn.Module) -> str:
-    """The whole configuration and a summary of the model, for people."""
-    import torchinfo
-
+    """Return the whole configuration as text, and a table of the model's layers where torchinfo is installed."""
     settings = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
-    summary = torchinfo.summary(model, depth=2, verbose=0, row_settings=("var_names",))
-    return f"settings: {textwrap.fill(settings, 116, subsequent_indent='  ')}\n{summary}"
+    lines = [f"settings: {textwrap.fill(settings, 116, subsequent_indent='  ')}"]
+    with suppress(ImportError):
+        import torchinfo
+
+        lines.append(str(torchinfo.summary(model, depth=2, verbose=0, row_settings=("var_names",))))
+    return "\n".join(lines)
 
 
 def check_tensorboard(config: Config) -> None:

@@ -21,9 +21,22 @@ _early: list[bool] = []
 def note_early_requests() -> None:
     """Has a SIGUSR1 that comes before the first step, or after the last, not end this process.
 
-    One that comes before has the state after the first step saved. For a process that is a rank and nothing else.
+    One that comes before has the state after the first step saved. For a process that is a rank and nothing else. While
+    Python itself starts, only a parent can help, that blocks the signal or has it ignored (``trap '' USR1``).
     """
     signal.signal(signal.SIGUSR1, lambda *_: _early.append(True))
+
+
+def take_early_request() -> bool:
+    """Whether a SIGUSR1 has come before there was anything to save; asked once."""
+    came = bool(_early)
+    _early.clear()
+    return came
+
+
+def ignore_late_requests() -> None:
+    """Has a SIGUSR1 not end a process that is about to end by itself: Python's last act is to drop its handlers."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Signals:
@@ -36,9 +49,8 @@ class Signals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.signal(number, self._note) for number in SIGNALS}
-            if _early:
+            if take_early_request():
                 self._noted[signal.SIGUSR1] = time.monotonic()
-                _early.clear()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -299,7 +299,7 @@ def test_the_ranks_of_no_communication_meet_before_the_first_batch(monkeypatch):
 
 
 def test_resnet18_is_torchvisions():
-    from dualtrain.models.vision import torchvision
+    from dualtrain.torchvision_shim import torchvision
 
     ours, theirs = resnet18().eval(), torchvision().models.resnet18(num_classes=10).eval()
     shapes = [[tuple(t.shape) for t in model.state_dict().values()] for model in (ours, theirs)]
@@ -598,6 +598,16 @@ def test_bad_input_is_refused_in_one_line(arguments, words, capsys):
     assert said.startswith("dualtrain: error: ")
     assert words in said
     assert said.count("\n") == 1
+
+
+def test_without_matplotlib_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured"))
+    assert main(["--quick", "--out", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "pip install matplotlib" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -142,6 +143,11 @@ def cast(model, optimizer):
     return r"parameter '2\.weight' was float32 \(3, 6\) on cpu when its gradient was laid out, and is float64", model.float
 
 
+def cast_all(model, optimizer):
+    model.double()
+    return r"parameter '0\.weight' was float32 \(6, 4\) on cpu when its gradient was laid out, and is float64", model.float
+
+
 def load_assigned(model, optimizer):
     before = dict(model.named_parameters())
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
@@ -157,6 +163,12 @@ def append(model, optimizer):
     params = optimizer.param_groups[0]["params"]
     params.append(nn.Parameter(torch.ones(2)))
     return r"group 0 parameter 4 \(2,\) came into the optimizer's param_groups", params.pop
+
+
+def exchange_equal(model, optimizer):
+    params = optimizer.param_groups[0]["params"]
+    before, params[1] = params[1], nn.Parameter(params[1].detach().clone())
+    return r"group 0 parameter 1 \(6,\) came into the optimizer's param_groups", lambda: params.__setitem__(1, before)
 
 
 def misplace(model, optimizer):
@@ -198,7 +210,7 @@ def refused(backend, change):
     optimizer.close()
 
 
-@pytest.mark.parametrize("change", [cast, load_assigned, append, misplace, reshape])
+@pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape])
 def test_a_parameter_that_changed_is_refused_by_name_on_every_rank(change):
     run_threads(2, refused, change)
 
@@ -240,6 +252,23 @@ def reshaped(backend, shape):
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 6)])
 def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
     run_threads(2, reshaped, shape)
+
+
+def sparse_and_cast(backend):
+    """Nothing travels but indices and values, and a flag."""
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = sgd(seeded(table), backend, momentum=0)
+    for step in range(2):
+        with pytest.raises(BackendError, match="rank 1: parameter 'weight' was float32") if step else nullcontext():
+            table(torch.tensor([1])).sum().backward()
+        optimizer.zero_grad()
+        if backend.rank == 1:
+            table.double()
+    optimizer.close()
+
+
+def test_a_sparse_parameter_that_changed_is_refused_where_all_are_sparse():
+    run_threads(2, sparse_and_cast)
 
 
 def refused_after_backward(backend):
@@ -307,6 +336,57 @@ def refused_by_hvd(backend):
 @OURS_2
 def test_hvd_refuses_a_parameter_that_changed_on_every_rank(real):
     real(refused_by_hvd)
+
+
+def refused_by_called(backend, change):
+    """Operations and compressors that buckets do not know: refused before, or with, the gradients of the other rank."""
+    with library(backend) as hvd:
+        for with_backward in (False, True):
+            model = perceptron()
+            optimizer = hvd.DistributedOptimizer(sgd_of(model), model.named_parameters(), op=hvd.Max)
+            vector_loss(model, hvd.rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            text, undo = change(model, optimizer.optimizer)
+            if hvd.rank() == 0:
+                undo()
+            if with_backward or hvd.rank() == 0:
+                vector_loss(model, hvd.rank()).backward()
+            with pytest.raises(RuntimeError, match=f"rank 1: {text}"):
+                optimizer.step()
+            if hvd.rank() == 1:
+                undo()
+            optimizer.close()
+            hvd.barrier()  # the world stays usable
+
+
+@pytest.mark.parametrize("change", [cast_all, load_assigned, append])
+@OURS_2
+def test_hvd_refuses_it_for_every_operation(real, change):
+    real(refused_by_called, change)
+
+
+def thawed_by_called(backend):
+    """As in buckets: a parameter that is thawed is reduced from then on, one that is frozen gets nothing."""
+    with library(backend) as hvd:
+        model = perceptron()
+        model[0].requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(sgd_of(model), model.named_parameters(), op=hvd.Max)
+        for frozen, trained in ((0, 2), (None, 0), (2, 0)):
+            model.requires_grad_(True)
+            if frozen is not None:
+                model[frozen].requires_grad_(False)
+            vector_loss(model, hvd.rank()).backward()
+            optimizer.step()
+            assert same_on_all(backend, list(model.parameters()))
+            assert model[trained].weight.grad is not None
+            assert frozen is None or model[frozen].weight.grad is None
+            optimizer.zero_grad()
+
+
+@OURS_2
+def test_hvd_reduces_thawed_parameters_for_every_operation(real):
+    real(thawed_by_called)
 
 
 def tied_later(backend):
