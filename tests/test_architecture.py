@@ -223,7 +223,7 @@ def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
     for name, text in {
         "a/base.py": "class Base:\n    _x: int = 1\n    def _f(self): ...\n    def g(self): ...\n",
         "a/same.py": "from a.base import Base\nclass Same(Base):\n    def _f(self): ...\n",
-        "b/other.py": "from a.same import Same as S\nclass Other(S):\n    def _f(self): ...\n    def g(self): ...\n    "
+        "b/other.py": "from a.same import Same as S\nclass Other(S):\n    def _f(self): ...\n    def g(self): ...\n"
         "    _x = 2\n",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
