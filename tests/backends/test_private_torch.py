@@ -1,4 +1,4 @@
-"""The private parts of torch that the backends use: a version of torch without one of them is named here, and why it matters."""
+"""The private parts of torch that the backends use: a torch without one of them is named, with the purpose."""
 
 from __future__ import annotations
 
