@@ -173,7 +173,7 @@ class HorovodBackend(Backend):
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
         groups: whether process sets can be made later.
-        meet: makes the job's store, if Horovod's own launcher has not told it where its processes meet.
+        meet: makes the job's store, unless Horovod's own launcher has set where its processes meet.
 
     Attributes:
         failed: the error of the first operation that failed, after which all fail.
@@ -396,7 +396,7 @@ def _obstacle() -> str | None:
     if not is_loopback(name):
         return None
     return (
-        f"host {name} knows itself by a loopback address, and Horovod would tell it to the other hosts: give {name} the "
+        f"host {name} knows itself by a loopback address, and Horovod would send it to the other hosts: give {name} the "
         f"address {address()} in its /etc/hosts (Debian's installer writes 127.0.1.1 there), or use --backend torch"
     )
 

@@ -418,7 +418,7 @@ def open_store(world: World, timeout: float) -> dist.Store:
     """Key-value store at ``world``'s meeting point: its launcher's, its parent's, or one that rank 0 serves.
 
     Raises:
-        UserError: the launcher names no address, it cannot be reached, or its port is taken.
+        UserError: the launcher names no address, it cannot be reached, or its port is in use.
     """
     if world.size == 1:
         return dist.HashStore()

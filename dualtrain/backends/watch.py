@@ -202,4 +202,4 @@ def _end_of(connection: Connection, error: Exception) -> str:
     """Why a rank failed whose connection ended without a message."""
     if cut_off(error):
         return f"cannot be reached: its host {connection.address} no longer answers; the host is down, or the network to it"
-    return "died: its process ended without a word"
+    return "died: its process ended without a report"
