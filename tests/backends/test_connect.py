@@ -114,29 +114,29 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def taken():
-    """A port that a server has."""
+def busy_port():
+    """A port that a server listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
-def horovods(taken):
-    """What a fresh process hears of Horovod: missing, with its port in use, and found as a world of another size."""
-    command = [sys.executable, "-c", HOROVODS, str(taken)]
+def horovods(busy_port):
+    """What a new process says of Horovod: missing, with its port in use, and found as a world of another size."""
+    command = [sys.executable, "-c", HOROVODS, str(busy_port)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ["torch", "horovod"])
-def test_a_port_in_use_is_named(name, taken, request):
+def test_a_port_in_use_is_named(name, busy_port, request):
     if name == "horovod":
         require_horovod()
         said = request.getfixturevalue("horovods")["port"]
     else:
-        said = refusal("torch", World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", taken)))
-    assert f"port {taken} on 127.0.0.1 is in use by another program, or by another rank 0: set MASTER_PORT" in said
+        said = refusal("torch", World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", busy_port)))
+    assert f"port {busy_port} on 127.0.0.1 is in use by another program, or by another rank 0: set MASTER_PORT" in said
 
 
 def test_a_rendezvous_that_nobody_serves_is_named():
@@ -212,10 +212,10 @@ def gpus(monkeypatch):
     return see
 
 
-@pytest.mark.parametrize(("hosts", "taken"), [("aabb", [0, 1, 0, 1]), ("abab", [0, 0, 1, 1]), ("aaab", [0, 1, 0, 0])])
-def test_the_ranks_of_a_host_take_its_gpus_in_turn(hosts, taken, gpus):
+@pytest.mark.parametrize(("hosts", "numbers"), [("aabb", [0, 1, 0, 1]), ("abab", [0, 0, 1, 1]), ("aaab", [0, 1, 0, 0])])
+def test_the_ranks_of_a_host_use_its_gpus_in_turn(hosts, numbers, gpus):
     gpus(0, 1)
-    for rank, number in enumerate(taken):
+    for rank, number in enumerate(numbers):
         rows = [[other, 0] for other in range(len(hosts))]
         rows[rank] = None
         backend = Seen(rank, hosts, rows, "cuda")
@@ -308,7 +308,7 @@ def test_a_with_statement_closes_and_lets_exceptions_through():
         raise KeyError("mine")
 
 
-def test_the_default_process_group_is_made_where_it_is_asked_for_and_only_there():
+def test_the_default_process_group_is_made_where_it_is_requested_and_only_there():
     with connect("torch", world=ALONE):
         assert not torch.distributed.is_initialized()
         with connect("torch", world=ALONE, default_group=True):

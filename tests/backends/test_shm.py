@@ -18,7 +18,7 @@ from dualtrain.backends.base import FOLD
 from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError, segment
 from dualtrain.backends.shm.reductions import SharedMemory
-from tests.patience import impatient
+from tests.short_waits import short_waits
 from tests.threads import run_threads
 
 CPU = torch.device("cpu")
@@ -238,7 +238,7 @@ def other_calls(backend):
         assert backend.allreduce(torch.tensor([1]), "sum").tolist() == [backend.size]
 
 
-def test_ranks_in_different_comparisons_hear_of_it_and_go_on(shared):
+def test_different_comparisons_are_an_error_on_all_ranks_which_go_on(shared):
     shared(other_calls)
 
 
@@ -310,7 +310,7 @@ def dies(backend):
     if backend.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    with impatient(backend), pytest.raises(BackendError, match=r"sum of 'last' .*rank 0"):
+    with short_waits(backend), pytest.raises(BackendError, match=r"sum of 'last' .*rank 0"):
         backend.start_sum(torch.ones(3), "last").wait()
     assert time.monotonic() - began < backend.timeout / 2  # long before the time is up
     raise BackendError("as it should be")
@@ -367,11 +367,11 @@ def stops_meanwhile(backend):
     if backend.rank == 1:
         backend.abort("RuntimeError: boom")
     else:
-        with impatient(backend), pytest.raises(BackendError, match="rank 1 stopped: RuntimeError: boom"):
+        with short_waits(backend), pytest.raises(BackendError, match="rank 1 stopped: RuntimeError: boom"):
             factory._share_memory(backend, "shm")
 
 
-def test_a_rank_that_is_lost_while_memory_is_shared_is_named(caplog):
+def test_a_rank_that_fails_while_memory_is_shared_is_named(caplog):
     run_threads(2, stops_meanwhile)
     assert "cannot be used" not in caplog.text
 

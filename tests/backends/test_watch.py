@@ -1,4 +1,4 @@
-"""A rank that is gone: the others hear of it, which one it was and why, within ten seconds."""
+"""A rank that has failed: the others report which one, and why, within ten seconds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dualtrain.backends.watch import Watch
 from dualtrain.errors import PeerFailedError, PeerFailure
 from dualtrain.rendezvous.connection import Connection, cut_off
 from tests.conftest import require_horovod
-from tests.patience import impatient
 from tests.pool import Pool
+from tests.short_waits import short_waits
 from tests.test_pool import await_end
 from tests.threads import run_threads
 
@@ -104,7 +104,7 @@ def fails_at_once(backend):
     return survive(backend, backend.barrier)
 
 
-def test_a_rank_that_fails_at_once_is_heard():
+def test_a_rank_that_fails_at_once_is_reported():
     results = run_threads(3, fails_at_once)
     for rank, result in enumerate(results):
         assert rank == 1 or "rank 1 stopped: ValueError: boom" in result[0]
@@ -118,7 +118,7 @@ def raises_in_a_with_statement(backend):
     return survive(backend, backend.barrier)
 
 
-def test_an_exception_in_a_with_statement_is_told_to_the_others():
+def test_an_exception_in_a_with_statement_is_reported_to_the_others():
     results = run_threads(3, raises_in_a_with_statement)
     assert results.pop(1) is None
     for message, first, _ in results:
@@ -129,11 +129,11 @@ def test_an_exception_in_a_with_statement_is_told_to_the_others():
 def leaves_early(backend):
     if backend.rank == 0:
         return backend.close()
-    with impatient(backend):  # a rank that leaves in good order gives no other reason
+    with short_waits(backend):  # a rank that leaves in good order gives no other reason
         return survive(backend, backend.barrier)
 
 
-def test_who_waits_for_a_rank_that_has_left_is_told(typical):
+def test_a_wait_for_a_rank_that_has_left_is_an_error(typical):
     _, *results = typical(leaves_early)
     typical.leave()
     for message, first, _ in results:
@@ -142,16 +142,16 @@ def test_who_waits_for_a_rank_that_has_left_is_told(typical):
 
 
 def misses_a_call(backend):
-    """Rank 0 does not come; the others, which wait too, are not taken for missing."""
+    """Rank 0 does not come; the others, which wait too, are not named."""
     backend.barrier()
-    backend.timeout, patience = 4.0, backend.timeout
+    backend.timeout, before = 4.0, backend.timeout
     try:
         if backend.rank == 0:
             return time.sleep(6.0)
         with pytest.raises(BackendError, match="waited 4 s for rank 0, which has not reached this operation, or hangs"):
             backend.barrier()
     finally:
-        backend.timeout = patience
+        backend.timeout = before
 
 
 def test_a_wait_that_runs_out_names_the_rank_that_does_not_come(pool):
@@ -175,7 +175,7 @@ def waits_elsewhere(backend):
     assert "for rank 0, which" in backend._overdue()
 
 
-def test_ranks_that_wait_in_different_calls_are_told_so():
+def test_ranks_that_wait_in_different_calls_are_named():
     run_threads(2, waits_elsewhere)
 
 
@@ -284,7 +284,7 @@ def test_a_report_that_comes_with_the_handshake_is_received():
     assert run_threads(2, fails_with_its_handshake)[0] == PeerFailure(1, "stopped: boom")
 
 
-def hears_of_waits(backend):
+def receives_waits(backend):
     """Rank 0 passes on what rank 1 waits for."""
     watch = Watch(backend, "127.0.0.1")
     if backend.rank == 1:
@@ -301,21 +301,21 @@ def hears_of_waits(backend):
 
 
 def test_what_a_rank_waits_for_reaches_all_others():
-    run_threads(3, hears_of_waits)
+    run_threads(3, receives_waits)
 
 
-def hear_of_losses(backend):
+def receive_failures(backend):
     watch = Watch(backend, "127.0.0.1")
-    heard = []
-    watch.on_peer_failure = heard.append
+    received = []
+    watch.on_peer_failure = received.append
     backend.barrier()
     if backend.rank == 1:
         watch.announce("ValueError: cause")
-        watch.announce("once only")
+        watch.announce("not sent")
         watch.leave()
     else:
         watch.wait_for_report(CONTRACT_SECONDS)
-        assert heard == [watch.failure] == [PeerFailure(1, "stopped: ValueError: cause")]
+        assert received == [watch.failure] == [PeerFailure(1, "stopped: ValueError: cause")]
     backend.barrier()
     if backend.rank == 2:
         watch.announce("RuntimeError: consequence")
@@ -323,15 +323,15 @@ def hear_of_losses(backend):
     return watch.failure
 
 
-def test_the_first_loss_is_the_one_that_is_told():
-    losses = run_threads(3, hear_of_losses)
-    assert losses == [PeerFailure(1, "stopped: ValueError: cause"), None, PeerFailure(1, "stopped: ValueError: cause")]
+def test_the_first_failure_is_the_one_that_is_reported():
+    failures = run_threads(3, receive_failures)
+    assert failures == [PeerFailure(1, "stopped: ValueError: cause"), None, PeerFailure(1, "stopped: ValueError: cause")]
 
 
 def leave_in_good_order(backend):
     watch = Watch(backend, "127.0.0.1")
-    heard = []
-    watch.on_peer_failure = heard.append
+    received = []
+    watch.on_peer_failure = received.append
     backend.barrier()
     if backend.rank == 1:
         watch.leave()
@@ -341,11 +341,11 @@ def leave_in_good_order(backend):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     backend.barrier()
-    assert heard == []  # nobody is alarmed
+    assert received == []  # no callback
     return watch.failure
 
 
-def test_leaving_in_good_order_alarms_nobody():
+def test_leaving_in_good_order_calls_no_callback():
     quiet = PeerFailure(1, "has left the job", quiet=True)
     assert run_threads(3, leave_in_good_order) == [quiet, None, quiet]
 
@@ -353,7 +353,7 @@ def test_leaving_in_good_order_alarms_nobody():
 def test_a_world_of_one_has_nobody_to_watch():
     def alone(backend):
         watch = Watch(backend, "127.0.0.1")
-        watch.announce("nobody hears")
+        watch.announce("not sent")
         watch.leave()
         watch.wait_for_report(CONTRACT_SECONDS)
         return watch.failure, watch._connections
@@ -379,7 +379,7 @@ def test_a_connection_carries_many_messages_and_parts_of_them():
 
 
 @pytest.mark.parametrize(("number", "expected"), [("ETIMEDOUT", True), ("ENETUNREACH", True), ("ECONNRESET", False)])
-def test_what_the_network_ends_is_told_from_what_a_process_ends(number, expected):
+def test_the_end_of_the_network_and_of_a_process_are_distinguished(number, expected):
     assert cut_off(OSError(getattr(errno, number), "")) is expected
     assert not cut_off(ValueError("a message without an end"))
 

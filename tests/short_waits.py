@@ -1,4 +1,4 @@
-"""Less patience with failures whose reason is known, or of which none will be told."""
+"""Shorter waits for the reason of a failure, where it is known or none will be reported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from unittest import mock
 
 
-def impatient(backend: Any, limit: float = math.inf) -> AbstractContextManager[Any]:
-    """A failed call of ``backend`` waits for a loud loss of a rank; here only for any, and at most ``limit`` seconds."""
+def short_waits(backend: Any, limit: float = math.inf) -> AbstractContextManager[Any]:
+    """End the wait of a failed call of ``backend`` at any report, also of a rank that left, and after ``limit`` seconds."""
     watch = backend.watch
     if watch is None:
         return nullcontext()
