@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import torch
 from dualtrain import BackendError, UserError, connect
 from dualtrain.backends.factory import NAMES, _as_numbers, _compare_choices, _locate, _take_device, choose
 from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import variables
 from tests.conftest import require_horovod
 from tests.pool import ROOT, free_port
 
@@ -63,6 +66,47 @@ def test_the_device_may_be_named_or_given():
     for device in ("cpu", torch.device("cpu")):
         with connect("local", device=device) as backend:
             assert backend.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["local", "torch"])
+def test_connect_leaves_the_environment_and_the_signals_as_they_are(name):
+    def state():
+        handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+        return dict(os.environ), handlers, torch.get_num_threads(), torch.get_default_dtype()
+
+    before = state()
+    with connect(name, world=ALONE, device="cpu") as backend:
+        assert state() == before
+        backend.group([0])
+        assert state() == before
+    assert state() == before
+
+
+def test_only_one_thread_at_a_time_changes_the_environment(monkeypatch):
+    monkeypatch.delenv("DUALTRAIN_TEST", raising=False)
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def first():
+        with variables({"DUALTRAIN_TEST": "first"}):
+            inside.set()
+            leave.wait(30)
+
+    def second():
+        with variables({"DUALTRAIN_TEST": "second"}):
+            seen.append(os.environ["DUALTRAIN_TEST"])
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert inside.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert seen == []
+    assert os.environ["DUALTRAIN_TEST"] == "first"
+    leave.set()
+    for thread in threads:
+        thread.join(30)
+    assert seen == ["second"]
+    assert "DUALTRAIN_TEST" not in os.environ
 
 
 def test_alone_under_a_launcher_of_two_is_refused():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dualtrain import BackendError, ReduceOp
+from dualtrain import BackendError, PeerFailedError, ReduceOp
 from dualtrain.backends import factory
 from dualtrain.backends.base import FOLD
 from dualtrain.backends.comparison import agree_on_list
@@ -312,6 +312,9 @@ def dies(backend):
     began = time.monotonic()
     with short_waits(backend), pytest.raises(BackendError, match=r"sum of 'last' .*rank 0"):
         backend.start_sum(torch.ones(3), "last").wait()
+    with pytest.raises(PeerFailedError, match="after an earlier failure") as caught:
+        backend.start_sum(torch.ones(3), "after it")
+    assert caught.value.failure.rank == 0
     assert time.monotonic() - began < backend.timeout / 2  # long before the time is up
     raise BackendError("as it should be")
 

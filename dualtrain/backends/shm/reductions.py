@@ -30,7 +30,7 @@ from dualtrain.backends.base import Primitives, ReduceOp, Work
 from dualtrain.backends.shm.segment import map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
 from dualtrain.backends.shm.shards import PAGE, Plan, Region
-from dualtrain.errors import BackendError
+from dualtrain.errors import BackendError, PeerFailedError
 
 _STAGE_BYTES = 1 << 20  # of the buffer through which tensors outside shared memory are copied, piece by piece
 _SLICE_SECONDS = 5e-4  # of a blocking wait, after which other operations progress
@@ -289,8 +289,12 @@ class SharedMemory:
         return self._failure
 
     def _raise_failure(self, what: str) -> None:
-        if self._failure is not None:
-            raise BackendError(f"{what} cannot be done after an earlier failure: {self._failure}") from self._failure
+        if self._failure is None:
+            return
+        message = f"{what} cannot be done after an earlier failure: {self._failure}"
+        if isinstance(self._failure, PeerFailedError):
+            raise PeerFailedError(message, self._failure.failure) from self._failure
+        raise BackendError(message) from self._failure
 
 
 def _cores(library: Primitives) -> int:
