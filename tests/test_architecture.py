@@ -17,7 +17,6 @@ ROOMS = [
     "files",
     "launchers",
     "processes",
-    "console",
     "differences",
     "rendezvous",
     "torch_versions",
@@ -34,6 +33,8 @@ ROOMS = [
     "state",
     "functional",
     "batchnorm",
+    # The rooms above it print; those below log.
+    "console",
 ]
 ROOMS += ["torchvision_shim", "user_code"]
 ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
