@@ -22,7 +22,7 @@ from dualtrain.backends.agreement import Call, agree, exchange_text, refuse
 from dualtrain.backends.base import FOLD, Primitives, ReduceOp, Scaled, Work
 from dualtrain.backends.serial import SerialQueue
 from dualtrain.differences import ranks_in_words
-from dualtrain.errors import BackendError
+from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
 
 T = TypeVar("T")
@@ -250,6 +250,18 @@ class Backend(Primitives):
         channel = self._now(partial(self._group, list(range(self.size))))
         assert channel is not None
         return channel
+
+    def make_default_group(self) -> None:
+        """Make torch.distributed's default process group over the same ranks. Collective; blocks.
+
+        :meth:`close` destroys it, unless the program has done so.
+
+        Raises:
+            UserError: the process has one already, or this backend is not torch's.
+        """
+        raise UserError(
+            f"default_group=True is of the torch backend, and this is {self.name}: choose torch, or leave it out"
+        )
 
     def between_hosts(self) -> Backend:
         """Group of the ranks with this rank's local rank, one per host. Collective; blocks."""

@@ -129,7 +129,7 @@ def connect(
     backend.watch = Watch(backend, listening_address(backend.world))
     backend.watch.report_at_exit()
     if default_group:
-        backend.make_default_group()  # type: ignore[attr-defined]
+        backend.make_default_group()
     return _share_memory(backend, transport)
 
 

@@ -306,13 +306,7 @@ class TorchBackend(Backend):
         return group
 
     def make_default_group(self) -> None:
-        """Make torch.distributed's default process group over the same ranks. Collective; blocks.
-
-        :meth:`disconnect` destroys it, unless the program has done so.
-
-        Raises:
-            UserError: the process has one already.
-        """
+        """See the base class."""
         if dist.is_initialized():
             raise UserError("torch.distributed has a default process group already: leave default_group=True out")
         self._subsets += 1

@@ -79,6 +79,10 @@ class DelegatingBackend(Backend):
         assert group is None or isinstance(group, Backend)
         return group
 
+    def make_default_group(self) -> None:
+        """See the base class."""
+        self.inner.make_default_group()
+
     def disconnect(self) -> None:
         self.inner.close()
 
