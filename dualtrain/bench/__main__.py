@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.bench.launch import Place
 from dualtrain.bench.measure import Asked, Results, measure
 from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, JOBS, QUICK, ROUNDS, SPARES, jobs_of
 from dualtrain.bench.rows import Row, rows_of, sweep_of
+from dualtrain.bench.start_contender import Place
 from dualtrain.console import parser_of, say, show
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
@@ -127,8 +127,8 @@ def _world(place: Place, results: Results) -> str:
 
 
 def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> list[Path]:
-    from dualtrain.bench.page import page
-    from dualtrain.bench.picture import picture
+    from dualtrain.bench.bench_charts import picture
+    from dualtrain.bench.bench_page import page
     from dualtrain.bench.table import answer
 
     png = picture(results, rows)
@@ -178,7 +178,7 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
     if not entries:
         raise UserError(f"none of the contenders {', '.join(names)} has any of the jobs {', '.join(jobs)}: choose others")
     if any({"feed", "epoch"} & {*jobs_of(ENTRIES[name], jobs)} for name in entries):
-        from dualtrain.bench.digits import write_mnist
+        from dualtrain.bench.mnist_files import write_mnist
 
         write_mnist(place.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
     seconds = QUICK_SECONDS if given.quick else LIMIT_SECONDS

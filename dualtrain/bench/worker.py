@@ -1,7 +1,7 @@
-"""One rank of one contender: joins the world, measures its list of jobs, and says what they took, a line each.
+"""One rank of one contender: joins the world, measures its list of jobs, and prints their times, a line each.
 
-Started by ``launch.py``, never by hand. A raw script must not pay for what it does not use: nothing of dualtrain that
-is heavy is loaded before the first step, but by the contender itself.
+Started by ``start_contender.py``, never by hand. A raw script must not pay for what it does not use: heavy modules of
+dualtrain are loaded before the first step only by the contender itself.
 """
 
 from __future__ import annotations

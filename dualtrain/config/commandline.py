@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dualtrain.config.recipes import load_recipe, recipe_list
-from dualtrain.config.settings import Config
+from dualtrain.config.sections import Config
 from dualtrain.console import Parser, show
 from dualtrain.errors import UserError
 

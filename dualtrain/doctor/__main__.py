@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse_alike(error, world)
     # What torch's C++ side logs when the others do not come, stack traces included, is said in one line here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from dualtrain.doctor.doctor_text import page
     from dualtrain.doctor.examine import Examination
-    from dualtrain.doctor.page import page
 
     examination = Examination(given.backend, world, given.timeout)
     report = examination.report

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from dualtrain.console import show
 from dualtrain.errors import UserError
-from dualtrain.horovodize.run import Program, load_module, load_script
+from dualtrain.horovodize.run_script import Program, load_module, load_script
 from dualtrain.launchers import World, detect_world
 
 

@@ -25,10 +25,10 @@ else:
         broadcast_optimizer_state,
         broadcast_parameters,
     )
+    from dualtrain.hvd.horovod_variables import publish_place
     from dualtrain.hvd.mpi_ops import *  # noqa: F403
     from dualtrain.hvd.mpi_ops import __all__ as _operations
     from dualtrain.hvd.optimizer import DistributedOptimizer
-    from dualtrain.hvd.settings import publish_place
     from dualtrain.hvd.sync_batch_norm import SyncBatchNorm
     from dualtrain.launchers import detect_world
 

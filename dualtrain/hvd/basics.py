@@ -15,8 +15,8 @@ from dualtrain.backends.hosts import listening_address
 from dualtrain.errors import UserError
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
+from dualtrain.hvd.horovod_variables import Settings, mention_others
 from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
-from dualtrain.hvd.settings import Settings, mention_others
 from dualtrain.launchers import World, detect_world
 
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."

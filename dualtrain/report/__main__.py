@@ -13,8 +13,8 @@ from pathlib import Path
 from dualtrain.console import parser_of, say, show
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
-from dualtrain.report.page import page
-from dualtrain.report.picture import picture
+from dualtrain.report.report_charts import picture
+from dualtrain.report.report_page import page
 from dualtrain.report.runs import read_runs
 
 

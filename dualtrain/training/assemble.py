@@ -21,9 +21,9 @@ from dualtrain.data.draws import derived
 from dualtrain.data.options import LIMIT, NAMES
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
-from dualtrain.training.randomness import seed_all
+from dualtrain.training.on_ranks import together
+from dualtrain.training.rank_state import seed_all
 from dualtrain.training.same_run import compare_task
-from dualtrain.training.together import together
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 

@@ -21,19 +21,19 @@ from dualtrain.data.text import CHOSEN
 from dualtrain.errors import DivergedError, StoppedError, UserError, enough_memory
 from dualtrain.training import checkpoint
 from dualtrain.training.assemble import compiled, determinism, load_task, make_model, threads, try_out
+from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.cursor import Cursor
+from dualtrain.training.data_parallel import measured, replicate
 from dualtrain.training.objective import CrossEntropy, metrics
+from dualtrain.training.on_ranks import on_root, together
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
-from dualtrain.training.parallel import measured, replicate
 from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import conclude, weights_of, write_task
 from dualtrain.training.resume import restore_best, set_aside
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.signals import SIGNALS, Signals
-from dualtrain.training.together import on_root, together
 from dualtrain.training.trainer import Tensors, Trainer
-from dualtrain.training.writer import Writer
 
 EVALUATION_BATCH = 512
 

@@ -12,8 +12,8 @@ from dualtrain.data import Task
 from dualtrain.errors import NotSavedError
 from dualtrain.files import write_json
 from dualtrain.state import averaged_buffers, weights_sha256
+from dualtrain.training.on_ranks import on_root
 from dualtrain.training.run_dir import write_weights
-from dualtrain.training.together import on_root
 from dualtrain.training.trainer import Trainer
 
 if TYPE_CHECKING:

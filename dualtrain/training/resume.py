@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from dualtrain.files import link_whole, remove_temporary
 from dualtrain.training import checkpoint
+from dualtrain.training.on_ranks import on_root
 from dualtrain.training.results import weights_of
 from dualtrain.training.run_dir import BEST_WEIGHTS, step_of, write_weights
-from dualtrain.training.together import on_root
 
 if TYPE_CHECKING:
     from dualtrain.training.loop import Run

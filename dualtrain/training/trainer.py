@@ -26,11 +26,11 @@ from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.parameters import check_supported
 from dualtrain.state import averaged_buffers, broadcast_parameters
 from dualtrain.training import checkpoint
-from dualtrain.training.local_state import local_state, restore_local_state
 from dualtrain.training.objective import NAMES, CrossEntropy, MeanLoss, Objective, OfTorch, added, metrics
+from dualtrain.training.on_ranks import on_root
 from dualtrain.training.precision import DTYPES, Precision
+from dualtrain.training.rank_state import local_state, restore_local_state
 from dualtrain.training.same_run import compare_arguments, compare_trainer
-from dualtrain.training.together import on_root
 
 T = TypeVar("T")
 Tensors = tuple[torch.Tensor, torch.Tensor]

@@ -15,12 +15,11 @@ import torch
 from dualtrain.bench import __main__ as bench
 from dualtrain.bench import launch, measure, pace
 from dualtrain.bench.__main__ import main
+from dualtrain.bench.bench_charts import picture
+from dualtrain.bench.bench_page import page
 from dualtrain.bench.contenders import alone
-from dualtrain.bench.digits import write_mnist
-from dualtrain.bench.launch import LaunchError, Place, found_in, run_program
 from dualtrain.bench.measure import Asked, Results, Sample, sample_of
-from dualtrain.bench.page import page
-from dualtrain.bench.picture import picture
+from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
     COMPARISONS,
     COSTS,
@@ -37,6 +36,7 @@ from dualtrain.bench.plan import (
     jobs_of,
 )
 from dualtrain.bench.rows import rows_of, sweep_of
+from dualtrain.bench.start_contender import LaunchError, Place, found_in, run_program
 from dualtrain.bench.statistics import estimate
 from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.worker import MARK

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dualtrain.hvd.coordinator import Coordinator
-from dualtrain.hvd.settings import Settings
+from dualtrain.hvd.horovod_variables import Settings
 
 
 class Desk:

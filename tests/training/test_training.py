@@ -18,7 +18,7 @@ from dualtrain.compare import table
 from dualtrain.config import parse
 from dualtrain.errors import DivergedError, UserError
 from dualtrain.training.assemble import load_task
-from dualtrain.training.together import on_root, together
+from dualtrain.training.on_ranks import on_root, together
 
 SUMMARY_KEYS = {
     *("backend", "transport", "launcher", "world_size", "device", "epochs", "steps", "train_loss", "val_loss"),

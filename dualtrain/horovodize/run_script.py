@@ -103,9 +103,9 @@ def _prepare() -> None:
     from dualtrain.horovodize.imports import install
 
     install()
-    from dualtrain.hvd import settings
+    from dualtrain.hvd import horovod_variables
 
-    settings.publish_place()
+    horovod_variables.publish_place()
 
 
 def _hide_frames_above(code: CodeType | None) -> None:

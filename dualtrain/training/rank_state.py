@@ -7,6 +7,11 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
+
+from dualtrain.backends import Backend
+from dualtrain.data.draws import derived
+from dualtrain.state import local_buffers
 
 
 def seed_all(seed: int) -> None:
@@ -38,3 +43,22 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """This rank's own part of the state, as plain values and tensors."""
+    buffers = {name: buffer.detach().cpu().clone() for name, buffer in local_buffers(model)}
+    return {"buffers": buffers, "random": random_state(device)}
+
+
+@torch.no_grad()
+def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: Backend) -> None:
+    """Gives this rank its part back; in a world of another size the mean of the buffers, and fresh random numbers."""
+    same = len(ranks) == backend.size
+    for name, buffer in local_buffers(model):
+        parts = [rank["buffers"][name] for rank in ranks]
+        buffer.copy_(parts[backend.rank] if same else torch.stack([part.double() for part in parts]).mean(0))
+    if same:
+        restore_random_state(ranks[backend.rank]["random"], backend.device)
+    else:
+        seed_all(derived("resumed", backend.size, backend.rank, ranks[0]["random"]["torch"].sum().item()))
