@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import re
 import sys
@@ -62,9 +63,22 @@ def say(what: object, rank: int = 0, size: int = 1) -> None:
     show(f"dualtrain: error{where}: {what}", sys.stderr)
 
 
-def warn(what: object) -> None:
-    """One line on standard error about a run that goes on; on one rank."""
-    show(f"dualtrain: warning: {what}", sys.stderr)
+class _StderrHandler(logging.Handler):
+    """Prints log records on what is standard error at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        show(f"dualtrain: {record.levelname.lower()}: {record.getMessage()}", sys.stderr)
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Inside the block, print the library's warnings as lines of the command that runs."""
+    handler, log = _StderrHandler(logging.WARNING), logging.getLogger("dualtrain")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def refuse_alike(error: UserError, world: World) -> int:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
-from dualtrain.console import leave, loading, refuse_alike, say, show
+from dualtrain.console import leave, loading, logging_to_stderr, refuse_alike, say, show
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
 from dualtrain.training.signals import note_early_requests
@@ -28,11 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         world = detect_world()
         config = parse(arguments)
-        if config.nproc is not None and world.launcher != "spawn":
-            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.nproc, world)
+        if config.run.nproc is not None and world.launcher != "spawn":
+            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run.nproc, world)
     except UserError as error:
         return refuse_alike(error, world)
-    return _run(config, world)
+    with logging_to_stderr():
+        return _run(config, world)
 
 
 def _spawn(arguments: list[str], nproc: int, world: World) -> int:
@@ -56,12 +57,12 @@ def _run(config: Config, world: World) -> int:
 
     try:
         backend = connect(
-            config.backend,
+            config.run.backend,
             world=world,
-            device=config.device,
-            timeout=config.timeout,
+            device=config.run.device,
+            timeout=config.run.timeout,
             groups=False,
-            transport=config.transport,
+            transport=config.run.transport,
         )
     except (UserError, BackendError) as error:
         say(error, world.rank, world.size)

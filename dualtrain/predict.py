@@ -109,14 +109,14 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
     """From an image file to the model's input, float32 (1, c, h, w), as in the run's evaluation."""
     import torch
 
-    from dualtrain.config import FIELDS
+    from dualtrain.config import SETTINGS
     from dualtrain.data.catalog import transforms_of
     from dualtrain.data.files import geometries
     from dualtrain.data.images import ImageFiles
     from dualtrain.data.options import NAMES, Options
 
     given = {name: config[name] for name in NAMES if config.get(name) is not None}
-    wrong = [name for name, value in given.items() if type(value).__name__ not in str(FIELDS[name].type)]
+    wrong = [name for name, value in given.items() if not SETTINGS[name].is_valid(value)]
     if wrong:
         raise UserError(f"the run's config.json has {wrong[0]} = {given[wrong[0]]!r}: name a run's folder")
     options = Options(**given)

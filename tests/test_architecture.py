@@ -30,7 +30,7 @@ ROOMS = [
     "functional",
     "batchnorm",
 ]
-ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
+ROOMS += ["config", "models", "data", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
 ROOMS += ["doctor", "bench"]
 BACKENDS = [
     {"base"},

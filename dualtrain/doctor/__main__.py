@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from dualtrain.console import leave, parser_of, refuse_alike, say, show
+from dualtrain.console import leave, logging_to_stderr, parser_of, refuse_alike, say, show
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dualtrain.doctor.doctor_text import page
     from dualtrain.doctor.examine import Examination
 
-    examination = Examination(given.backend, world, given.timeout)
+    with logging_to_stderr():
+        examination = Examination(given.backend, world, given.timeout)
     report = examination.report
     if world.rank == 0:
         show(json.dumps(report, indent=1) if given.json else page(report))

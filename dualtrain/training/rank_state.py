@@ -1,4 +1,4 @@
-"""Random numbers: the same first weights on every rank, draws of its own after that, and states that can be kept."""
+"""State that differs between ranks: random number generators, and running statistics of a rank's own samples."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dualtrain.state import local_buffers
 
 
 def seed_all(seed: int) -> None:
-    """Seeds torch (all devices), numpy and ``random``."""
+    """Seed torch (all devices), numpy and ``random``."""
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of torch's, numpy's and Python's generators, as plain values and tensors."""
+    """Return the states of torch's, numpy's and Python's generators, as plain values and tensors."""
     drawn: Any = numpy.random.get_state()
     kind, keys, position, has_gauss, gauss = drawn
     state: dict[str, Any] = {
@@ -36,7 +36,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Goes on with the draws where :func:`random_state` was called."""
+    """Restore what :func:`random_state` returned."""
     torch.set_rng_state(state["torch"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, gauss))
@@ -46,14 +46,14 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """This rank's own part of the state, as plain values and tensors."""
+    """Return this rank's buffers and generators, as plain values and tensors on the CPU."""
     buffers = {name: buffer.detach().cpu().clone() for name, buffer in local_buffers(model)}
     return {"buffers": buffers, "random": random_state(device)}
 
 
 @torch.no_grad()
 def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: Backend) -> None:
-    """Gives this rank its part back; in a world of another size the mean of the buffers, and fresh random numbers."""
+    """Restore this rank's entry of ``ranks``; at another world size, average the buffers and seed generators anew."""
     same = len(ranks) == backend.size
     for name, buffer in local_buffers(model):
         parts = [rank["buffers"][name] for rank in ranks]

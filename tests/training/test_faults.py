@@ -59,7 +59,7 @@ def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_writer, place, killed)
         patch.setattr("threading.excepthook", lambda args: None)
-        patch.setattr(loop, "conclude", killed)
+        patch.setattr(loop.Run, "_conclude", killed)
         with pytest.raises(KilledError):
             train(tmp_path / "run", epochs, *more)
     step = whole["best"]["step"]
@@ -132,7 +132,7 @@ class FullDisk:
 def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, monkeypatch, capsys):
     reference = train(tmp_path / "whole", 2)
     FullDisk(monkeypatch, ".safetensors")
-    with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free that"):
+    with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free space"):
         train(tmp_path / "run", 2)
     printed = capsys.readouterr().out
     assert printed.count("could not be written (No space left on device): training goes on") == 2
