@@ -102,7 +102,6 @@ class GradientReducer:
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._round = 1  # of the exchanges, and of their buckets: what a slot was ticked off in
         self._reduced = False
-        self.steps = 0  # of the optimizer that uses the gradients
         self._handed_out: list[tuple[torch.Tensor, int]] = []  # buffers that were, and their versions then
         self._paused = False
         pairs = list(named_parameters)
@@ -173,6 +172,11 @@ class GradientReducer:
             reducer.exchange()
 
     @property
+    def steps(self) -> int:
+        """The number of steps that the optimizer which uses the gradients has taken."""
+        return self._refusals.steps
+
+    @property
     def is_due(self) -> bool:
         """Whether a bucket was sent already, or the backward pass that ends has given gradients to send."""
         ended = self._ending is not None and self._ending() is not None and self._seen >= self.passes
@@ -216,7 +220,7 @@ class GradientReducer:
     def renew(self, *, stepped: bool = False) -> None:
         """The gradients were used, by a step of the optimizer or otherwise: ``reduce`` starts from ``param.grad`` next."""
         self._reduced = False
-        self.steps += stepped
+        self._refusals.steps += stepped
 
     def forget(self, backend: Backend) -> None:
         """Drops an exchange that failed, and goes on with another backend: layouts are compared anew."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dualtrain.training.signals import ignore_late_requests, note_early_requests
+
+if __name__ == "__main__":
+    note_early_requests()  # before the other imports, during which a SIGUSR1 would end this process
+
 import os
 import signal
 import sys
@@ -15,7 +20,6 @@ from dualtrain.config import Config, parse
 from dualtrain.console import leave, loading, logging_to_stderr, refuse_alike, say, show
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
-from dualtrain.training.signals import note_early_requests
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend
@@ -129,5 +133,6 @@ def _leave_on_sigterm(said: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    note_early_requests()
-    leave(main())
+    status = main()
+    ignore_late_requests()
+    leave(status)

@@ -24,7 +24,6 @@ SHOWN = 5  # classes
 TOGETHER = 64  # images
 # How PIL calls the channels of the datasets that live in memory, and the side of their images.
 IMAGES = {"digits": ("L", 8), "mnist": ("L", 28), "fashion-mnist": ("L", 28), "cifar10": ("RGB", 32)}
-DIGITS_MOST = 16  # the digits' pixels are whole numbers up to this
 
 
 def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[tuple[str, float]]]:
@@ -147,6 +146,7 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
     from PIL import Image
 
     from dualtrain.data.decode import read_image
+    from dualtrain.data.digits import LARGEST_PIXEL
 
     image = read_image(file)
     if image.mode.startswith(("I", "F")):
@@ -156,7 +156,7 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
     pixels = torch.from_numpy(numpy.array(small)).reshape(side, side, len(mode)).permute(2, 0, 1)[None]
     if dataset != "digits":
         return pixels
-    return (pixels.float() * (DIGITS_MOST / 255)).round() / DIGITS_MOST
+    return (pixels.float() * (LARGEST_PIXEL / 255)).round() / LARGEST_PIXEL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

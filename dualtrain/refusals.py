@@ -7,6 +7,7 @@ error. No rank enters a collective alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,17 +18,24 @@ from dualtrain.errors import BackendError
 from dualtrain.parameters import Forms
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
+_SAME_STEPS = "step or skip on all ranks alike, and call optimizer.zero_grad() after a backward whose step is skipped"
 
 
 class Refusals:
     """What a reducer checks in every exchange.
 
+    The flag is NaN if this rank has a reason; else infinite, positive after an odd number of optimizer steps and negative
+    after an even one. The sum over ranks of any size and dtype is NaN if a rank has a reason, or if some ranks have taken a
+    step that others have not: by then their weights differ.
+
     Attributes:
         optimizer: the one whose param_groups must not grow by themselves, if there is one.
         known: ids of the reducer's parameters, which it keeps alive.
+        steps: the number of steps that the optimizer has taken on this rank.
     """
 
     def __init__(self) -> None:
+        self.steps = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self.known: set[int] = set()
         self._forms = Forms([])
@@ -94,9 +102,9 @@ class Refusals:
     # -- over all ranks -------------------------------------------------------------------------------------------
 
     def load(self, buckets: Sequence[Bucket]) -> None:
-        """Set the flag that is about to be sent if this rank has a reason."""
-        if self.reason(buckets) is not None:
-            self._flag.fill_(1)
+        """Set the flag that is about to be sent."""
+        refused = self.reason(buckets) is not None
+        self._flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], host_waits: bool) -> bool:
         """Whether a rank has refused in the exchange that has ended; the same on every rank.
@@ -107,24 +115,35 @@ class Refusals:
         if not buckets:
             return False
         if self._flag.is_cpu or host_waits:
-            return bool(self._flag.item())
+            return math.isnan(self._flag.item())
         mine, late = self.reason(buckets), self._late
         self._late = _LateFlag(self._flag)
         if mine is not None:
             raise BackendError(f"rank {backend.rank}: {mine}")
         if late is not None and late.raised():
-            raise BackendError("another rank cannot average its gradients: its own error says why")
+            raise BackendError(
+                "another rank cannot average its gradients (its own error says why), or has not taken the same optimizer "
+                f"steps: {_SAME_STEPS}"
+            )
         return False
 
     def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> None:
         """Raise BackendError with the first reason of all ranks. Collective."""
         mine = self.reason(buckets)
-        self._flag.zero_()
         for bucket in buckets:
             bucket.misplaced = bucket.reshaped = None
-        reasons = backend.allgather_object(mine, name="refused parameters")
-        found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-        raise BackendError(found[0] if found else "a rank could not average its gradients, for a reason that is gone")
+        states = backend.allgather_object((mine, self.steps), name="refused parameters")
+        for rank, (reason, _) in enumerate(states):
+            if reason is not None:
+                raise BackendError(f"rank {rank}: {reason}")
+        first = states[0][1]
+        for rank, (_, steps) in enumerate(states):
+            if steps != first:
+                raise BackendError(
+                    f"rank 0 has taken {first} steps of an optimizer, and rank {rank} {steps}: their weights differ; "
+                    + _SAME_STEPS
+                )
+        raise BackendError("a rank could not average its gradients, for a reason that is gone")
 
 
 class _LateFlag:
@@ -139,4 +158,4 @@ class _LateFlag:
     def raised(self) -> bool:
         """Whether it was set."""
         self._copied.synchronize()
-        return bool(self._value.item())
+        return math.isnan(self._value.item())

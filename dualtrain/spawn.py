@@ -24,7 +24,7 @@ from dualtrain.console import say
 from dualtrain.errors import UserError
 from dualtrain.launchers import spawned
 from dualtrain.processes import release, start_tracker
-from dualtrain.training.signals import note_early_requests
+from dualtrain.training.signals import ignore_late_requests, note_early_requests, take_early_request
 
 # torch and what imports it come later: a rank imports this file before it is tied to its parent.
 
@@ -82,6 +82,7 @@ class _Job:
         self._inbox = inbox
         self._processes: list[BaseProcess] = []
         self._status: int | None = None  # once a rank has failed
+        self._save = False  # whether that was asked for when no rank was there
         self._told: tuple[int, float] | None = None  # the signal that asked to stop, and when
         self._means = [signal.SIGTERM, signal.SIGKILL]  # that are left to end the ranks with
         self._deadline: float | None = None  # for using the next of them
@@ -108,6 +109,9 @@ class _Job:
                 with variables(place):
                     process.start()
                 self._processes.append(process)
+            self._listen(0.0)
+            if self._save or take_early_request():
+                self._send(signal.SIGUSR1)
         except OSError as error:
             raise UserError(
                 f"rank {len(self._processes)} of {len(places)} could not be started ({error}): the system is short of "
@@ -156,6 +160,7 @@ class _Job:
             if time.monotonic() > self._told[1] + IMPATIENT_SECONDS:
                 self._deadline = time.monotonic()
             return
+        self._save = self._save or number == signal.SIGUSR1
         self._send(number)
 
     def _failed(self) -> dict[int, int]:
@@ -230,6 +235,7 @@ def _rank(arguments: list[str], parent: int) -> None:
     except Exception:
         sys.excepthook(*sys.exc_info())
         status = 1
+    ignore_late_requests()
     sys.stdout.flush()
     sys.stderr.flush()
     if status:

@@ -25,7 +25,9 @@ _ROUND = Call("exchange of gradients")
 class Member(Protocol):
     """A reducer."""
 
-    steps: int  #: of its optimizer so far
+    @property
+    def steps(self) -> int:
+        """The number of steps that its optimizer has taken."""
 
     @property
     def is_due(self) -> bool:

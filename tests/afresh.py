@@ -11,6 +11,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from dualtrain.training.signals import take_early_request
+
 
 class AfreshContext:
     """In place of multiprocessing's ``spawn`` context: what ``exec`` would reset in a process is reset in a forked one."""
@@ -26,6 +28,7 @@ def _begin(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    take_early_request()
     kept = 0, 1, 2, resource_tracker.getfd()
     for each in map(int, os.listdir("/proc/self/fd")):
         try:

@@ -18,6 +18,7 @@ ROOMS = [
     "launchers",
     "processes",
     "console",
+    "torch_versions",
     "backends",
     "turns",
     "parameters",
@@ -30,6 +31,7 @@ ROOMS = [
     "functional",
     "batchnorm",
 ]
+ROOMS += ["torchvision_shim", "user_code"]
 ROOMS += ["config", "models", "data", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
 ROOMS += ["doctor", "bench"]
 BACKENDS = [

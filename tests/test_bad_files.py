@@ -6,16 +6,22 @@ Each is refused in one line that names it, and none blocks, or reads without end
 from __future__ import annotations
 
 import json
+import math
 import os
+import resource
 import shutil
+import signal
 import struct
-import threading
+import time
+import traceback
 import zlib
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +49,9 @@ from dualtrain.report.runs import read_runs
 from dualtrain.training import checkpoint
 from dualtrain.training.run_dir import MetricsFile, step_of, write_weights
 from tests.data.test_data_sources import write_cifar, write_mnist
+from tests.forked import server
 
-LIMIT = 30.0  # seconds until a read, of milliseconds, is taken to hang
+LIMIT = 5  # seconds of the processor, or asleep in one and the same call of the system, for a read of milliseconds
 KINDS = ("FIFO", "device", "loop of links", "folder", "empty", "half")
 
 
@@ -133,6 +140,11 @@ def make_script(folder: Path) -> None:
     (folder / "script.py").write_text("values = [\n    1,\n]\n")
 
 
+def load_script_of(folder: Path) -> None:
+    with suppress(SyntaxError):  # as python would raise
+        load_script(str(folder / "script.py"), [])
+
+
 def absent(value: int | None) -> None:
     if value is None:
         raise UserError("step-00000001 or model is not there")
@@ -185,47 +197,116 @@ READERS = {
     "report": Reader(make_run, "metrics.jsonl", lambda folder: read_runs([str(folder)])),
     "report's settings": Reader(make_run, "config.json", lambda folder: read_runs([str(folder)]), fine=KINDS),
     "report's summary": Reader(make_run, "summary.json", lambda folder: read_runs([str(folder)]), fine=KINDS),
+    "script to run": Reader(make_script, "script.py", load_script_of, fine=("empty", "half")),
     "check of a script": Reader(
         make_script, "script.py", lambda folder: status(check, str(folder / "script.py")), fine=("empty",)
     ),
 }
 
 
-def within_limit(what: str, function: Callable[[], Any]) -> None:
-    """Calls ``function`` in a thread, since it may hang, and raises what it raises."""
-    ends: list[BaseException | None] = []
+def wait_for_writer(folder: Path) -> None:
+    (folder / "data").read_bytes()
 
-    def run() -> None:
+
+def read_in_parts(folder: Path) -> None:
+    with (folder / "data").open("rb") as file:
+        while file.read(2**16):
+            pass
+
+
+def make_data(folder: Path) -> None:
+    (folder / "data").write_text("data")
+
+
+#: Readers as they must not be.
+CARELESS = {
+    "wait for a writer": Reader(make_data, "data", wait_for_writer),
+    "read in parts": Reader(make_data, "data", read_in_parts),
+}
+
+
+class HangsError(Exception):
+    """A read takes more than its limit of the processor, or waits."""
+
+
+def read_each(results: Connection, name: str, folders: list[Path], limit: int) -> None:
+    """In a process of its own: reads each folder, and sends the refusal, or None, or the traceback of another error."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for folder in folders:
+        used = time.process_time()
+        # An unhandled SIGXCPU ends the process.
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used) + limit, resource.RLIM_INFINITY))
+        refusal, problem = None, ""
         try:
-            function()
-            ends.append(None)
-        except BaseException as error:
-            ends.append(error)
+            (READERS | CARELESS)[name].read(folder)
+        except UserError as error:
+            refusal = str(error)
+        except BaseException:
+            problem = traceback.format_exc()
+        results.send((refusal, problem))
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(LIMIT)
-    assert ends, f"{what} blocks"
-    if ends[0] is not None:
-        raise ends[0]
+
+def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str | None]:
+    """What the reader says of each folder, or None; it reads in another process, which a read may hold for ever.
+
+    A busy machine makes a read slow, and gives it no processor time; it does not keep it asleep.
+
+    Raises:
+        HangsError: a read reaches its limit.
+    """
+    results, there = Pipe(duplex=False)
+    process = server().Process(target=read_each, args=(there, name, folders, limit))
+    process.start()
+    there.close()
+    try:
+        for folder in folders:
+            asleep, since = "", time.monotonic()
+            while not results.poll(0.05):
+                if (now := asleep_in(process.pid)) != asleep or not now:
+                    asleep, since = now, time.monotonic()
+                if time.monotonic() > since + limit:
+                    raise HangsError(f"{name} waits: {folder.name}")
+            try:
+                refusal, problem = results.recv()
+            except EOFError:
+                process.join()
+                raise HangsError(f"{name} ends by signal {-process.exitcode}: {folder.name}") from None
+            assert not problem, f"{folder.name}: {problem}"
+            yield refusal
+    finally:
+        process.kill()
+        process.join()
+
+
+def asleep_in(pid: int) -> str:
+    """What tells one sleep of a process from the next; empty while it runs, or could."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return ""  # it has ended
+    values = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    return values["voluntary_ctxt_switches"] if values["State"].startswith("S") else ""
+
+
+def spoiled(name: str, folder: Path) -> list[Path]:
+    """A good folder for a reader, and one with each kind of bad file."""
+    reader, good = (READERS | CARELESS)[name], folder / "good"
+    good.mkdir()
+    reader.make(good)
+    for kind in KINDS:
+        shutil.copytree(good, folder / kind)
+        replace(folder / kind / reader.file, kind)
+    return [good, *(folder / kind for kind in KINDS)]
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_no_good_file_is_refused_at_once_and_in_one_line(name, tmp_path):
     reader = READERS[name]
-    good = tmp_path / "good"
-    good.mkdir()
-    reader.make(good)
-    reader.read(good)
-    for kind in KINDS:
-        folder = tmp_path / kind.replace(" ", "-")
-        shutil.copytree(good, folder)
-        replace(folder / reader.file, kind)
-        try:
-            within_limit(f"{name} of a {kind}", partial(reader.read, folder))
-        except UserError as error:
-            refusal = str(error)
-        else:
+    good, *folders = spoiled(name, tmp_path)
+    said = refusals(name, [good, *folders])
+    assert next(said) is None
+    for kind, folder, refusal in zip(KINDS, folders, said, strict=True):
+        if refusal is None:
             assert kind in reader.fine, kind
             continue
         assert "\n" not in refusal, kind
@@ -233,10 +314,16 @@ def test_what_is_no_good_file_is_refused_at_once_and_in_one_line(name, tmp_path)
         assert part in refusal or whole in refusal, (kind, refusal)
 
 
-def test_a_script_to_run_must_be_a_regular_file(tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / "script.py")
-    with pytest.raises(UserError, match="a FIFO, not a regular file"):
-        within_limit("a script", lambda: load_script(str(tmp_path / "script.py"), []))
+@pytest.mark.parametrize(
+    ("name", "kind", "how"),
+    [("wait for a writer", "FIFO", "waits"), ("read in parts", "device", f"ends by signal {int(signal.SIGXCPU)}")],
+)
+def test_a_reader_that_hangs_is_found(name, kind, how, tmp_path):
+    good, *folders = spoiled(name, tmp_path)
+    said = refusals(name, [good, folders[KINDS.index(kind)]], limit=1)
+    assert next(said) is None
+    with pytest.raises(HangsError, match=f"{name} {how}: {kind}"):
+        next(said)
 
 
 def test_a_download_does_not_touch_what_is_no_regular_file(tmp_path):

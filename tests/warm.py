@@ -9,12 +9,12 @@ import torch
 
 #: Not dualtrain.main, which tests run as __main__; not Horovod, whose place horovodize takes in scripts.
 MODULES = [
-    *("torch._dynamo", "torch.distributed", "torchinfo", "yaml", "safetensors.torch", "sklearn.datasets", "PIL.Image"),
+    *("torch._dynamo", "torch.distributed", "torchinfo", "safetensors.torch", "PIL.Image"),
     *("dualtrain.training.loop", "dualtrain.hvd.elastic", "dualtrain.predict", "tests.models_for_tests"),
 ]
 
 for name in MODULES:
     if importlib.util.find_spec(name.partition(".")[0]) is not None:
         importlib.import_module(name)
-importlib.import_module("dualtrain.models.vision").torchvision()
+importlib.import_module("dualtrain.torchvision_shim").torchvision()
 torch.set_num_threads(1)

@@ -99,7 +99,7 @@ def _differences(backend: Backend, call: Call) -> str:
 
 def exchange_text(backend: Backend, text: str, nbytes: int) -> list[str]:
     """Every rank's text, cut at ``nbytes`` (a multiple of 8) of UTF-8, in rank order. Collective; blocks."""
-    data = text.encode()[:nbytes].ljust(nbytes)
+    data = text.encode(errors="replace")[:nbytes].ljust(nbytes)
     rows = backend.exchange_short(array("q", data))
     return [array("q", row).tobytes().decode(errors="replace").strip() for row in rows]
 

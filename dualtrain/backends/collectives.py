@@ -18,8 +18,9 @@ from typing import Any, Self, TypeVar, overload
 import torch
 
 from dualtrain.backends import objects, wire
-from dualtrain.backends.agreement import Call, agree, refuse
+from dualtrain.backends.agreement import Call, agree, exchange_text, refuse
 from dualtrain.backends.base import Primitives, ReduceOp, Scaled, Work
+from dualtrain.backends.comparison import ranks_in_words
 from dualtrain.backends.memory import SharedMemory
 from dualtrain.backends.segment import UnsharedError
 from dualtrain.backends.serial import SerialQueue
@@ -29,6 +30,7 @@ from dualtrain.launchers import World
 
 T = TypeVar("T")
 
+_REASON_BYTES = 1024  # that other ranks are told of why an object cannot be sent
 _FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MIN: torch.minimum,
@@ -497,7 +499,7 @@ class Backend(Primitives):
         root = self._checked_root("broadcast_object", root)
         data, problem = _encoded(obj) if self.rank == root else (None, None)
         length = agree(self, Call("broadcast_object", name, root=root), -1 if problem else 0 if data is None else len(data))
-        self._refuse_if_unsent([length[root]], problem, offset=root)
+        self._refuse_if_unsent({root: length[root]}, problem)
         buffer = torch.empty(length[root], dtype=torch.uint8) if data is None else data
         self.start_broadcast(buffer, root, name or "broadcast_object").wait()
         return obj if data is not None else objects.decode(buffer)
@@ -505,16 +507,19 @@ class Backend(Primitives):
     def _allgather_object(self, obj: Any, name: str | None) -> list[Any]:
         data, problem = _encoded(obj)
         lengths = agree(self, Call("allgather_object", name), -1 if data is None else len(data))
-        self._refuse_if_unsent(lengths, problem)
+        self._refuse_if_unsent(dict(enumerate(lengths)), problem)
         assert data is not None
         return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
 
-    def _refuse_if_unsent(self, lengths: list[int], problem: TypeError | None, offset: int = 0) -> None:
+    def _refuse_if_unsent(self, lengths: dict[int, int], problem: TypeError | None) -> None:
+        """Raises on every rank, with the reason, if one of ``lengths`` by rank says that its object cannot be sent."""
+        refused = [rank for rank, length in lengths.items() if length < 0]
+        if not refused:
+            return
+        reasons = exchange_text(self, "" if problem is None else str(problem), _REASON_BYTES)
         if problem is not None:
             raise problem
-        refused = [str(rank + offset) for rank, length in enumerate(lengths) if length < 0]
-        if refused:
-            raise BackendError(f"rank {', '.join(refused)} could not send its object: only plain values and tensors travel")
+        raise BackendError(f"{ranks_in_words(refused)} could not send an object: {reasons[refused[0]]}")
 
     def _group(self, members: list[int]) -> Backend | None:
         agree(self, Call("group", shape=tuple(members)))

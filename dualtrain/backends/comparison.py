@@ -34,14 +34,7 @@ class Difference:
     values: tuple[str | None, ...]
 
     def __str__(self) -> str:
-        groups: dict[str | None, list[int]] = {}
-        for rank, value in enumerate(self.values):
-            groups.setdefault(value, []).append(rank)
-        shown = _excerpts(list(groups)[:_GROUPS])
-        parts = [f"{text} on {ranks_in_words(ranks)}" for text, ranks in zip(shown, groups.values(), strict=False)]
-        more = sum(len(ranks) for ranks in list(groups.values())[_GROUPS:])
-        parts += [f"others on {more} more"] if more else []
-        return f"{self.name} is {', '.join(parts[:-1])} and {parts[-1]}"
+        return f"{self.name} is {by_value(self.values)}"
 
 
 def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]]) -> list[Difference]:
@@ -84,6 +77,28 @@ def in_words(differences: Sequence[Difference]) -> str:
         names = ", ".join(rest[:_NAMED]) + (", …" if len(rest) > _NAMED else "")
         text += f"; and {len(rest)} more: {names}"
     return text
+
+
+def by_value(values: Sequence[str | None]) -> str:
+    """``cpu on ranks 0, 2 and cuda on rank 1``: of values in rank order that are not all the same."""
+    groups: dict[str | None, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    shown = _excerpts(list(groups)[:_GROUPS])
+    parts = [f"{text} on {ranks_in_words(ranks)}" for text, ranks in zip(shown, groups.values(), strict=False)]
+    more = sum(len(ranks) for ranks in list(groups.values())[_GROUPS:])
+    parts += [f"others on {more} more"] if more else []
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def refuse_unlike(what: str, values: Sequence[str], cure: str) -> None:
+    """Refuses ranks whose values, in rank order, are not all the same.
+
+    Raises:
+        UserError: names each rank's value, and the ``cure``.
+    """
+    if len(set(values)) > 1:
+        raise UserError(f"the ranks do not have the same {what} ({by_value(values)}): {cure}")
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

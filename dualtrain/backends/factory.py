@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.comparison import refuse_unlike
 from dualtrain.backends.heap import keep_freed_memory
 from dualtrain.backends.hosts import identity, listening_address
 from dualtrain.backends.memory import SharedMemory
@@ -215,12 +216,12 @@ def _compare_choices(backend: Backend, transport: str) -> None:
         ("device", [devices[row[0]] for row in rows], "let every rank see a GPU, or give --device cpu to all"),
         ("transport", [TRANSPORTS[row[1]] for row in rows], "give the same --transport to all"),
     )
-    for what, found, cure in compared:
-        if len(set(found)) > 1:
-            backend.disconnect()
-            ranks = {value: [str(rank) for rank, its in enumerate(found) if its == value] for value in dict.fromkeys(found)}
-            listed = "; ".join(f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
-            raise UserError(f"the ranks do not have the same {what} ({listed}): {cure}")
+    try:
+        for what, found, cure in compared:
+            refuse_unlike(what, found, cure)
+    except UserError:
+        backend.disconnect()
+        raise
 
 
 def _take_device(backend: Backend) -> None:

@@ -23,8 +23,10 @@ import torch
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.comparison import refuse_unlike
 from dualtrain.backends.hosts import address, is_loopback, listening_address, listening_interface, variables
 from dualtrain.backends.http_store import HttpStore
+from dualtrain.backends.rendezvous import names_by_server, within
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 
@@ -280,7 +282,7 @@ def _initialise(start: Callable[[], None], world: World, timeout: float, launche
         _check_name()
     with variables({name: os.environ.get(name, value) for name, value in _defaults(world, groups).items()}):
         if launched:
-            start()
+            _initialise_launched(start, world, timeout)
             return None
         if world.size == 1:
             with variables(description(world)):
@@ -300,12 +302,24 @@ def _defaults(world: World, groups: bool) -> dict[str, str]:
     return defaults
 
 
+def _initialise_launched(start: Callable[[], None], world: World, timeout: float) -> None:
+    """Starts Horovod in the world of its own launcher, or of MPI."""
+    from dualtrain.backends.torch import SAME_BACKEND
+
+    refuse_unlike("backend", names_by_server(world, timeout, "horovod"), SAME_BACKEND)
+    if world.launcher.startswith("mpi"):
+        # MPI has no time-out of its own.
+        within(timeout, start, f"Horovod did not start on rank {world.rank} of {world.size}")
+    else:
+        start()
+
+
 def _initialise_by_store(start: Callable[[], None], world: World, timeout: float) -> object:
     """Starts Horovod's Gloo controller with a rendezvous of our own, found through torch's store."""
     from dualtrain.backends.torch import meet
 
     # The host identities come first: Horovod aborts the process when its local ranks do not add up.
-    store, world = meet(world, timeout, _obstacle())
+    store, world = meet(world, timeout, "horovod", _obstacle())
 
     def share(place: str | None) -> str:
         if place is not None:

@@ -10,13 +10,16 @@ import errno
 import os
 import secrets
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar
 
 from dualtrain.backends.hosts import address, identity, is_loopback
 from dualtrain.backends.store import Store, StoreServer, dial, listen, serve
@@ -38,7 +41,7 @@ def meeting_point(world: World, timeout: float) -> World:
     if world.rendezvous is not None or world.size == 1 or world.name:
         return world
     if world.launcher.startswith("mpi"):
-        rendezvous, secret = _meet_by_mpi(world)
+        rendezvous, secret = _meet_by_mpi(world, timeout)
     elif world.launcher == "horovodrun --gloo":
         rendezvous, secret = _meet_by_server(world, timeout)
     else:
@@ -114,12 +117,16 @@ def ranks_in_world(comm: Any) -> list[int]:
     return sorted(MPI.Group.Translate_ranks(group, list(range(group.size)), MPI.COMM_WORLD.Get_group()))
 
 
+#: The servers by which this process has compared names.
+_COMPARED: set[str] = set()
 #: A (host, port) and a secret.
 Meeting = tuple[tuple[str, int], str]
+Result = TypeVar("Result")
+_REFUSAL_SECONDS = 3.0  # that a rank waits for the others to have read what refuses them
 
 
 @cache
-def _meet_by_mpi(world: World) -> Meeting:
+def _meet_by_mpi(world: World, timeout: float) -> Meeting:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -133,7 +140,33 @@ def _meet_by_mpi(world: World) -> Meeting:
             f"mpi4py is rank {comm.Get_rank()} of {comm.Get_size()}, but {world.launcher} started rank {world.rank} of "
             f"{world.size}: mpi4py was built for another MPI; rebuild it (pip install --no-binary mpi4py mpi4py)"
         )
-    return _share(world, comm.bcast, comm.allgather)
+    what = f"rank {world.rank} of {world.size} did not meet the others by MPI"
+    return within(timeout, partial(_share, world, comm.bcast, comm.allgather), what)
+
+
+def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
+    """The result of ``call``, which waits for all ranks without a limit of its own. Blocks for ``timeout`` seconds at most.
+
+    Raises:
+        UserError: it took longer; the call goes on in a thread that does not keep the process from ending.
+    """
+    ended: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="dualtrain-start", daemon=True).start()
+    try:
+        return ended.result(timeout)
+    except TimeoutError:
+        if ended.done():
+            raise  # the call's own
+        raise UserError(
+            f"{what} within {timeout:g} s: check that all processes were started, and give the same --backend to all"
+        ) from None
 
 
 def _share(world: World, bcast: Callable[..., Any], allgather: Callable[..., Any]) -> Meeting:
@@ -157,31 +190,83 @@ _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 @cache
 def _meet_by_server(world: World, timeout: float) -> Meeting:
-    server = f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
-    url = f"http://{server}/dualtrain/meeting-point"
     if world.rank == 0:
         (host, port), secret = _reserve(world.single_host)
-        words = f"{host} {port} {secret}".encode()
-        try:
-            _open(urllib.request.Request(url, words, method="PUT"), timeout=30).close()
-        except OSError as error:
-            raise UserError(f"horovodrun's server {server} does not answer rank 0 ({error}): is it still there?") from error
+        _tell_server(world, "meeting-point", f"{host} {port} {secret}")
         return (host, port), secret
     deadline = time.monotonic() + timeout
+    words = _ask_server(world, "meeting-point", deadline)
+    if words is None:
+        raise UserError(
+            f"rank 0 left no address at horovodrun's server within {timeout:g} s: check that all processes were started"
+        )
+    host, number, secret = words.split()
+    return (host, int(number)), secret
+
+
+def names_by_server(world: World, timeout: float, name: str) -> list[str]:
+    """Every rank's ``name``, in rank order, by horovodrun's server. Collective; blocks.
+
+    If the names are not all the same, some seconds longer: horovodrun ends all processes when the first one ends. An
+    empty list without such a server, where ranks may change, and for all calls of a process but the first.
+
+    Raises:
+        UserError: a rank did not come in time, or the server does not answer.
+    """
+    if world.launcher != "horovodrun --gloo" or world.name or world.size == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return []
+    if _server() in _COMPARED:
+        return []
+    names = _exchange_by_server(world, timeout, "backend", name)
+    _COMPARED.add(_server())
+    if len(set(names)) > 1:
+        with suppress(UserError):
+            _exchange_by_server(world, _REFUSAL_SECONDS, "refused", "-")
+    return names
+
+
+def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> list[str]:
+    """Every rank's ``value``, a word: rank 0 reads all of them, and leaves the list to the others."""
+    deadline = time.monotonic() + timeout
+    _tell_server(world, f"{key}-{world.rank}", value)
+    if world.rank == 0:
+        values = [_ask_server(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
+        missing = [rank for rank, each in enumerate(values) if each is None]
+        # The others wait for the list: whoever is missing is named in it.
+        _tell_server(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
+    words = (_ask_server(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()
+    if words[0] == "missing":
+        raise UserError(
+            f"rank {words[1]} of {world.size} did not come within {timeout:g} s: check that all processes were started"
+        )
+    return words
+
+
+def _server() -> str:
+    return f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
+
+
+def _tell_server(world: World, key: str, value: str) -> None:
+    request = urllib.request.Request(f"http://{_server()}/dualtrain/{key}", value.encode(), method="PUT")
+    try:
+        _open(request, timeout=30).close()
+    except OSError as error:
+        raise _no_answer(world, error) from error
+
+
+def _ask_server(world: World, key: str, deadline: float) -> str | None:
+    """The value of ``key``, or None if nobody has set it by ``deadline``."""
     while True:
         try:
-            with _open(url, timeout=30) as answer:
-                host, port, secret = answer.read().decode().split()
-                return (host, int(port)), secret
+            with _open(f"http://{_server()}/dualtrain/{key}", timeout=30) as answer:
+                return str(answer.read().decode())
         except OSError as error:
-            missing = isinstance(error, urllib.error.HTTPError) and error.code == 404
-            if not missing:
-                raise UserError(
-                    f"horovodrun's server {server} does not answer rank {world.rank} ({error}): is it still there?"
-                ) from error
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"rank 0 left no address at horovodrun's server {server} within {timeout:g} s: "
-                    "check that all processes were started"
-                ) from error
-            time.sleep(0.02)
+            if not isinstance(error, urllib.error.HTTPError) or error.code != 404:
+                raise _no_answer(world, error) from error
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.02)
+
+
+def _no_answer(world: World, error: OSError) -> UserError:
+    return UserError(f"horovodrun's server {_server()} does not answer rank {world.rank} ({error}): is it still there?")

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -29,15 +30,20 @@ from torch.distributed import distributed_c10d
 from dualtrain.backends.agreement import exchange_text
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
+from dualtrain.backends.comparison import refuse_unlike
 from dualtrain.backends.hosts import identity, listening_address, listening_interface, variables
 from dualtrain.backends.reach import reach_all
-from dualtrain.backends.rendezvous import join, leave, meeting_point
+from dualtrain.backends.rendezvous import join, leave, meeting_point, names_by_server
 from dualtrain.backends.store import Store, listen
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+from dualtrain.torch_versions import asynchronous, shut_down
 
 #: How many worlds met at an address so far: the same on all of their ranks.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
+
+SAME_BACKEND = "give the same --backend to all"
+_REFUSAL_SECONDS = 3.0  # that the process which serves the store waits for the others to have read what refuses them
 
 _PLACE_BYTES = 128  # of an address, a port and a key
 
@@ -76,9 +82,7 @@ def _asynchronous(kind: type, **values: Any) -> Any:
     options = kind()
     for name, value in values.items():
         setattr(options, name, value)
-    if hasattr(options, "asyncOp"):  # not in every version of torch
-        options.asyncOp = True
-    return options
+    return asynchronous(options)
 
 
 _OPTIONS = {
@@ -318,7 +322,7 @@ class TorchBackend(Backend):
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         if self._nccl is not None:
-            _shut_down(self._nccl)
+            shut_down(self._nccl)
         # Left to the garbage collector, the groups would end in whatever thread it runs in, perhaps while that holds up
         # another world's start.
         groups = list(self._groups)
@@ -353,7 +357,7 @@ def _chosen_interface(world: World) -> str | None:
     return None if os.environ.get("GLOO_SOCKET_IFNAME") else listening_interface(world)
 
 
-# What follows is torch's private interface, the same in torch 2.5 to 2.13: as torch's own tests make groups.
+# What follows is torch's private interface, the same in torch 2.5 to 2.15: as torch's own tests make groups.
 
 
 def _gloo_group(store: dist.Store, world: World, interface: str | None, timeout: float) -> Any:
@@ -377,43 +381,54 @@ def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
     return kind(store, world.rank, world.size, options)
 
 
-def _shut_down(nccl: Any) -> None:
-    end = getattr(nccl, "shutdown", None) or nccl._shutdown
-    end()
-
-
-def meet(world: World, timeout: float, obstacle: str | None = None) -> tuple[dist.Store, World]:
+def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | None = None) -> tuple[dist.Store, World]:
     """The job's store, once all processes are known to be there, and the world with the places that their hosts give.
 
     Raises:
-        UserError: as :func:`open_store`, a process did not come in time, or two hosts cannot reach each other,
-            or one of several has an ``obstacle``.
+        UserError: as :func:`open_store`, a process did not come in time, or has another ``backend``, or two hosts cannot
+            reach each other, or one of several has an ``obstacle``.
     """
     deadline = time.monotonic() + timeout
+    refuse_unlike("backend", names_by_server(world, timeout, backend), SAME_BACKEND)
     world = meeting_point(world, timeout)
     store = open_store(world, timeout)
     try:
-        return store, _gathered(store, world, timeout, deadline, obstacle)
+        return store, _gathered(store, world, (timeout, deadline), backend, obstacle)
     except BaseException:
         leave(world)
         raise
 
 
-def _gathered(store: dist.Store, world: World, timeout: float, deadline: float, obstacle: str | None) -> World:
-    store.set(f"host/{world.rank}", str(identity()))
-    hosts = []
+def _gathered(store: dist.Store, world: World, limit: tuple[float, float], backend: str, obstacle: str | None) -> World:
+    timeout, deadline = limit
+    store.set(f"host/{world.rank}", f"{identity()} {backend}")
+    hosts, backends = [], []
     for rank in range(world.size):
         try:
             store.wait([f"host/{rank}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-            hosts.append(store.get(f"host/{rank}"))
+            host, its_backend = store.get(f"host/{rank}").decode().split()
         except dist.DistError as error:
             raise UserError(
                 f"rank {rank} of {world.size} did not come within {timeout:g} s: check that all processes were started, "
                 "each with its own rank"
             ) from error
+        hosts.append(host)
+        backends.append(its_backend)
+    _refuse_other_backends(store, world, backends)
     world = world.placed(world.rank, hosts)
     reach_all(world, hosts, store.set, lambda key: bytes(store.get(key)).decode(), obstacle)
     return world
+
+
+def _refuse_other_backends(store: dist.Store, world: World, backends: Sequence[str]) -> None:
+    """Refuses ranks of several backends, for some seconds: the store may end with the process that serves it."""
+    try:
+        refuse_unlike("backend", backends, SAME_BACKEND)
+    except UserError:
+        with suppress(RuntimeError, UserError):
+            store.set(f"refused/{world.rank}", "")
+            store.wait([f"refused/{rank}" for rank in range(world.size)], timedelta(seconds=_REFUSAL_SECONDS))
+        raise
 
 
 def open_store(world: World, timeout: float) -> dist.Store:

@@ -149,6 +149,8 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> l
 
 
 def _run(given: argparse.Namespace) -> None:
+    from dualtrain.report.report_charts import load_figure
+
     world = detect_world()
     if world.launcher != "none":
         raise UserError(
@@ -159,6 +161,7 @@ def _run(given: argparse.Namespace) -> None:
     default = [name for name, entry in ENTRIES.items() if entry.quick or not given.quick]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
     prefix = _prefix(given.launch)
+    load_figure()  # a missing matplotlib is refused before the measurements, not after them
     folder = _folder(given.out)
     # A folder of its own, and not one that is there already: what it holds is deleted in the end.
     with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:

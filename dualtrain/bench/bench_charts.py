@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dualtrain.bench.measure import Results
 from dualtrain.bench.rows import BUFFERS, Row, sweep_of
-from dualtrain.errors import UserError
+from dualtrain.report.report_charts import load_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,15 +24,12 @@ def picture(results: Results, rows: Sequence[Row]) -> bytes:
     Raises:
         UserError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(f"the picture needs matplotlib ({error}): pip install matplotlib") from error
+    figure_class = load_figure()
     ratios = [row for row in rows if row.unit == "×"]
     groups = [(name, list(members)) for name, members in groupby(ratios, key=lambda row: row.group)]
     tall = LINE * (len(ratios) + 2 * len(groups)) + 1.2
     sweep = sweep_of(results)
-    figure = Figure(figsize=(12, tall + (5.0 if sweep else 0.0)), facecolor="white", layout="constrained")
+    figure = figure_class(figsize=(12, tall + (5.0 if sweep else 0.0)), facecolor="white", layout="constrained")
     axes = figure.subplots(1 + bool(sweep), 1, squeeze=False, height_ratios=[tall, 5.0] if sweep else [1])[:, 0]
     _draw_ratios(axes[0], groups)
     if sweep:

@@ -6,15 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dualtrain.data.memory import TensorSource
-from dualtrain.data.options import NAMES, Options
-from dualtrain.data.sources import Task
+from dualtrain.data.options import Options
+from dualtrain.data.sources import Task, Tensors
 from dualtrain.data.transforms import ImageTransform, Statistics, Transform, WeightsTransform
 from dualtrain.errors import UserError
-
-Part = tuple[torch.Tensor, torch.Tensor]
 
 # Of each channel, over the training images.
 STATISTICS: dict[str, Statistics] = {
@@ -76,12 +72,11 @@ def _in_memory(name: str, folder: str | None, options: Options) -> Task:
     return Task(TensorSource(*train, for_train), TensorSource(*val, for_val), shape, classes=10)
 
 
-def _read(name: str, folder: str | None, download: bool) -> tuple[Part, Part]:
+def _read(name: str, folder: str | None, download: bool) -> tuple[Tensors, Tensors]:
     if name == "digits":
-        from dualtrain.data.digits import load_digits
+        from dualtrain.data.digits import read_digits
 
-        data = load_digits()
-        return (data.train.inputs, data.train.targets), (data.val.inputs, data.val.targets)
+        return read_digits()
     if name == "cifar10":
         from dualtrain.data.cifar import read_cifar10
 
@@ -141,4 +136,3 @@ _OTHERS: dict[str, Callable[[str | None, Options], Task]] = {
     "text": _text,
     "synthetic": _synthetic,
 }
-__all__ = ["NAMES", "load_data"]

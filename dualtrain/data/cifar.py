@@ -15,9 +15,10 @@ import numpy
 import torch
 
 from dualtrain.data.downloads import missing
+from dualtrain.data.sources import Tensors
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
-from dualtrain.models.vision import mended
+from dualtrain.torchvision_shim import with_torchvision_shim
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -26,10 +27,9 @@ TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 VAL = ("test_batch.bin",)
 SHAPE = (3, 32, 32)
 CLASSES = 10
-Part = tuple[torch.Tensor, torch.Tensor]
 
 
-def read_cifar10(folder: str | None, download: bool = False) -> tuple[Part, Part]:
+def read_cifar10(folder: str | None, download: bool = False) -> tuple[Tensors, Tensors]:
     """Training and test part: images uint8 (N, 3, 32, 32) and classes int64 (N,).
 
     Raises:
@@ -43,7 +43,7 @@ def read_cifar10(folder: str | None, download: bool = False) -> tuple[Part, Part
     return _read(where, TRAIN), _read(where, VAL)
 
 
-def _read(where: Path, names: tuple[str, ...]) -> Part:
+def _read(where: Path, names: tuple[str, ...]) -> Tensors:
     size = 1 + SHAPE[0] * SHAPE[1] * SHAPE[2]
     try:
         content = numpy.concatenate([_bytes(where / name) for name in names])
@@ -65,7 +65,7 @@ def _bytes(path: Path) -> Any:
 
 
 def _download(folder: str) -> None:
-    utils = mended(lambda: import_module("torchvision.datasets.utils"))
+    utils = with_torchvision_shim(lambda: import_module("torchvision.datasets.utils"))
     try:
         utils.download_and_extract_archive(URL, folder, md5=MD5)
     except (URLError, OSError, RuntimeError) as error:

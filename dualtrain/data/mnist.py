@@ -12,19 +12,18 @@ from urllib.error import URLError
 import numpy
 import torch
 
-from dualtrain.data import Data, Split
 from dualtrain.data.downloads import missing
+from dualtrain.data.sources import Tensors
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
-from dualtrain.models.vision import torchvision
+from dualtrain.torchvision_shim import torchvision
 
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 UINT8 = 8  # the idx format's number of this type
 CLASSES = 10
-Part = tuple[torch.Tensor, torch.Tensor]
 
 
-def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[Part, Part]:
+def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[Tensors, Tensors]:
     """The 60,000 training and 10,000 test images, uint8 (N, 1, 28, 28), and their classes, int64 (N,).
 
     Raises:
@@ -47,7 +46,7 @@ def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[P
         ) from error
 
 
-def _read_part(images: Path, labels: Path) -> Part:
+def _read_part(images: Path, labels: Path) -> Tensors:
     pixels, classes = _read_idx(images, (28, 28)), _read_idx(labels, ())
     if len(pixels) != len(classes):
         raise ValueError(f"{images.name} has {len(pixels)} images and {labels.name} {len(classes)} labels")
@@ -74,16 +73,6 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
             raise ValueError(f"{path.name} has {size} bytes and is said to have the shape {(count, *found)}")
         values = numpy.fromfile(file, dtype=numpy.uint8, count=count * math.prod(shape))
     return torch.from_numpy(values.reshape(count, *shape))
-
-
-def load_mnist(name: str, folder: str | None) -> Data:
-    """The same, scaled to [0, 1]."""
-    (train, train_targets), (val, val_targets) = read_mnist(name, folder)
-    return Data(
-        Split(train.to(torch.float32).div_(255), train_targets),
-        Split(val.to(torch.float32).div_(255), val_targets),
-        classes=10,
-    )
 
 
 def _download(name: str, kind: Any, folder: str) -> None:

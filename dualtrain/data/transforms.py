@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.data import draws
-from dualtrain.models.vision import mended
+from dualtrain.torchvision_shim import with_torchvision_shim
 
 # (images (n, c, h, w), uint8 or float; their numbers (n,); seed) → inputs (n, c, size, size), float32
 Transform = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -22,7 +22,7 @@ IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 @cache
 def v2() -> Any:
     """The module torchvision.transforms.v2."""
-    return mended(lambda: import_module("torchvision.transforms.v2"))
+    return with_torchvision_shim(lambda: import_module("torchvision.transforms.v2"))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dualtrain.data.options import Options
 from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import Source, Task, Tensors
 from dualtrain.errors import UserError
-from dualtrain.models.imported import call
-from dualtrain.models.vision import mended
+from dualtrain.torchvision_shim import with_torchvision_shim
+from dualtrain.user_code import call_user_code
 
 
 class Samples:
@@ -46,7 +46,7 @@ class Samples:
 
 
 def _unpickled(content: bytes) -> Samples:
-    return Samples(*mended(lambda: pickle.loads(content)))
+    return Samples(*with_torchvision_shim(lambda: pickle.loads(content)))
 
 
 def load_own(name: str, folder: str | None, options: Options) -> Task:
@@ -55,7 +55,7 @@ def load_own(name: str, folder: str | None, options: Options) -> Task:
     Raises:
         UserError: it is not there, or gives something else.
     """
-    built = call(name, "--dataset", "the folder of --data-dir", folder)
+    built = call_user_code(name, "--dataset", "the folder of --data-dir", folder)
     if isinstance(built, Task):
         return built
     if not isinstance(built, tuple | list) or len(built) != 2 or not all(map(_map_style, built)):

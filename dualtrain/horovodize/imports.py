@@ -84,9 +84,9 @@ class _Torchvision(SourceFileLoader):
     """Loads torchvision as Python does; scripts get the hand that one of its builds needs, as dualtrain's own models do."""
 
     def exec_module(self, module: ModuleType) -> None:
-        from dualtrain.models.vision import mended
+        from dualtrain.torchvision_shim import with_torchvision_shim
 
-        mended(lambda: super(_Torchvision, self).exec_module(module))
+        with_torchvision_shim(lambda: super(_Torchvision, self).exec_module(module))
 
 
 class _Finder(MetaPathFinder):

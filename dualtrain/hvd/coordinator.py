@@ -253,6 +253,9 @@ class Coordinator:
 
 def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
     """What the ranks that made ``calls`` do not agree on, for people; ``None`` where they do."""
+    for rank, call in calls.items():
+        if call.get("refused") is not None:
+            return f"rank {rank}: {call['refused']}"
     title, (first_rank, first), others = _title(key), next(iter(calls.items())), list(calls.items())[1:]
     for rank, other in others:
         for name, meaning in _EQUAL.items():

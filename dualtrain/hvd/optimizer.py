@@ -211,12 +211,15 @@ class _Optimizer(NativeOptimizer):
             self.reducer.rest()
 
     def synchronize(self) -> None:
-        """Makes every gradient the combination over ranks, unless it is already. Collective; blocks.
+        """Makes every gradient the combination over ranks. Collective; blocks.
+
+        Called again, it combines ``param.grad`` once more, as Horovod's does: another rank may have run a backward since.
 
         Raises:
             HorovodInternalError: a rank was lost or has other parameters, or Horovod was shut down.
         """
         if self.reducer is not None:
+            self.reducer.renew()
             self.reducer.reduce()
             self.reducer.rest()
         self._synchronized = True
@@ -248,8 +251,6 @@ class _Optimizer(NativeOptimizer):
                     "context if you use optimizer.synchronize() in your code.",
                     stacklevel=2,
                 )
-                if self.reducer is not None:
-                    self.reducer.renew()  # combined once more, as by Horovod: a rank may have changed its gradients
             if closure is None:
                 self.synchronize()
         synchronized, self._synchronized = self._synchronized, False

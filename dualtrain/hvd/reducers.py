@@ -16,6 +16,7 @@ from dualtrain.gradients import GradientReducer
 from dualtrain.hvd import basics
 from dualtrain.hvd.engine import Pending
 from dualtrain.hvd.exceptions import HorovodInternalError
+from dualtrain.hvd.forms import new_handle
 from dualtrain.hvd.mpi_ops import grouped_allreduce_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet
 
@@ -280,14 +281,13 @@ class CalledReducer(ChannelReducer):
         """Compresses, reduces and decompresses every gradient; one that is missing counts as zeros."""
         if self.is_reduced():
             return
-        complaint = self._refusals.reason(self._buckets)
-        if complaint is not None:
-            raise HorovodInternalError(complaint)
         self._enter_world()
         handle, contexts = self._submit()
         self._call = None
         for slot, result, ctx in zip(self.slots, synchronize(handle) or (), contexts, strict=True):
-            slot.param.grad = self._compression.decompress(result, ctx)
+            # As in buckets, one that was frozen takes part as zeros and gets nothing.
+            if slot.param.requires_grad or slot.param.grad is not None:
+                slot.param.grad = self._compression.decompress(result, ctx)
         self._reduced = True
 
     def drop(self) -> None:
@@ -299,15 +299,33 @@ class CalledReducer(ChannelReducer):
         self._ready += 1
         self._enter_world()
         if self._ready == len(self.slots):
+            self._look_for_thawed()  # the gradients of those may still come
+        if self._ready == len(self.slots):
             self._submit()
 
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
-            params = [slot.param for slot in self.slots]
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
-            packed = [self._compression.compress(grad) for grad in grads]
-            tensors = [tensor.contiguous() for tensor, _ in packed]
-            options = {"name": self.name, "op": self._op, "process_set": self.process_set}
-            handle = grouped_allreduce_async_(tensors, **options) if tensors else -1
-            self._call = handle, [ctx for _, ctx in packed]
+            self._look_for_thawed()
+            self._call = self._refuse() or self._start_call()
         return self._call
+
+    def _refuse(self) -> tuple[int, list[Any]] | None:
+        """In place of the call, one that fails on every rank with what changed here; ``None`` if nothing did."""
+        if not self._laid_out:
+            self._refusals.lay_out([(slot.name, slot.param) for slot in self.slots], torch.zeros(1))
+            self._laid_out = True
+        reason = self._refusals.reason(())
+        if reason is None:
+            return None
+        number = self.process_set.process_set_id or 0
+        refused = basics.engine().submit("grouped_allreduce", self.name, number, op=self._op, refused=reason)
+        return new_handle(refused, tuple), []
+
+    def _start_call(self) -> tuple[int, list[Any]]:
+        params = [slot.param for slot in self.slots]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
+        packed = [self._compression.compress(grad) for grad in grads]
+        tensors = [tensor.contiguous() for tensor, _ in packed]
+        options = {"name": self.name, "op": self._op, "process_set": self.process_set}
+        handle = grouped_allreduce_async_(tensors, **options) if tensors else -1
+        return handle, [ctx for _, ctx in packed]

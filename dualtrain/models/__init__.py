@@ -9,8 +9,8 @@ from torch import nn
 from dualtrain.errors import UserError
 from dualtrain.models import bert, small
 from dualtrain.models.freezing import find_head, freeze_backbone
-from dualtrain.models.imported import call
 from dualtrain.models.weights import fetch, load_weights
+from dualtrain.user_code import call_user_code
 
 __all__ = ["Shape", "build", "fetch"]
 
@@ -52,7 +52,7 @@ def _build(name: str, shape: Shape, classes: int, pretrained: bool) -> nn.Module
     if pretrained and (":" in name or name in _IMAGES or name in _TEXTS):
         raise UserError(f"--pretrained works with torchvision's models, not with {name!r}: leave it out, or give --weights")
     if ":" in name:
-        return _checked(call(name, "--model", "(shape, classes)", shape, classes), name)
+        return _checked(call_user_code(name, "--model", "(shape, classes)", shape, classes), name)
     if name in _TEXTS:
         return _TEXTS[name](_take(name, shape, 1, "texts (length)"), classes)
     if name in _IMAGES:

@@ -9,8 +9,8 @@ from torch import nn
 
 from dualtrain.errors import UserError
 from dualtrain.models.freezing import find_head
-from dualtrain.models.vision import torchvision
 from dualtrain.models.weights import differences, fetch, read_pickled
+from dualtrain.torchvision_shim import torchvision
 
 # Their extra heads make training outputs that no loss here takes, and their default start draws for minutes.
 _PLAIN = {"aux_logits": False, "init_weights": False}

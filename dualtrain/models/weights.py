@@ -14,7 +14,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular, readable_path
-from dualtrain.models.vision import torchvision
+from dualtrain.torchvision_shim import torchvision
 
 SHOWN = 3  # names of an error, so that it stays one line
 

@@ -32,8 +32,8 @@ PANELS: dict[str, list[tuple[str, str, str]]] = {  # curves: how drawn, kind of 
 }
 
 
-def picture(runs: Sequence[Run], *, tables: bool) -> bytes:
-    """A PNG of the charts, below the title and the tables where ``tables``.
+def load_figure() -> type[Figure]:
+    """Import matplotlib and return its class Figure.
 
     Raises:
         UserError: matplotlib is missing.
@@ -42,9 +42,19 @@ def picture(runs: Sequence[Run], *, tables: bool) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(f"the charts need matplotlib ({error}): pip install matplotlib") from error
+    return Figure
+
+
+def picture(runs: Sequence[Run], *, tables: bool) -> bytes:
+    """A PNG of the charts, below the title and the tables where ``tables``.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    figure_class = load_figure()
     shown = [table for table in (results(runs), differing_settings(runs)) if table is not None and tables]
     head = HEAD + sum(ROW * (len(table.rows) + 1) for table in shown) if tables else 0.0
-    figure = Figure(figsize=(WIDTH, head + _legend_rows(runs) * ROW + CHARTS), facecolor="white")
+    figure = figure_class(figsize=(WIDTH, head + _legend_rows(runs) * ROW + CHARTS), facecolor="white")
     if tables:
         _draw_head(figure, runs, shown)
     _draw_charts(figure, runs, head)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from dualtrain.config import ScheduleSection, StepSection
+from dualtrain.config.values import option_value
 from dualtrain.errors import UserError
 
 _UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base; one that calls the model back; one for sparse gradients
@@ -36,7 +37,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
     kind = kinds.get(step.optimizer.lower())
     if kind is None:
         raise UserError(f"--optimizer {step.optimizer!r} is not known: choose one of {', '.join(sorted(kinds))}")
-    known = list(inspect.signature(kind).parameters)[1:]
+    known = {name: option.default for name, option in inspect.signature(kind).parameters.items() if name != "params"}
     options = _options(step, known)
     for name, value in (("momentum", step.momentum), ("weight_decay", step.weight_decay)):
         if name in known:
@@ -53,9 +54,8 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
     return optimizer
 
 
-def _options(step: StepSection, known: list[str]) -> dict[str, Any]:
-    import yaml
-
+def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``--optimizer-options`` sets; ``known`` has the names and defaults of the optimizer's options."""
     options: dict[str, Any] = {}
     for part in (step.optimizer_options or "").split(",") if step.optimizer_options else []:
         name, sign, text = part.strip().partition("=")
@@ -63,23 +63,12 @@ def _options(step: StepSection, known: list[str]) -> dict[str, Any]:
             raise UserError(f"--optimizer-options must be name=value pairs as in nesterov=true, not {part!r}")
         if name not in known or name in ("lr", "params"):
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known[1:])}"
+            hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(list(known)[1:])}"
             raise UserError(f"--optimizer-options {part!r}: {step.optimizer} has no option {name!r}{hint}")
-        try:
-            options[name] = _value(yaml.safe_load(text), text)
-        except (yaml.YAMLError, RecursionError):
-            raise UserError(f"--optimizer-options {part!r}: {text!r} is no value; give a number, true or false") from None
+        options[name] = option_value(text)
+        if isinstance(options[name], str) and isinstance(known[name], bool | int | float | tuple):
+            raise UserError(f"--optimizer-options {part!r}: {text!r} is no value; give a number, true or false")
     return options
-
-
-def _value(value: Any, text: str) -> Any:
-    """A number, truth or list of numbers; YAML takes 1e-8 for a text."""
-    if isinstance(value, str):
-        try:
-            return tuple(float(part) for part in text.split(":")) if ":" in text else float(text)
-        except ValueError:
-            return value
-    return value
 
 
 _FACTORED = ("row_var", "col_var")  # of Adafactor: sums over rows and columns

@@ -135,12 +135,14 @@ class Records:
 
 
 def opening(settings: Mapping[str, Any], model: nn.Module) -> str:
-    """Format all settings and a summary of the model."""
-    import torchinfo
-
+    """Format all settings, and a table of the model's layers where torchinfo is installed."""
     values = ", ".join(f"{name}={value}" for name, value in settings.items())
-    summary = torchinfo.summary(model, depth=2, verbose=0, row_settings=("var_names",))
-    return f"settings: {textwrap.fill(values, 116, subsequent_indent='  ')}\n{summary}"
+    lines = [f"settings: {textwrap.fill(values, 116, subsequent_indent='  ')}"]
+    with suppress(ImportError):
+        import torchinfo
+
+        lines.append(str(torchinfo.summary(model, depth=2, verbose=0, row_settings=("var_names",))))
+    return "\n".join(lines)
 
 
 def check_tensorboard(output: OutputSection) -> None:

@@ -21,9 +21,22 @@ _early: list[bool] = []
 def note_early_requests() -> None:
     """Keep SIGUSR1 from ending this process before the first step and after the last one.
 
-    One that comes before the first step saves the state after that step. For a process that does nothing but train.
+    One that comes before the first step saves the state after that step. For a process that does nothing but train. While
+    Python itself starts, only a parent can help: it blocks the signal or ignores it (``trap '' USR1``).
     """
     signal.signal(signal.SIGUSR1, lambda *_: _early.append(True))
+
+
+def take_early_request() -> bool:
+    """Return whether a SIGUSR1 has come before there was anything to save, and forget it."""
+    came = bool(_early)
+    _early.clear()
+    return came
+
+
+def ignore_late_requests() -> None:
+    """Keep SIGUSR1 from ending a process that is about to exit: Python removes its handlers before the end."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Signals:
@@ -36,9 +49,8 @@ class Signals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.signal(number, self._note) for number in SIGNALS}
-            if _early:
+            if take_early_request():
                 self._noted[signal.SIGUSR1] = time.monotonic()
-                _early.clear()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

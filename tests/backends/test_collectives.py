@@ -575,13 +575,20 @@ def test_objects_arrive_as_they_were_sent(spmd):
 def refuse_objects(backend):
     last = backend.size - 1
     for thing in (Unknown(), Trap(), refuse_objects, [{"deep": Unknown}], lambda: 0):
-        expected, message = (
-            (TypeError, "cannot be sent") if backend.rank == last else (BackendError, f"rank {last} could not")
-        )
+        expected = TypeError if backend.rank == last else BackendError
+        where = "" if backend.rank == last else f"rank {last} could not send an object: "
+        kind = type(thing).__name__
+        message = rf"^{where}an object of type {kind} cannot be sent to other ranks \(.+\): send numbers.* of them$"
         with pytest.raises(expected, match=message):
             backend.broadcast_object(thing if backend.rank == last else None, last)
         with pytest.raises(expected, match=message):
             backend.allgather_object(thing if backend.rank == last else backend.rank)
+    if backend.size > 1:  # several, each with its own reason
+        expected = TypeError if backend.rank < 2 else BackendError
+        with pytest.raises(
+            expected, match="ranks 0, 1 could not .* type Un" if backend.rank > 1 else ["Un", "Tr"][backend.rank]
+        ):
+            backend.allgather_object((Unknown(), Trap(), 0)[min(backend.rank, 2)])
     assert backend.allgather_object(backend.rank) == list(range(backend.size))
 
 

@@ -254,11 +254,11 @@ def test_other_versions_are_named():
 UNLIKE = {
     "device": (
         [[0, 0], [1, 0], [0, 0]],
-        r"device \(cpu on rank 0, 2; cuda on rank 1\): let every rank see a GPU, or give --dev",
+        r"device \(cpu on ranks 0, 2 and cuda on rank 1\): let every rank see a GPU, or give --dev",
     ),
     "transport": (
         [[0, 0], [0, 2], [0, 1]],
-        r"transport \(auto on rank 0; native on rank 1; shm on rank 2\): give the same",
+        r"transport \(auto on rank 0, native on rank 1 and shm on rank 2\): give the same",
     ),
 }
 
@@ -277,7 +277,7 @@ def test_ranks_with_other_devices_or_transports_are_named(what):
 
 def unlike_transports(backend, port):
     world = replace(backend.world, rendezvous=("127.0.0.1", port))
-    with pytest.raises(UserError, match="native on rank 0; shm on rank 1"):
+    with pytest.raises(UserError, match="native on rank 0 and shm on rank 1"):
         connect("torch", world=world, transport=("native", "shm")[backend.rank])
 
 

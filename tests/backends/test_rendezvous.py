@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from dualtrain import UserError
 from dualtrain import main as command
+from dualtrain.backends.rendezvous import within
 from dualtrain.backends.store import listen, serve
 from tests.conftest import require_horovod
-from tests.forked import Forked, holds, run_ranks
+from tests.forked import Forked, holds, places, run_ranks, torchrun
 from tests.pool import ROOT, free_port
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -132,6 +137,98 @@ def test_hosts_with_other_versions(tmp_path):
         for said in lines:
             assert "rank 0 runs dualtrain 0." in said
             assert "and rank 1 dualtrain 9.0." in said
+
+
+MIXED = """
+import os, sys
+from dualtrain.main import main
+rank = int(os.environ.get("RANK") or os.environ["HOROVOD_RANK"])
+sys.exit(main(["--backend", ("torch", "horovod", "torch")[(rank + int(sys.argv[1])) % 3], "--timeout", "60"]))
+"""
+LAUNCHED = {
+    "by hand": lambda: nullcontext(places(3)),
+    "torchrun": lambda: torchrun(3),
+    "horovodrun": lambda: horovodrun(3),
+}
+
+
+@contextmanager
+def horovodrun(size):
+    """The variables that ``horovodrun --gloo`` gives each rank on loopback, while its server is there."""
+    server = KeyValueServer()
+    place = {"LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1, "HOSTNAME": "localhost", "SIZE": size}
+    place |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": server.server_port, "CONTROLLER": "gloo"}
+    try:
+        yield [
+            {f"HOROVOD_{key}": str(its) for key, its in (place | {"RANK": n, "LOCAL_RANK": n}).items()} for n in range(size)
+        ]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class KeyValueServer(ThreadingHTTPServer):
+    """What dualtrain uses of horovodrun's server: PUT, and GET with a 404 for a key that is not there."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        self.values = {}
+        super().__init__(("127.0.0.1", 0), KeyValueHandler)
+        threading.Thread(target=partial(self.serve_forever, poll_interval=0.05), daemon=True).start()
+
+
+class KeyValueHandler(BaseHTTPRequestHandler):
+    def do_PUT(self):
+        self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self):
+        value = self.server.values.get(self.path)
+        self.send_response(404 if value is None else 200)
+        self.end_headers()
+        self.wfile.write(value or b"")
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_ranks_with_other_backends_are_named_by_all(launcher, shift, tmp_path):
+    require_horovod()
+    with LAUNCHED[launcher]() as ranks:
+        ends = run_ranks(ranks, ("-c", MIXED, str(shift)), tmp_path, env=ENV)
+    its = ["torch on ranks 0, 2 and horovod on rank 1", "horovod on rank 0 and torch on ranks 1, 2"][shift]
+    for number, end in enumerate(ends):
+        assert end.returncode == 2, end.stderr
+        said = f"(rank {number} of 3): the ranks do not have the same backend ({its}): give the same --backend to all"
+        assert refusal(end.stderr) == said
+
+
+def test_a_rank_that_does_not_come_to_horovodruns_server_is_named(tmp_path):
+    with horovodrun(3) as ranks:
+        ends = run_ranks(ranks[:2], ("-m", "dualtrain.main", "--backend", "torch", "--timeout", "1"), tmp_path, env=ENV)
+    for end in ends:
+        assert end.returncode == 2, end.stderr
+        assert "rank 2 of 3 did not come within 1 s: check that all" in refusal(end.stderr)
+
+
+def test_a_start_that_has_no_limit_of_its_own_gets_one():
+    let_go = threading.Event()
+    with pytest.raises(UserError, match=r"MPI did not start within 0.01 s: .*give the same --backend to all"):
+        within(0.01, let_go.wait, "MPI did not start")
+    let_go.set()
+    assert within(60, lambda: 1, "it") == 1
+    for error in (TimeoutError("its own"), UserError("no"), SystemExit(3)):
+        with pytest.raises(type(error)) as caught:
+            within(60, partial(raising, error), "it")
+        assert caught.value is error
+
+
+def raising(error):
+    raise error
 
 
 def listening(pids):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dualtrain.bench import __main__ as bench
-from dualtrain.bench import launch, measure, pace
+from dualtrain.bench import measure, pace, start_contender
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.bench_charts import picture
 from dualtrain.bench.bench_page import page
@@ -299,7 +299,7 @@ def test_the_ranks_of_no_communication_meet_before_the_first_batch(monkeypatch):
 
 
 def test_resnet18_is_torchvisions():
-    from dualtrain.models.vision import torchvision
+    from dualtrain.torchvision_shim import torchvision
 
     ours, theirs = resnet18().eval(), torchvision().models.resnet18(num_classes=10).eval()
     shapes = [[tuple(t.shape) for t in model.state_dict().values()] for model in (ours, theirs)]
@@ -365,13 +365,13 @@ def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_pa
     mpirun.write_text(f"#!/bin/sh\necho '{says}'\n")
     mpirun.chmod(0o755)
     started = []
-    monkeypatch.setattr(launch, "_beside", lambda name: str(mpirun) if name == "mpirun" else name)
-    monkeypatch.setattr(launch, "_watched", lambda commands, place: started.extend(commands) or "")
-    launch._open_mpi.cache_clear()
+    monkeypatch.setattr(start_contender, "_beside", lambda name: str(mpirun) if name == "mpirun" else name)
+    monkeypatch.setattr(start_contender, "_watched", lambda commands, place: started.extend(commands) or "")
+    start_contender._open_mpi.cache_clear()
     try:
         run_program(["python", "x.py"], MPI, Place(3, "cpu", tmp_path))
     finally:
-        launch._open_mpi.cache_clear()
+        start_contender._open_mpi.cache_clear()
     ((command, _),) = started
     assert Path(command[0]).name == ("mpirun" if "Open MPI" in says else "horovodrun")
     assert command[-2:] == ["python", "x.py"]
@@ -598,6 +598,16 @@ def test_bad_input_is_refused_in_one_line(arguments, words, capsys):
     assert said.startswith("dualtrain: error: ")
     assert words in said
     assert said.count("\n") == 1
+
+
+def test_without_matplotlib_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured"))
+    assert main(["--quick", "--out", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert "pip install matplotlib" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch):

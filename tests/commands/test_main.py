@@ -142,3 +142,25 @@ def test_rank_0_answers_a_mistyped_flag_and_another_rank_if_it_is_not_stopped_th
     assert capsys.readouterr().err.startswith("dualtrain: error (rank 1 of 2): --lr must be a number")
     with pytest.raises(UserError):
         parse(["--lr", "x"])
+
+
+# Sends itself SIGUSR1 when main imports the first of its larger modules, and says what would happen at its end.
+SAVED_EARLY = """
+import os, runpy, signal, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "dualtrain"]:
+    del sys.modules[name]
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dualtrain.config":
+            os.kill(os.getpid(), signal.SIGUSR1)
+sys.meta_path.insert(0, Finder())
+import dualtrain.console
+dualtrain.console.leave = lambda status: print(status, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
+sys.argv = ["dualtrain.main", "--lr", "x"]
+runpy.run_module("dualtrain.main", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_sigusr1_while_the_command_line_is_imported_or_ends_does_not_kill_it(tmp_path):
+    end = run(("-c", SAVED_EARLY), tmp_path, env=ENV)
+    assert (end.returncode, end.stdout) == (0, "2 True\n"), end.stderr

@@ -15,9 +15,8 @@ import dualtrain.training.loop as loop
 from dualtrain import predict as module
 from dualtrain.backends import connect
 from dualtrain.config import parse
-from dualtrain.data import load
-from dualtrain.data.catalog import load_data
-from dualtrain.data.sources import Batch
+from dualtrain.data import Batch, load_data
+from dualtrain.data.digits import read_digits
 from dualtrain.models import build
 from dualtrain.predict import main, predict
 
@@ -52,7 +51,8 @@ def save(pixels: torch.Tensor, path: Path) -> str:
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("digits")
-    return [save(image, folder / f"{number}.png") for number, image in enumerate(load("digits", None).val.inputs[:COUNT])]
+    _, (images, _) = read_digits()
+    return [save(image, folder / f"{number}.png") for number, image in enumerate(images[:COUNT])]
 
 
 def test_files_get_exactly_what_the_model_gives_for_the_evaluation_tensors(trained, digits):

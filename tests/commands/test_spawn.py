@@ -160,6 +160,14 @@ def test_sigusr1_is_passed_on_and_the_job_goes_on(start):
     assert job.wait(SECONDS) == 0
 
 
+def test_a_sigusr1_before_the_first_rank_is_there_is_passed_on(start):
+    early = "from dualtrain.training import signals\nsignals.note_early_requests()\nos.kill(os.getpid(), signal.SIGUSR1)\n"
+    wait = f"deadline = time.monotonic() + {SECONDS}\n"
+    wait += "while not signals._early and time.monotonic() < deadline: time.sleep(0.01)\nreturn 0 if signals._early else 1"
+    job = start(wait, settings=early)
+    assert job.wait(SECONDS) == 0, job.errors
+
+
 # The rest of the program runs in a terminal, in which Ctrl-C is pressed once both ranks are there.
 TERMINAL = """
 import pty

@@ -8,7 +8,7 @@ import pytest
 
 from dualtrain.data import load_data
 from dualtrain.errors import UserError
-from dualtrain.models.vision import torchvision as with_shim
+from dualtrain.torchvision_shim import torchvision as with_shim
 
 
 def build_nonsense():

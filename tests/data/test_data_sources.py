@@ -174,16 +174,6 @@ def test_an_empty_batch_is_a_batch(name, tmp_path, tree):
 # ------------------------------------------------------------------------------------------------ in memory
 
 
-def test_digits_come_as_the_loop_has_always_had_them():
-    from dualtrain.data import load
-
-    task, data = load_data("digits"), load("digits", None)
-    inputs, targets = epoch(task.train, 0, 64)
-    assert torch.equal(inputs, data.train.inputs)
-    assert torch.equal(targets, data.train.targets)
-    assert (task.shape, task.classes, len(task.val)) == ((1, 8, 8), 10, 360)
-
-
 def test_crops_and_flips_are_windows_of_the_image():
     images = torch.arange(2 * 36, dtype=torch.uint8).reshape(2, 1, 6, 6)
     random = hashed.bits(0, torch.arange(200), 3)

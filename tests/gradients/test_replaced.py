@@ -142,6 +142,11 @@ def cast(model, optimizer):
     return r"parameter '2\.weight' was float32 \(3, 6\) on cpu when its gradient was laid out, and is float64", model.float
 
 
+def cast_all(model, optimizer):
+    model.double()
+    return r"parameter '0\.weight' was float32 \(6, 4\) on cpu when its gradient was laid out, and is float64", model.float
+
+
 def load_assigned(model, optimizer):
     before = dict(model.named_parameters())
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
@@ -307,6 +312,57 @@ def refused_by_hvd(backend):
 @OURS_2
 def test_hvd_refuses_a_parameter_that_changed_on_every_rank(real):
     real(refused_by_hvd)
+
+
+def refused_by_called(backend, change):
+    """Operations and compressors that buckets do not know: refused before, or with, the gradients of the other rank."""
+    with library(backend) as hvd:
+        for with_backward in (False, True):
+            model = perceptron()
+            optimizer = hvd.DistributedOptimizer(sgd_of(model), model.named_parameters(), op=hvd.Max)
+            vector_loss(model, hvd.rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            text, undo = change(model, optimizer.optimizer)
+            if hvd.rank() == 0:
+                undo()
+            if with_backward or hvd.rank() == 0:
+                vector_loss(model, hvd.rank()).backward()
+            with pytest.raises(RuntimeError, match=f"rank 1: {text}"):
+                optimizer.step()
+            if hvd.rank() == 1:
+                undo()
+            optimizer.close()
+            hvd.barrier()  # the world stays usable
+
+
+@pytest.mark.parametrize("change", [cast_all, load_assigned, append])
+@OURS_2
+def test_hvd_refuses_it_for_every_operation(real, change):
+    real(refused_by_called, change)
+
+
+def thawed_by_called(backend):
+    """As in buckets: a parameter that is thawed is reduced from then on, one that is frozen gets nothing."""
+    with library(backend) as hvd:
+        model = perceptron()
+        model[0].requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(sgd_of(model), model.named_parameters(), op=hvd.Max)
+        for frozen, trained in ((0, 2), (None, 0), (2, 0)):
+            model.requires_grad_(True)
+            if frozen is not None:
+                model[frozen].requires_grad_(False)
+            vector_loss(model, hvd.rank()).backward()
+            optimizer.step()
+            assert same_on_all(backend, list(model.parameters()))
+            assert model[trained].weight.grad is not None
+            assert frozen is None or model[frozen].weight.grad is None
+            optimizer.zero_grad()
+
+
+@OURS_2
+def test_hvd_reduces_thawed_parameters_for_every_operation(real):
+    real(thawed_by_called)
 
 
 def tied_later(backend):

@@ -17,8 +17,8 @@ import dualtrain.training.loop as loop
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import StoppedError, UserError
-from dualtrain.models.vision import torchvision
 from dualtrain.models.weights import published
+from dualtrain.torchvision_shim import torchvision
 from tests.conftest import require_horovod
 from tests.data.test_data_sources import write_cifar, write_mnist
 from tests.pool import Pool

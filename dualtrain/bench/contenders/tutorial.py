@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from dualtrain.bench.contenders import Contender
-from dualtrain.models.vision import torchvision
+from dualtrain.torchvision_shim import torchvision
 
 
 class ConvNet(nn.Module):

@@ -1,4 +1,4 @@
-"""torchvision, imported in one place, since one of its builds needs a hand."""
+"""Import of torchvision, also where its compiled operators do not load beside a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 @cache
 def torchvision() -> Any:
-    """The module torchvision."""
-    return mended(lambda: import_module("torchvision"))
+    """Return the module torchvision."""
+    return with_torchvision_shim(lambda: import_module("torchvision"))
 
 
-def mended(load: Callable[[], T]) -> T:
-    """What ``load`` gives, which imports torchvision, also where that fails for want of two operators.
+def with_torchvision_shim(load: Callable[[], T]) -> T:
+    """Return ``load()``, which imports torchvision; where that fails, declare its missing operators and call it again.
 
     PyPI's wheel is the CUDA build. Beside a CPU build of torch its compiled operators do not load, and its import ends
     in ``operator torchvision::nms does not exist`` (seen with torchvision 0.28.0 and torch 2.13.0). Declaring the two

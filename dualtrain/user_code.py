@@ -1,4 +1,4 @@
-"""Callables of the user's, named ``pkg.mod:build`` on the command line."""
+"""Functions of the user's own code, named ``pkg.mod:build`` on the command line."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import inspect
 from typing import Any
 
 from dualtrain.errors import UserError
-from dualtrain.models.vision import mended
+from dualtrain.torchvision_shim import with_torchvision_shim
 
 
-def call(path: str, flag: str, takes: str, *arguments: Any) -> Any:
-    """What the callable ``path`` (``pkg.mod:build``) gives for ``arguments``, or for none where it takes none.
+def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
+    """Call ``path`` (``pkg.mod:build``) with ``arguments``, or with none where it takes none, and return its result.
 
     Raises:
-        UserError: the module or the callable is not there, or takes other arguments than ``takes`` says; names ``flag``.
-            Its own errors pass through.
+        UserError: the module or the callable does not exist, or takes other arguments than ``takes`` says. The message
+            names ``flag``. Errors of the called code itself pass through.
     """
     module_name, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise UserError(f"{flag} {path!r} does not name a callable: give pkg.mod:function")
     try:
-        module = mended(lambda: importlib.import_module(module_name))
+        module = with_torchvision_shim(lambda: importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         raise UserError(
             f"{flag} {path!r} needs the module {error.name!r}, which is not found: run from its folder or set PYTHONPATH"

@@ -1,0 +1,45 @@
+"""Values of options that are written as text: ``--optimizer-options nesterov=true,eps=1e-8``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+_WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "none": None}
+_WORDS |= {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_WORDS |= {".nan": math.nan, ".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf}
+
+
+def option_value(text: str) -> Any:
+    """Return the value that ``text`` stands for.
+
+    The first of these that reads it: JSON; true, false and none as Python and YAML write them; an integer or a number of
+    Python; numbers joined by colons, as a tuple (``0.9:0.999``); text in single quotes. Anything else is plain text.
+    """
+    text = text.strip()
+    readers: tuple[Callable[[str], Any], ...] = (json.loads, _word, _integer, float, _numbers, _quoted)
+    for read in readers:
+        with suppress(ValueError, KeyError, RecursionError):  # RecursionError: JSON that is nested thousands of levels deep
+            return read(text)
+    return text
+
+
+def _word(text: str) -> Any:
+    return _WORDS[text.lower()]
+
+
+def _integer(text: str) -> int:
+    return int(text, base=0)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(":"))
+
+
+def _quoted(text: str) -> str:
+    if len(text) < 2 or not text.startswith("'") or not text.endswith("'"):
+        raise ValueError("not in single quotes")
+    return text[1:-1]

@@ -1,0 +1,99 @@
+"""A backward pass whose step was skipped, gradients zeroed unnoticed, then a rank without backward: never without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dualtrain import BackendError
+from tests.hvd.worlds import library, worlds
+from tests.models_for_tests import mean_gradients, perceptron, same_on_all, sgd, vector_loss
+from tests.threads import run_threads
+
+
+def zero_data(model):
+    """Changes no version counter."""
+    for p in model.parameters():
+        p.grad.data.zero_()
+
+
+def zero_part(model):
+    model[2].zero_grad()
+
+
+def zero_nothing(model):
+    """As a GPU's gradients that are zeroed in place, which the host does not look at."""
+
+
+ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
+
+
+def goes_on_without_backward(backend, zero):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    for step in range(3):  # an odd number of steps before
+        vector_loss(model, step + backend.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    vector_loss(model, backend.rank).backward()
+    zero(model)
+    if backend.rank == 1:
+        optimizer.step()
+    with pytest.raises(BackendError, match=r"rank 0 has taken 3 .* rank 1 4: .*optimizer\.zero_grad\(\)"):
+        vector_loss(model, backend.rank).backward()
+    optimizer.close()
+
+
+@ZERO
+def test_a_step_without_the_other_ranks_is_an_error_on_all(zero):
+    run_threads(2, goes_on_without_backward, zero)
+
+
+@worlds(("torch", 2), ("horovod", 2), ("shm", 2))
+def test_a_step_without_the_other_ranks_is_an_error_on_every_transport(real):
+    real(goes_on_without_backward, zero_data)
+
+
+def steps_alone(backend):
+    """Two ranks skip a step by a decision of their own."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    if backend.rank == 2:
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(BackendError, match=r"rank 0 has taken 0 .* rank 2 1: "):
+        vector_loss(model, backend.rank).backward()
+    optimizer.close()
+
+
+def test_a_step_that_some_ranks_skip_is_an_error_on_all():
+    run_threads(3, steps_alone)
+
+
+def synchronizes_without_backward(backend, zero, op):
+    """Horovod's: every synchronize() and step() has all ranks take part."""
+    with library(backend) as hvd:
+        model = perceptron()
+        expected = mean_gradients(model, [lambda m: vector_loss(m, 0), None])
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), op=getattr(hvd, op))
+        vector_loss(model, hvd.rank()).backward()
+        optimizer.synchronize()
+        zero(model)
+        if hvd.rank() == 0:
+            vector_loss(model, 0).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        if zero is zero_data and op == "Average":
+            for p, grad in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad, grad)
+        assert same_on_all(backend, list(model.parameters()))
+
+
+@ZERO
+@worlds(("torch", 2), ("horovod", 2))
+def test_a_second_synchronize_takes_part_as_horovods(real, zero):
+    for op in ("Average", "Max"):
+        real(synchronizes_without_backward, zero, op)

@@ -1,0 +1,47 @@
+"""The differences between versions of torch: each does what it says, and goes when setup.cfg no longer needs it."""
+
+from __future__ import annotations
+
+import configparser
+import inspect
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packaging.version import Version
+
+from dualtrain import torch_versions
+from tests.pool import ROOT
+
+
+def oldest(package):
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    (line,) = [line for line in config["options"]["install_requires"].split() if line.startswith(f"{package}>=")]
+    return Version(line.partition(">=")[2])
+
+
+ENTRIES = [value for _, value in inspect.getmembers(torch_versions, inspect.isfunction)]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
+def test_an_entry_goes_when_no_supported_torch_needs_it(entry):
+    (version,) = re.findall(r"^ *Can go in torch (\d+\.\d+): ", entry.__doc__, re.MULTILINE)
+    assert Version(version) > oldest("torch"), f"{entry.__name__} can go: setup.cfg requires torch {oldest('torch')}"
+
+
+def test_this_torch_is_supported():
+    assert Version(torch.__version__) >= oldest("torch")
+
+
+def test_a_group_ends_by_the_name_that_its_torch_has_for_it():
+    for name in ("_shutdown", "shutdown"):
+        ended = []
+        torch_versions.shut_down(SimpleNamespace(**{name: lambda ended=ended: ended.append(True)}))
+        assert ended == [True]
+
+
+def test_options_are_made_asynchronous_where_they_can_be():
+    assert torch_versions.asynchronous(SimpleNamespace(asyncOp=False)).asyncOp is True
+    assert vars(torch_versions.asynchronous(SimpleNamespace(timeout=1))) == {"timeout": 1}

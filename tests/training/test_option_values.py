@@ -1,0 +1,97 @@
+"""Values of ``--optimizer-options``: those that YAML read before, all the same; and how a text is refused."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+
+from dualtrain.config import parse
+from dualtrain.config.values import option_value
+from dualtrain.errors import UserError
+from dualtrain.training.optimizers import make_optimizer, optimizer_names
+from tests.models_for_tests import dropping
+
+SAME = [
+    *("true", "True", "TRUE", "false", "False", "FALSE", "yes", "Yes", "YES", "no", "No", "NO", "on", "On", "off", "OFF"),
+    *("null", "Null", "NULL", "~", "", " true", "0", "1", "-1", "+5", "007", "1_000", "0x10", "-0x10", "0b101"),
+    *("0.9", ".5", "5.", "-0.5", "1e-8", "1E5", "1.5e-3", "1e+3", "1_0.5", "6.02e23", "inf", "-inf", "nan", "Infinity"),
+    *(".inf", ".Inf", "-.INF", "+.inf", ".nan", ".NaN", "0:0", "0.9:0.999", "1e-6:50", "0.5:1.2", "0.9:0.95:0.999"),
+    *("original", "match_rms_adamw", '"original"', "'original'", '"0.5"', "'0.5'", "a b", "x=y", "'", "5x"),
+]
+#: What YAML 1.1 read, and what is read now.
+OTHERWISE = {
+    "1:30": (90, (1.0, 30.0)),  # a number to the base of 60
+    "010": (8, 10.0),  # octal
+    "0o10": ("0o10", 8),
+    "None": ("None", None),
+    "yEs": ("yEs", True),
+    "5 # five": (5, "5 # five"),
+    "a: b": ({"a": "b"}, "a: b"),
+    "-": ([None], "-"),
+    "!!int '5'": (5, "!!int '5'"),
+}
+
+
+def with_yaml(text):
+    """What ``--optimizer-options`` made of a text with PyYAML."""
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install PyYAML")
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return tuple(float(part) for part in text.split(":")) if ":" in text else float(text)
+        except ValueError:
+            return value
+    return value
+
+
+def assert_alike(one, other):
+    assert type(one) is type(other)
+    assert one == other or (math.isnan(one) and math.isnan(other))
+
+
+@pytest.mark.parametrize("text", [text for text in SAME if text not in ("'", "007")])
+def test_a_value_is_what_it_was_with_yaml(text):
+    assert_alike(option_value(text), with_yaml(text))
+
+
+@pytest.mark.parametrize("text", OTHERWISE)
+def test_the_values_that_are_read_otherwise(text):
+    before, now = OTHERWISE[text]
+    assert_alike(with_yaml(text), before)
+    assert_alike(option_value(text), now)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("007", 7), ("'", "'"), ("[", "["), ("{", "{"), ("@x", "@x"), ("[1", "[1"), ("[" * 10**5, "[" * 10**5)],
+)
+def test_other_texts_are_numbers_or_plain(text, value):
+    assert option_value(text) == value
+
+
+def test_the_default_of_every_option_can_be_written():
+    seen = 0
+    for kind in optimizer_names().values():
+        for parameter in list(inspect.signature(kind).parameters.values())[2:]:
+            default = parameter.default
+            if isinstance(default, tuple) and None in default:
+                continue  # Adafactor's eps: no text stands for it
+            text = ":".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            assert option_value(text) == default, f"{kind.__name__}.{parameter.name}"
+            seen += 1
+    assert seen > 50
+
+
+@pytest.mark.parametrize("options", ["nesterov=flase", "nesterov=[", "dampening=much", "momentum='0.5'"])
+def test_a_text_for_a_number_or_a_truth_value_is_refused(options):
+    with pytest.raises(UserError, match="is no value; give a number, true or false") as refusal:
+        make_optimizer(parse(["--optimizer-options", options]).step, dropping((1, 8, 8), 10), 0.1)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_text_is_given_to_an_option_that_takes_one():
+    options = ["--optimizer", "adamw", "--optimizer-options", "betas=0.5:0.75,amsgrad=yes,foreach=no,fused=None"]
+    (group,) = make_optimizer(parse(options).step, dropping((1, 8, 8), 10), 0.1).param_groups
+    assert (group["betas"], group["amsgrad"], group["foreach"], group["fused"]) == ((0.5, 0.75), True, False, None)
