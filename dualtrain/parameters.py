@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+_DTYPE = attrgetter("dtype")
 _observing = False
 
 
@@ -55,13 +56,13 @@ def check_supported(name: str, p: torch.Tensor) -> None:
         raise ValueError(f"parameter {name!r} {reason}")
 
 
-def warn_of_ddp(names: Sequence[str]) -> None:
-    """Warns if the names are those of a model inside DistributedDataParallel."""
-    if names and all(name.startswith("module.") for name in names):
+def warn_of_ddp(model: nn.Module) -> None:
+    """Warn if ``model`` is or has a DistributedDataParallel. Parameters do not tell: it leaves no trace on them."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         warnings.warn(
-            "all parameter names begin with 'module.', as those of a model in DistributedDataParallel do: its gradients "
-            "would be reduced twice. Give the model itself (ddp.module), or use DistributedDataParallel alone",
-            stacklevel=2,
+            "the model is in DistributedDataParallel: its gradients would be reduced twice. Give the model itself "
+            "(ddp.module), or use DistributedDataParallel alone",
+            stacklevel=3,
         )
 
 
@@ -73,6 +74,7 @@ class Forms:
         self._params = [p for _, p in named]
         self._dtypes = [p.dtype for p in self._params]
         self._devices = [p.device for p in self._params]
+        self._indices = [p.get_device() for p in self._params]  # -1 on the CPU; an object less to make than a device
         self._shapes = [p.shape for p in self._params]
         self._numels = [p.numel() for p in self._params]
 
@@ -82,7 +84,7 @@ class Forms:
         params = self._params
         if (
             list(map(_DTYPE, params)) == self._dtypes
-            and list(map(_DEVICE, params)) == self._devices
+            and list(map(torch.Tensor.get_device, params)) == self._indices
             and list(map(torch.Tensor.numel, params)) == self._numels
         ):
             return None

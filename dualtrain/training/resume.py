@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +45,8 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
 
 def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse other values of fixed settings: the result would be neither this run's nor a new one's."""
-    if tree.get("format") != checkpoint.FORMAT:
+    written_as = tree.get("format")
+    if type(written_as) is not int or written_as != checkpoint.FORMAT:
         raise UserError(
             "the checkpoint is not of a run of this version of dualtrain: start anew, or use the version it is of"
         )
@@ -62,7 +64,11 @@ def _check_form(tree: dict[str, Any]) -> None:
     """Raise UserError for a file that has the format of a run's checkpoint, and not its parts."""
     kinds = {"trainer": dict, "cursor": dict, "config": dict, "global_batch": int, "data": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(tree.get(name), kind)]
-    if wrong or not {"samples", "classes"} <= tree["data"].keys():
+    try:
+        json.dumps(tree.get("config"))
+    except TypeError:  # a tensor, which cannot be compared with a setting
+        wrong.append("config")
+    if wrong or any(type(tree["data"].get(name)) is not int for name in ("samples", "classes")):
         raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
 
 
