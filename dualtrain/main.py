@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
-from dualtrain.console import leave, loading, logging_to_stderr, refuse_alike, say, show
+from dualtrain.console import leave, loading, logging_to_stderr, refuse_on_all, say, show
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.run.nproc is not None and world.launcher != "spawn":
             return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run.nproc, world)
     except UserError as error:
-        return refuse_alike(error, world)
+        return refuse_on_all(error, world)
     with logging_to_stderr():
         return _run(config, world)
 
@@ -48,7 +48,7 @@ def _spawn(arguments: list[str], nproc: int, world: World) -> int:
         )
     from dualtrain.spawn import spawn
 
-    return spawn(arguments, nproc)
+    return spawn(main, arguments, nproc)
 
 
 def _run(config: Config, world: World) -> int:

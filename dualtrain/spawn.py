@@ -14,9 +14,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
@@ -28,6 +27,8 @@ from dualtrain.training.signals import ignore_late_requests, note_early_requests
 
 # torch and what imports it come later: a rank imports this file before it is tied to its parent.
 
+Body = Callable[[list[str]], int]
+
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # the other ranks notice a failed one, say why they stop, and end
@@ -38,12 +39,18 @@ RANKS_PER_CORE = 16
 _PR_SET_PDEATHSIG = 1
 
 
-def spawn(arguments: Sequence[str], nproc: int) -> int:
-    """Runs ``dualtrain.main.main(arguments)`` in ``nproc`` new processes and gives the job's exit status.
+def spawn(body: Body, arguments: Sequence[str], nproc: int) -> int:
+    """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
-    Blocks until all have ended; for how long is up to them, until one fails, or a second SIGTERM or SIGINT comes. Each
-    sees itself as a rank of the launcher ``"spawn"``. Call it in the main thread. A program other than dualtrain's own
-    command line needs ``if __name__ == "__main__":`` around the call, since every rank imports it again.
+    Blocks until all have exited: without a limit as long as all run, for a few seconds once one has failed or a second
+    SIGTERM or SIGINT was received. Each process is a rank of the launcher ``"spawn"``. Call it in the main thread. A
+    program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since every
+    rank imports it again.
+
+    Args:
+        body: a function at the top of a module; returns a process's exit status.
+        arguments: of ``body``.
+        nproc: the number of processes.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first one that did not, 128 + N if signal N has ended it;
@@ -68,7 +75,7 @@ def spawn(arguments: Sequence[str], nproc: int) -> int:
         store = StoreServer(listening, nproc, secret)
         job = _Job(inbox)
         try:
-            job.start(arguments, [spawned(rank, nproc, rendezvous, secret) for rank in range(nproc)])
+            job.start(body, arguments, [spawned(rank, nproc, rendezvous, secret) for rank in range(nproc)])
             return job.wait()
         finally:
             job.kill()
@@ -87,7 +94,7 @@ class _Job:
         self._means = [signal.SIGTERM, signal.SIGKILL]  # that are left to end the ranks with
         self._deadline: float | None = None  # for using the next of them
 
-    def start(self, arguments: Sequence[str], places: Sequence[Mapping[str, str]]) -> None:
+    def start(self, body: Body, arguments: Sequence[str], places: Sequence[Mapping[str, str]]) -> None:
         """Starts a rank with each place's variables; returns before they have done anything."""
         from torch.multiprocessing import get_context
 
@@ -105,7 +112,7 @@ class _Job:
                     self._status = 128 + self._told[0]
                 if self._status is not None:
                     break  # those that have started are told, or end since one has failed
-                process = context.Process(target=_rank, args=(list(arguments), os.getpid()), name=f"rank {rank}")
+                process = context.Process(target=_rank, args=(body, list(arguments), os.getpid()), name=f"rank {rank}")
                 with variables(place):
                     process.start()
                 self._processes.append(process)
@@ -219,8 +226,8 @@ def _signals() -> Iterator[int]:
         os.close(outbox)
 
 
-def _rank(arguments: list[str], parent: int) -> None:
-    """The life of a spawned rank."""
+def _rank(body: Body, arguments: list[str], parent: int) -> None:
+    """Run ``body`` as a spawned rank."""
     _die_with(parent)
     # A session of its own: a terminal's Ctrl-C comes once, from the parent, and not from the terminal too.
     os.setsid()
@@ -228,8 +235,7 @@ def _rank(arguments: list[str], parent: int) -> None:
     note_early_requests()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-        # By name: main stands above this file, and calls it.
-        status: int = import_module("dualtrain.main").main(arguments)
+        status = body(arguments)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except Exception:
