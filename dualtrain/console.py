@@ -32,6 +32,11 @@ def show(text: object, file: TextIO | None = None) -> None:
     print(printable(text), file=file or sys.stdout, flush=True)
 
 
+def size_in_words(size: int) -> str:
+    """Format a number of bytes in whole MB (2²⁰), KB (2¹⁰) or B, rounded down."""
+    return next(f"{size // unit} {name}" for unit, name in ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B")) if size >= unit)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with errors raised as UserError, and without abbreviations of flags."""
 
@@ -81,11 +86,11 @@ def logging_to_stderr() -> Iterator[None]:
         log.removeHandler(handler)
 
 
-def refuse_alike(error: UserError, world: World) -> int:
-    """For what all processes most likely refuse: one line of rank 0's. Gives the status.
+def refuse_on_all(error: UserError, world: World) -> int:
+    """Print an error that all ranks most likely have, on rank 0 alone; return the exit status.
 
-    A launcher stops all processes when the first one ends. One that still runs after a while has a line of its own to say:
-    its command line may be another one.
+    A launcher stops all processes when the first one exits. A rank that still runs after 3 s prints its error too: its
+    command line may be another one.
     """
     if world.rank != 0:
         time.sleep(3.0)

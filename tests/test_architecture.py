@@ -16,6 +16,7 @@ ROOMS = [
     "errors",
     "files",
     "launchers",
+    "horovod_variables",
     "processes",
     "console",
     "torch_versions",

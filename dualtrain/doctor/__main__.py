@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from dualtrain.console import leave, logging_to_stderr, parser_of, refuse_alike, say, show
+from dualtrain.console import leave, logging_to_stderr, parser_of, refuse_on_all, say, show
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = detect_world()
         given = _parse(arguments)
     except UserError as error:
-        return refuse_alike(error, world)
+        return refuse_on_all(error, world)
     # What torch's C++ side logs when the others do not come, stack traces included, is said in one line here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from dualtrain.doctor.doctor_text import page

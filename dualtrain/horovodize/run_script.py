@@ -103,7 +103,7 @@ def _prepare() -> None:
     from dualtrain.horovodize.imports import install
 
     install()
-    from dualtrain.hvd import horovod_variables
+    from dualtrain import horovod_variables
 
     horovod_variables.publish_place()
 

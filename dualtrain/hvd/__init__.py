@@ -17,6 +17,7 @@ if choose_for_horovod_api(os.environ) == "horovod":
 
     stand_in_for(__name__)
 else:
+    from dualtrain.horovod_variables import publish_place
     from dualtrain.hvd import elastic
     from dualtrain.hvd.compression import Compression
     from dualtrain.hvd.functions import (
@@ -25,7 +26,6 @@ else:
         broadcast_optimizer_state,
         broadcast_parameters,
     )
-    from dualtrain.hvd.horovod_variables import publish_place
     from dualtrain.hvd.mpi_ops import *  # noqa: F403
     from dualtrain.hvd.mpi_ops import __all__ as _operations
     from dualtrain.hvd.optimizer import DistributedOptimizer

@@ -13,9 +13,9 @@ import torch
 from dualtrain.backends import Backend, connect
 from dualtrain.backends.hosts import listening_address
 from dualtrain.errors import UserError
+from dualtrain.horovod_variables import Settings, mention_others
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
-from dualtrain.hvd.horovod_variables import Settings, mention_others
 from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
 from dualtrain.launchers import World, detect_world
 

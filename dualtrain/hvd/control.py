@@ -18,8 +18,8 @@ from typing import Protocol
 
 from dualtrain.backends import Backend
 from dualtrain.backends.lines import Line, star
+from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.coordinator import Coordinator, Message
-from dualtrain.hvd.horovod_variables import Settings, log
 
 _FAREWELL_SECONDS = 2.5
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from dualtrain.hvd.horovod_variables import Settings
+from dualtrain.horovod_variables import Settings
 from dualtrain.hvd.reductions import NAMES
 
 Message = dict[str, Any]

@@ -24,10 +24,10 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.backends.watch import Loss
 from dualtrain.errors import BackendError
+from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
-from dualtrain.hvd.horovod_variables import Settings, log
 from dualtrain.hvd.operations import RUN, Task
 from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.reductions import Sum, stand_in
