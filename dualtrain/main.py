@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
-from dualtrain.console import leave, loading, logging_to_stderr, refuse_on_all, say, show
+from dualtrain.console import leave, loading, logging_to_stderr, print_error, refuse_on_all, show
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one process of a training job; gives its exit status: 0 done, 2 the user can mend it, 1 anything else."""
+    """Run one process of a training job; return its exit status: 0 success, 2 an error of the user's, 1 any other."""
     world = World()
     try:
         world = detect_world()
@@ -52,9 +52,9 @@ def _spawn(arguments: list[str], nproc: int, world: World) -> int:
 
 
 def _run(config: Config, world: World) -> int:
-    # What torch's C++ side warns of when a peer is gone, stack traces included, is said in one line here.
+    # When a peer has exited, torch's C++ code logs stack traces; we print one line instead.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Another program's process keeps its own ways.
+    # GC settings are changed only in a process of our own.
     with loading() if __name__ == "__main__" else nullcontext():
         from dualtrain.backends import connect
         from dualtrain.training.loop import train
@@ -69,7 +69,7 @@ def _run(config: Config, world: World) -> int:
             transport=config.run.transport,
         )
     except (UserError, BackendError) as error:
-        say(error, world.rank, world.size)
+        print_error(error, world.rank, world.size)
         return 2 if isinstance(error, UserError) else 1
     said = threading.Event()
     if backend.watch is not None:
@@ -86,40 +86,40 @@ def _run(config: Config, world: World) -> int:
 
 
 def _give_up(error: BaseException, backend: Backend) -> int:
-    """Says what ended the run, tells the other ranks, and leaves without waiting for them."""
+    """Print what ended the run, send it to the other ranks, and close the backend without waiting for them."""
     status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, StoppedError):
         status = 128 + error.number
     if isinstance(error, DivergedError | StoppedError | NotSavedError) or (isinstance(error, UserError) and error.shared):
         if backend.rank == 0 or isinstance(error, RanksDifferError):
-            say(error, backend.rank, backend.size)
+            print_error(error, backend.rank, backend.size)
         _wait_for_all(backend)
     elif isinstance(error, BackendError):
         lost = backend.watch is not None and backend.watch.loss is not None and not backend.watch.loss.quiet
         if not lost:  # otherwise the watch has said it
-            say(error, backend.rank, backend.size)
+            print_error(error, backend.rank, backend.size)
     elif isinstance(error, UserError | KeyboardInterrupt):
-        say(error if str(error) else "interrupted", backend.rank, backend.size)
+        print_error(error if str(error) else "interrupted", backend.rank, backend.size)
     else:
         show(traceback.format_exc().rstrip(), sys.stderr)
-        say(f"{type(error).__name__}: {error}", backend.rank, backend.size)
+        print_error(f"{type(error).__name__}: {error}", backend.rank, backend.size)
     backend.abort("".join(traceback.format_exception(error)).strip())
     return status
 
 
 def _wait_for_all(backend: Backend) -> None:
-    """All ranks have the same reason to leave: none goes before rank 0 has said it."""
+    """Wait until rank 0 has printed the error, which all ranks share: a launcher ends all with the first that exits."""
     try:
         backend.barrier()
         backend.close()
     except BackendError:
-        pass  # a rank that is gone already need not be waited for
+        pass  # a rank that has exited already need not be waited for
 
 
 def _mourn(loss: Loss, backend: Backend, said: threading.Event) -> None:
     """Says at once that a rank is gone: a launcher may end this process before the loop notices."""
     first, _, rest = loss.describe().partition("\n")
-    say(f"stopping, since {first}", backend.rank, backend.size)
+    print_error(f"stopping, since {first}", backend.rank, backend.size)
     speaker = 0 if loss.rank else 1
     if rest and backend.rank == speaker:
         show(rest, sys.stderr)
@@ -127,7 +127,7 @@ def _mourn(loss: Loss, backend: Backend, said: threading.Event) -> None:
 
 
 def _leave_on_sigterm(said: threading.Event) -> None:
-    """Launchers end all processes the moment that one dies: the news of which one must still be said."""
+    """Exit on SIGTERM, which launchers send when a rank has failed; print first which one."""
     said.wait(0.9)  # mpirun sends SIGKILL after one second
     os._exit(128 + signal.SIGTERM)
 

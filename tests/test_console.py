@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from dualtrain.console import logging_to_stderr, printable, say, show
+from dualtrain.console import logging_to_stderr, print_error, printable, show
 
 
 def test_control_characters_are_escaped_and_text_is_kept():
@@ -18,7 +18,7 @@ def test_control_characters_are_escaped_and_text_is_kept():
 
 
 def test_messages_and_output_are_printed_safely(capsys):
-    say("the image cat\x1b]0;owned\x07.jpg cannot be read", rank=1, size=2)
+    print_error("the image cat\x1b]0;owned\x07.jpg cannot be read", rank=1, size=2)
     show("class \x1b[31mred")
     show("to stderr \x08", sys.stderr)
     printed = capsys.readouterr()

@@ -28,7 +28,7 @@ from dualtrain.bench.measure import Asked, Results, measure
 from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, JOBS, QUICK, ROUNDS, SPARES, jobs_of
 from dualtrain.bench.rows import Row, rows_of, sweep_of
 from dualtrain.bench.start_contender import Place
-from dualtrain.console import parser_of, say, show
+from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
@@ -205,10 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(_parse(arguments))
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     except KeyboardInterrupt:
-        say("interrupted")
+        print_error("interrupted")
         return 128 + signal.SIGINT
     return 0
 

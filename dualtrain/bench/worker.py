@@ -65,7 +65,7 @@ def _loaded(given: Any) -> Contender:
         contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
             given.option, _device(given.device)
         )
-        import torch._dynamo  # noqa: F401  # any optimizer of torch's loads it at its first step
+        import torch._dynamo  # noqa: F401  # private in torch 2.13: its optimizers import it in their first step
 
     return contender
 

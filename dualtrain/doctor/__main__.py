@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from dualtrain.console import leave, logging_to_stderr, parser_of, refuse_on_all, say, show
+from dualtrain.console import leave, logging_to_stderr, parser_of, print_error, refuse_on_all, show
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(json.dumps(report, indent=1) if given.json else page(report))
     elif len(report["ranks"]) < world.size:
         for line in report["problems"]:  # rank 0 does not hear of them
-            say(line, world.rank, world.size)
+            print_error(line, world.rank, world.size)
     examination.end()
     return 0 if report["works"] else 2
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualtrain.console import parser_of, say, show
+from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.report.report_charts import picture
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in _write(given.runs, given.out):
             show(path)
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     return 0
 

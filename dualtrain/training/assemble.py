@@ -177,9 +177,12 @@ def compiled(model: nn.Module) -> Forward:
 def compile_errors() -> tuple[type[Exception], ...]:
     """Return the errors of torch.compile that are the user's to avoid.
 
-    Private in torch 2.13: the base classes of Dynamo's and Inductor's errors have no public name.
+    Private in torch 2.13 to 2.15: the base classes of Dynamo's and Inductor's errors have no public name.
     """
-    return torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return TorchDynamoException, InductorError
 
 
 @contextmanager

@@ -41,7 +41,7 @@ sys.exit(dualtrain.spawn.spawn({function}, sys.argv[2:], int(sys.argv[1])))
 """
 WAIT = f"print(f'pid {{rank}} {{os.getpid()}};', flush=True)\ntime.sleep({SECONDS})\nreturn 0"
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dualtrain.spawn.IMPATIENT_SECONDS = 0.0"
+QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dualtrain.spawn.REPEAT_SECONDS = 0.0"
 
 
 class Job(Forked):
