@@ -15,8 +15,8 @@ def test_torch_has_the_errors_of_compile():
         errors = compile_errors()
     except (ImportError, AttributeError) as error:
         pytest.fail(
-            f"torch {torch.__version__} has no base class of torch.compile's errors where it was ({error}): name the new one "
-            "in training/assemble.py, so that --compile fails in one line"
+            f"torch {torch.__version__} has no base class of torch.compile's errors where it was ({error}): name the new "
+            "one in training/assemble.py, so that --compile fails in one line"
         )
     assert all(issubclass(kind, Exception) for kind in errors)
 
