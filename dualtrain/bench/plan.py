@@ -48,7 +48,7 @@ class Entry:
     """A contender: which file it is in, what starts it, and what else it measures beside the steps.
 
     ``starter`` is ``"ranks"`` for the variables that torchrun sets, else the command of Horovod's that starts it, or whose
-    part ``launch.py`` takes. The workloads of ``steps`` come first.
+    part ``start_contender.py`` takes. The workloads of ``steps`` come first.
     """
 
     title: str

@@ -1,7 +1,7 @@
-"""One rank of one contender: joins the world, measures its list of jobs, and says what they took, a line each.
+"""One rank of one contender: joins the world, measures its list of jobs, and prints their times, a line each.
 
-Started by ``launch.py``, never by hand. A raw script must not pay for what it does not use: nothing of dualtrain that
-is heavy is loaded before the first step, but by the contender itself.
+Started by ``start_contender.py``, never by hand. A raw script must not pay for what it does not use: heavy modules of
+dualtrain are loaded before the first step only by the contender itself.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _loaded(given: Any) -> Contender:
         contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
             given.option, _device(given.device)
         )
-        import torch._dynamo  # noqa: F401  # any optimizer of torch's loads it at its first step
+        import torch._dynamo  # noqa: F401  # private in torch 2.13: its optimizers import it in their first step
 
     return contender
 

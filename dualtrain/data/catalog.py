@@ -28,12 +28,14 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
         name: digits, mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or ``pkg.mod:build``, which is called
             with ``folder`` (or without it) and returns a :class:`Task` or two map-style datasets.
         folder: where the files are, or with ``download=True`` will be.
-        options: fields of :class:`~dualtrain.data.options.Options`.
+        options: fields of :class:`~dualtrain.data.options.Options`; ``shape`` may be a tuple of numbers.
 
     Raises:
         UserError: an unknown name, options that do not go together, files that are missing or cannot be read.
     """
-    chosen = Options(**options)
+    if isinstance(options.get("shape"), tuple | list):
+        options["shape"] = ",".join(map(str, options["shape"]))
+    chosen = Options(dataset=name, data_dir=folder, **options)
     if chosen.augment == "weights" and chosen.model is None:
         raise UserError("--augment weights takes the transforms of a model of torchvision: name it with --model")
     if name in STATISTICS:

@@ -1,4 +1,4 @@
-"""How a dataset is to be read: what ``--dataset`` and ``--data-dir`` leave open."""
+"""How a dataset is read: the data section of the configuration, checked."""
 
 from __future__ import annotations
 
@@ -6,31 +6,22 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from dualtrain.config.sections import AUGMENTATIONS, DataSection
 from dualtrain.data.transforms import IMAGENET, Statistics
 from dualtrain.errors import UserError
 
 LIMIT = 2**31  # values of a sample, and samples: positions are drawn below it
-AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Each dataset reads those that concern it; ``None`` stands for the dataset's own default."""
+class Options(DataSection):
+    """The data section of the configuration; each dataset reads the fields that concern it.
 
-    augment: str | None = None  # none, crop-flip, imagenet (files only), or weights: the transforms of model's weights
-    image_size: int | None = None  # pixels, the side of what the model gets
-    resize: int | None = None  # pixels, what the shorter side is scaled to before
-    pad: int = 0  # pixels of zeros around an image before crop-flip takes its window
-    normalize: str | None = None  # none, dataset, imagenet, or MEANS/DEVIATIONS as in 0.5,0.5,0.5/0.2,0.2,0.2
-    model: str | None = None  # whose weights augment="weights" follows
-    classes: int | None = None  # of synthetic data and the user's own
-    shape: str | tuple[int, ...] | None = None  # of one synthetic input: 3,224,224
-    samples: int = 1280  # synthetic ones; a fifth as many for evaluation
-    text_file: str | None = None  # UTF-8
-    sequence_length: int = 64  # tokens
-    vocabulary: int = 4096  # tokens, four special ones among them
-    workers: int = 2  # processes that read files; 0: none
-    download: bool = False  # fetch what is missing; for one rank a host
+    Attributes:
+        model: the model whose transforms ``augment="weights"`` takes.
+    """
+
+    model: str | None = None
 
     def __post_init__(self) -> None:
         if self.augment is not None and self.augment not in AUGMENTATIONS:
@@ -54,7 +45,7 @@ class Options:
         if self.shape is None:
             return default
         try:
-            sizes = tuple(int(size) for size in (self.shape.split(",") if isinstance(self.shape, str) else self.shape))
+            sizes = tuple(int(size) for size in self.shape.split(","))
         except ValueError:
             sizes = ()
         if not sizes or min(sizes) < 1:

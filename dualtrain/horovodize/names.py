@@ -46,16 +46,5 @@ _PARTS = {"Compression", "DistributedOptimizer", "HorovodInternalError", "SyncBa
 _MODULES = {"compression", "functions", "mpi_ops", "optimizer", "process_sets", "sync_batch_norm"}
 PUBLIC = COLLECTIVES | BUILD | OPS | _PLACES | _SETS | _LIFE | _PARTS | _MODULES
 
-#: Environment variables that have the meaning here that they have for Horovod.
-HONOURED = {
-    "HOROVOD_DYNAMIC_PROCESS_SETS",
-    "HOROVOD_ELASTIC",
-    "HOROVOD_FUSION_THRESHOLD",
-    "HOROVOD_STALL_CHECK_DISABLE",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "HOROVOD_TIMELINE",
-    "HOROVOD_TIMELINE_MARK_CYCLES",
-}
 #: Names of the package horovod that have nothing to do with torch.
 OTHER_FACES = {"data", "keras", "mxnet", "ray", "spark", "tensorflow"}

@@ -23,13 +23,13 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError, PeerFailure
+from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.operations import RUN, Task
 from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.reductions import Sum, stand_in
-from dualtrain.hvd.settings import Settings, log
 from dualtrain.hvd.timeline import Timeline
 
 _LEAVING_SECONDS = 10.0

@@ -66,7 +66,7 @@ class Ours(Contender):
     def stall(self, task: Task, folder: Path) -> float:
         """What the loop waits for is the copy; the file is written beside it."""
         from dualtrain.training.checkpoint import Packed
-        from dualtrain.training.writer import Writer
+        from dualtrain.training.checkpoint_writer import Writer
 
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)

@@ -6,7 +6,7 @@ import base64
 import html
 from collections.abc import Sequence
 
-from dualtrain.report.picture import PANELS, picture
+from dualtrain.report.report_charts import PANELS, picture
 from dualtrain.report.runs import Run, Table, differing_settings, results, same_weights, title
 
 STYLE = """

@@ -105,9 +105,9 @@ def _prepare() -> None:
 
     install()
     keep_freed_memory()
-    from dualtrain.hvd import settings
+    from dualtrain import horovod_variables
 
-    settings.publish_place()
+    horovod_variables.publish_place()
 
 
 def _hide_frames_above(code: CodeType | None) -> None:

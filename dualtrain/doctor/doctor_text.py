@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dualtrain.console import size_in_words
 from dualtrain.doctor.gpu import gpu_line
 from dualtrain.doctor.probe import SIZES
-
-_UNITS = ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B"))
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -68,10 +67,5 @@ def _table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for place, size in enumerate(SIZES):
         cells = (found["sizes"][place] for found in tested.values())
         shown = (f"{cell['seconds'] * 1e3:9.3f} ms {cell['bus_bandwidth'] / 1e9:8.3f} GB/s" for cell in cells)
-        yield f"{_bytes(size):<11} " + "".join(f"{text:<28}" for text in shown).rstrip()
+        yield f"{size_in_words(size):<11} " + "".join(f"{text:<28}" for text in shown).rstrip()
     yield ""
-
-
-def _bytes(size: int) -> str:
-    unit, name = next((unit, name) for unit, name in _UNITS if size >= unit)
-    return f"{size // unit} {name}"

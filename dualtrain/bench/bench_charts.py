@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dualtrain.bench.measure import Results
 from dualtrain.bench.rows import BUFFERS, Row, sweep_of
-from dualtrain.report.picture import load_figure
+from dualtrain.report.report_charts import load_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from itertools import groupby
 from dualtrain.bench.measure import Results
 from dualtrain.bench.rows import Row
 from dualtrain.bench.table import HEAD, answer, cells, remarks
-from dualtrain.report.page import STYLE
+from dualtrain.report.report_page import STYLE
 
 
 def page(results: Results, rows: Sequence[Row], world: str, png: bytes) -> str:
