@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 #: Messages of torch's exceptions, of several types, for too little memory or a size beyond 64 bits.
 _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
@@ -36,6 +37,36 @@ class BackendError(RuntimeError):
 
     The message names the operation, the rank that reports the error and, if known, the rank at fault.
     """
+
+
+@dataclass(frozen=True)
+class PeerFailure:
+    """Which rank has left the job, and why.
+
+    Attributes:
+        rank: its rank in the job.
+        reason: one line, then the rank's traceback if it sent one.
+        quiet: whether it left in good order: an error only for operations that wait for it.
+    """
+
+    rank: int
+    reason: str
+    quiet: bool = False
+
+    def describe(self) -> str:
+        """``rank 3 stopped: ValueError: …``."""
+        return f"rank {self.rank} {self.reason}"
+
+
+class PeerFailedError(BackendError):
+    """A collective operation failed because another rank has left the job; ``failure`` says which one, and why."""
+
+    def __init__(self, message: str, failure: PeerFailure) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[str, PeerFailure]]:
+        return type(self), (str(self), self.failure)
 
 
 class DivergedError(RuntimeError):

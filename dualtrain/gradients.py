@@ -21,7 +21,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dualtrain.backends import Backend
-from dualtrain.backends.agreement import agree_on_list
+from dualtrain.backends.comparison import agree_on_list
 from dualtrain.buckets import AVERAGE, Bucket, Slot, Transfer, after, lay_out
 from dualtrain.errors import BackendError
 from dualtrain.parameters import check_supported, make_hook
@@ -296,7 +296,7 @@ class GradientReducer:
         bucket.fill()
         if self._next == len(self._buckets):
             self._load(bucket)
-        self.backend.settle()
+        self.backend.drain()
         bucket.start(self.backend)
 
     def _arrived_twice(self, slot: Slot) -> None:

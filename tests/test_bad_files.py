@@ -42,7 +42,7 @@ from dualtrain.data.mnist import read_mnist
 from dualtrain.data.options import Options
 from dualtrain.errors import UserError
 from dualtrain.horovodize.check import check
-from dualtrain.horovodize.run import load_script
+from dualtrain.horovodize.run_script import load_script
 from dualtrain.models import build, classifiers
 from dualtrain.models.weights import load_weights, read_state
 from dualtrain.report.runs import read_runs

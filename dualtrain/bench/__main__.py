@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.bench.launch import LaunchSpec
 from dualtrain.bench.measure import Plan, Results, measure
 from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, FALLBACKS, JOBS, QUICK, ROUNDS, jobs_of
 from dualtrain.bench.rows import Row, rows_of, sweep_of
-from dualtrain.console import parser_of, say, show
+from dualtrain.bench.start_contender import LaunchSpec
+from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
@@ -131,8 +131,8 @@ def _world(spec: LaunchSpec, results: Results) -> str:
 
 
 def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> list[Path]:
-    from dualtrain.bench.page import page
-    from dualtrain.bench.picture import picture
+    from dualtrain.bench.bench_charts import picture
+    from dualtrain.bench.bench_page import page
     from dualtrain.bench.table import answer
 
     png = picture(results, rows)
@@ -153,7 +153,7 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> l
 
 
 def _run(given: argparse.Namespace) -> None:
-    from dualtrain.report.picture import load_figure
+    from dualtrain.report.report_charts import load_figure
 
     world = detect_world()
     if world.launcher != "none":
@@ -185,7 +185,7 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
     if not entries:
         raise UserError(f"none of the contenders {', '.join(names)} has any of the jobs {', '.join(jobs)}: choose others")
     if any({"feed", "epoch"} & {*jobs_of(ENTRIES[name], jobs)} for name in entries):
-        from dualtrain.bench.digits import write_mnist
+        from dualtrain.bench.mnist_files import write_mnist
 
         write_mnist(spec.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
     seconds = QUICK_SECONDS if given.quick else LIMIT_SECONDS
@@ -209,10 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(_parse(arguments))
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     except KeyboardInterrupt:
-        say("interrupted")
+        print_error("interrupted")
         return 128 + signal.SIGINT
     return 0
 

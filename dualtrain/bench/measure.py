@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dualtrain.bench.launch import LaunchError, LaunchSpec, run_entry, run_program
 from dualtrain.bench.pace import Pace
 from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, LENGTHS, MAIN, Entry, jobs_of
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec, run_entry, run_program
 
 _IMPORT = """
 import time, torch

@@ -52,8 +52,8 @@ class Entry:
         title: its name in tables.
         module: its module in ``contenders``, or ``MAIN`` or ``IMPORT``.
         option: argument of the module's ``start``; for ``MAIN``, further flags.
-        starter: "ranks" for ranks with torchrun's variables, or the Horovod command that starts it or that ``launch.py``
-            imitates.
+        starter: "ranks" for ranks with torchrun's variables, or the Horovod command that is run or imitated by
+            ``start_contender.py``.
         jobs: jobs that it measures after the workloads in ``steps``.
         needs: package that it imports; if the package is missing, the contender is left out.
         quick: whether it runs with --quick.

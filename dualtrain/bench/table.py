@@ -9,9 +9,9 @@ from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import CURES, ENTRIES, ROUNDS, TUNED
 from dualtrain.bench.rows import OTHER, Row, sweep_of
 from dualtrain.bench.statistics import pairs_of
+from dualtrain.console import size_in_words
 
 HEAD = ("", "ratio", "95 % interval", "ms", "ms of the other", "weights", "target", "")
-SIZES = ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B"))
 
 
 def cells(row: Row) -> list[str]:
@@ -45,10 +45,10 @@ def _line(parts: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def bytes_of(size: int) -> str:
-    """Format a number of bytes with its unit."""
+    """Format a number of bytes; whole millions are marked as such."""
     if size % 1_000_000 == 0:
         return f"{size // 1_000_000} MB (10⁶)"
-    return next(f"{size // unit} {name}" for unit, name in SIZES if size >= unit)
+    return size_in_words(size)
 
 
 def _sweep(results: Results) -> Iterator[str]:
@@ -71,6 +71,7 @@ def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
         f"ratios are of throughput, the first over the second: the median of {pairs} and its bootstrap 95 % interval; a "
         "target is met if the interval's lower end reaches it, of a time the upper end"
     )
+    yield "on the CPU, dualtrain's script calls dualtrain.keep_freed_memory(); the others leave glibc's heap as it is"
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"
     for name, reasons in results.failures.items():

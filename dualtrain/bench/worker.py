@@ -1,7 +1,7 @@
 """One rank of one contender: joins the world, measures its jobs, and prints one line with the results of each.
 
-``launch.py`` starts it. This module imports no heavy part of dualtrain before the first step, so that it does not slow down
-the start of a raw script.
+``start_contender.py`` starts it. This module imports no heavy part of dualtrain before the first step, so that it does not
+slow down the start of a raw script.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _loaded(given: Any) -> Contender:
         contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
             given.option, _device(given.device)
         )
-        import torch._dynamo  # noqa: F401  # the first step of any torch optimizer imports it
+        import torch._dynamo  # noqa: F401  # private in torch 2.13: its optimizers import it in their first step
 
     return contender
 

@@ -28,12 +28,14 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
         name: digits, mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or ``pkg.mod:build``, which is called
             with ``folder`` (or without it) and returns a :class:`Task` or two map-style datasets.
         folder: the folder of the files, or the folder to download them to with ``download=True``.
-        options: fields of :class:`~dualtrain.data.options.Options`.
+        options: fields of :class:`~dualtrain.data.options.Options`; ``shape`` may be a tuple of numbers.
 
     Raises:
         UserError: the name is unknown, options contradict each other, or files are missing or cannot be read.
     """
-    chosen = Options(**options)
+    if isinstance(options.get("shape"), tuple | list):
+        options["shape"] = ",".join(map(str, options["shape"]))
+    chosen = Options(dataset=name, data_dir=folder, **options)
     if chosen.augment == "weights" and chosen.model is None:
         raise UserError("--augment weights uses the transforms of a torchvision model: name it with --model")
     if name in STATISTICS:

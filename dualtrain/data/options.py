@@ -1,4 +1,4 @@
-"""Options of the datasets, beside ``--dataset`` and ``--data-dir``."""
+"""Options of the datasets: the data section of the configuration, checked."""
 
 from __future__ import annotations
 
@@ -6,31 +6,22 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from dualtrain.config.sections import AUGMENTATIONS, DataSection
 from dualtrain.data.transforms import IMAGENET, Statistics
 from dualtrain.errors import UserError
 
 LIMIT = 2**31  # of the values in a sample, and of the samples: random positions are below it
-AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of all datasets. A dataset ignores those of others; ``None`` stands for its own default."""
+class Options(DataSection):
+    """The data section of the configuration. A dataset ignores the fields of other datasets.
 
-    augment: str | None = None  # none, crop-flip, imagenet (files only), or weights: the transforms of model's weights
-    image_size: int | None = None  # pixels: the side of the model's input
-    resize: int | None = None  # pixels: the length of the shorter side before the crop
-    pad: int = 0  # pixels of zeros on each side of an image before the random crop of crop-flip
-    normalize: str | None = None  # none, dataset, imagenet, or MEANS/DEVIATIONS as in 0.5,0.5,0.5/0.2,0.2,0.2
-    model: str | None = None  # the model whose transforms augment="weights" uses
-    classes: int | None = None  # number of classes of synthetic data and of the user's own
-    shape: str | tuple[int, ...] | None = None  # of one synthetic input: 3,224,224
-    samples: int = 1280  # synthetic training samples; for evaluation a fifth of that number
-    text_file: str | None = None  # UTF-8
-    sequence_length: int = 64  # tokens
-    vocabulary: int = 4096  # tokens, four special ones among them
-    workers: int = 2  # processes that read files; 0: none
-    download: bool = False  # download missing files; only one rank of a host may set it
+    Attributes:
+        model: the model whose transforms ``augment="weights"`` uses.
+    """
+
+    model: str | None = None
 
     def __post_init__(self) -> None:
         if self.augment is not None and self.augment not in AUGMENTATIONS:
@@ -54,7 +45,7 @@ class Options:
         if self.shape is None:
             return default
         try:
-            sizes = tuple(int(size) for size in (self.shape.split(",") if isinstance(self.shape, str) else self.shape))
+            sizes = tuple(int(size) for size in self.shape.split(","))
         except ValueError:
             sizes = ()
         if not sizes or min(sizes) < 1:

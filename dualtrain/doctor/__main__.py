@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from dualtrain.console import leave, parser_of, refuse_alike, say, show
+from dualtrain.console import leave, logging_to_stderr, parser_of, print_error, refuse_on_all, show
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
 
@@ -45,19 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = detect_world()
         given = _parse(arguments)
     except UserError as error:
-        return refuse_alike(error, world)
+        return refuse_on_all(error, world)
     # Silence the stack traces that torch's C++ code logs when ranks are missing: the report says it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from dualtrain.doctor.doctor_text import page
     from dualtrain.doctor.examine import Examination
-    from dualtrain.doctor.page import page
 
-    examination = Examination(given.backend, world, given.timeout)
+    with logging_to_stderr():
+        examination = Examination(given.backend, world, given.timeout)
     report = examination.report
     if world.rank == 0:
         show(json.dumps(report, indent=1) if given.json else page(report))
     elif len(report["ranks"]) < world.size:
         for line in report["problems"]:  # rank 0 did not receive them
-            say(line, world.rank, world.size)
+            print_error(line, world.rank, world.size)
     examination.end()
     return 0 if report["works"] else 2
 

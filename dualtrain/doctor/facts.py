@@ -17,11 +17,11 @@ import torch
 
 from dualtrain.backends import horovod as horovod_backend
 from dualtrain.backends import torch as torch_backend
-from dualtrain.backends.hosts import WISHES
 from dualtrain.doctor.gpu import gpu_facts
 from dualtrain.doctor.network import interfaces
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, ignored
+from dualtrain.rendezvous.hosts import OVERRIDES
 from dualtrain.version import __version__
 
 # Runs in a child process: a broken MPI may end it, and in this process only a backend may initialize MPI.
@@ -49,7 +49,7 @@ def gather(world: World) -> dict[str, Any]:
         "gpu": gpu_facts(),
         "devices": _devices(),
         "interfaces": interfaces(),
-        "overrides": {name: os.environ[name] for name in WISHES if os.environ.get(name)},
+        "overrides": {name: os.environ[name] for name in OVERRIDES if os.environ.get(name)},
         "versions": _versions(),
         "torch": torch_backend.build_facts(),
         "horovod": built,

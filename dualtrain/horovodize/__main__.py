@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 
-from dualtrain.console import show
+from dualtrain.console import refuse_on_all, show
 from dualtrain.errors import UserError
-from dualtrain.horovodize.run import Program, load_module, load_script
+from dualtrain.horovodize.run_script import Program, load_module, load_script
 from dualtrain.launchers import World, detect_world
 
 
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         world = detect_world()
         program = _load(first, rest)
     except UserError as error:
-        return _refuse_alike(error, world)
+        return refuse_on_all(error, world)
     program.run()
     return 0
 
@@ -58,15 +57,6 @@ def _load(first: str, rest: list[str]) -> Program:
     if wanted in ("", "auto"):
         os.environ["DUALTRAIN_BACKEND"] = "torch"  # under mpirun the default is Horovod
     return load_module(rest[0], rest[1:]) if first == "-m" else load_script(first, rest)
-
-
-def _refuse_alike(error: UserError, world: World) -> int:
-    """Print the error on rank 0 only, since all ranks have the same command line. Return the exit status."""
-    if world.rank == 0:
-        show(f"dualtrain: error: {error}", sys.stderr)
-    else:
-        time.sleep(3.0)  # a launcher ends all processes when the first one exits: let rank 0 print before
-    return 2
 
 
 if __name__ == "__main__":

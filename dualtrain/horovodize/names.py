@@ -46,16 +46,5 @@ _CLASSES = {"Compression", "DistributedOptimizer", "HorovodInternalError", "Sync
 _MODULES = {"compression", "functions", "mpi_ops", "optimizer", "process_sets", "sync_batch_norm"}
 PUBLIC = COLLECTIVES | BUILD | OPS | _RANKS | _SETS | _LIFECYCLE | _CLASSES | _MODULES
 
-#: Environment variables with the same meaning in dualtrain.hvd as in Horovod.
-HONOURED = {
-    "HOROVOD_DYNAMIC_PROCESS_SETS",
-    "HOROVOD_ELASTIC",
-    "HOROVOD_FUSION_THRESHOLD",
-    "HOROVOD_STALL_CHECK_DISABLE",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "HOROVOD_TIMELINE",
-    "HOROVOD_TIMELINE_MARK_CYCLES",
-}
 #: Subpackages of horovod for other frameworks than torch.
 OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "ray", "spark", "tensorflow"}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dualtrain.backends import wire
-from dualtrain.backends.collectives import dealt_rows
+from dualtrain.backends.collectives import rows_to_send
 from dualtrain.hvd import basics as _basics  # noqa: F401 (Horovod's tests look at it)
 from dualtrain.hvd.basics import (
     ccl_built,
@@ -172,7 +172,7 @@ def _alltoall(kind: str, tensors: Tensors, outputs: Tensors | None, options: Opt
     splits = options["splits"]
     if isinstance(splits, torch.Tensor) and splits.dtype != torch.int32:
         raise ValueError(f"splits have dtype {splits.dtype}: pass a list, or an int32 tensor")
-    rows = dealt_rows(tensor, splits, len(process_set.ranks))
+    rows = rows_to_send(tensor, splits, len(process_set.ranks))
     return engine().submit(kind, options["name"], set_id, tensors, splits=rows)
 
 

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualtrain.console import parser_of, say, show
+from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
-from dualtrain.report.page import page
-from dualtrain.report.picture import picture
+from dualtrain.report.report_charts import picture
+from dualtrain.report.report_page import page
 from dualtrain.report.runs import read_runs
 
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in _write(given.runs, given.out):
             show(path)
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     return 0
 

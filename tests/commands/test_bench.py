@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from dualtrain.bench import __main__ as bench
-from dualtrain.bench import launch, measure, pace
+from dualtrain.bench import measure, pace, start_contender
 from dualtrain.bench.__main__ import main
+from dualtrain.bench.bench_charts import picture
+from dualtrain.bench.bench_page import page
 from dualtrain.bench.contenders import alone
-from dualtrain.bench.digits import write_mnist
-from dualtrain.bench.launch import LaunchError, LaunchSpec, found_in, run_program
 from dualtrain.bench.measure import Plan, Results, Sample, sample_of
-from dualtrain.bench.page import page
-from dualtrain.bench.picture import picture
+from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
     COMPARISONS,
     COSTS,
@@ -37,6 +36,7 @@ from dualtrain.bench.plan import (
     jobs_of,
 )
 from dualtrain.bench.rows import rows_of, sweep_of
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, run_program
 from dualtrain.bench.statistics import estimate
 from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.worker import MARK
@@ -365,13 +365,13 @@ def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_pa
     mpirun.write_text(f"#!/bin/sh\necho '{says}'\n")
     mpirun.chmod(0o755)
     started = []
-    monkeypatch.setattr(launch, "_beside", lambda name: str(mpirun) if name == "mpirun" else name)
-    monkeypatch.setattr(launch, "_watched", lambda commands, spec: started.extend(commands) or "")
-    launch._open_mpi.cache_clear()
+    monkeypatch.setattr(start_contender, "_beside", lambda name: str(mpirun) if name == "mpirun" else name)
+    monkeypatch.setattr(start_contender, "_watched", lambda commands, spec: started.extend(commands) or "")
+    start_contender._open_mpi.cache_clear()
     try:
         run_program(["python", "x.py"], MPI, LaunchSpec(3, "cpu", tmp_path))
     finally:
-        launch._open_mpi.cache_clear()
+        start_contender._open_mpi.cache_clear()
     ((command, _),) = started
     assert Path(command[0]).name == ("mpirun" if "Open MPI" in says else "horovodrun")
     assert command[-2:] == ["python", "x.py"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dualtrain.errors import UserError
-from dualtrain.horovodize import imports, names, run
+from dualtrain.horovodize import imports, names, run_script
 from dualtrain.horovodize.__main__ import main
 from tests.conftest import NAMES, PREFIXES, require_horovod
 from tests.pool import ROOT
@@ -124,7 +124,7 @@ def test_the_known_names_are_horovods():
 @pytest.fixture
 def unprepared(monkeypatch):
     """Replace the preparation of a script by nothing; restore arguments, path, main module and hooks afterwards."""
-    monkeypatch.setattr(run, "_prepare", lambda: None)
+    monkeypatch.setattr(run_script, "_prepare", lambda: None)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))

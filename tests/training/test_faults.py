@@ -18,7 +18,7 @@ from dualtrain import files
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import NotSavedError, StoppedError, UserError
-from dualtrain.training import checkpoint, signals, writer
+from dualtrain.training import checkpoint, checkpoint_writer, signals
 from dualtrain.training.run_dir import step_of
 from dualtrain.training.signals import note_early_requests
 
@@ -57,9 +57,9 @@ def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkey
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, place, killed)
+        patch.setattr(checkpoint_writer, place, killed)
         patch.setattr("threading.excepthook", lambda args: None)
-        patch.setattr(loop, "conclude", killed)
+        patch.setattr(loop.Run, "_conclude", killed)
         with pytest.raises(KilledError):
             train(tmp_path / "run", epochs, *more)
     step = whole["best"]["step"]
@@ -132,7 +132,7 @@ class FullDisk:
 def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, monkeypatch, capsys):
     reference = train(tmp_path / "whole", 2)
     FullDisk(monkeypatch, ".safetensors")
-    with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free that"):
+    with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free space"):
         train(tmp_path / "run", 2)
     printed = capsys.readouterr().out
     assert printed.count("could not be written (No space left on device): training goes on") == 2
@@ -145,7 +145,7 @@ def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, 
 def test_a_best_that_could_not_be_written_is_written_with_the_next_checkpoint(tmp_path):
     reports: list[str] = []
     (tmp_path / "checkpoints").mkdir()
-    saver = writer.Writer(tmp_path, 1, reports.append, 10.0)
+    saver = checkpoint_writer.Writer(tmp_path, 1, reports.append, 10.0)
     weights = {"w": torch.ones(2)}
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, "model-best")

@@ -66,7 +66,7 @@ class Ours(Contender):
     def stall(self, task: Task, folder: Path) -> float:
         """See the base class. The loop waits for the copy of the state; a thread writes the file."""
         from dualtrain.training.checkpoint import Packed
-        from dualtrain.training.writer import Writer
+        from dualtrain.training.checkpoint_writer import Writer
 
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
@@ -128,6 +128,8 @@ def _by_trainer(backend: Backend) -> Callable[[Tensors], object]:
 
 def _connect(name: str, transport: str, device: torch.device) -> Backend:
     backend = dualtrain.connect(name, device=device, groups=False, transport=transport)
+    if device.type == "cpu":
+        dualtrain.keep_freed_memory()
     if transport == "shm" and not backend.transport.startswith("shm"):
         raise UserError(f"there is no shared memory for these ranks and device: dualtrain runs over {backend.transport}")
     return backend

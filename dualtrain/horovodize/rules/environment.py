@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from dualtrain.horovod_variables import HONOURED
 from dualtrain.horovodize.imports import PACKAGES, home
-from dualtrain.horovodize.names import BUILD, HONOURED, OTHER_FRAMEWORKS
+from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS
 from dualtrain.horovodize.source import Finding, Source
 
 _RUNNERS = ("horovod.run", "horovod.runner.run", "horovod.run.run", "horovod.run.runner.run")
