@@ -148,7 +148,7 @@ def test_torchvisions_names_are_known():
 
 
 @pytest.mark.parametrize(("suffix", "wrap"), [("safetensors", None), ("pt", None), ("pt", "state_dict"), ("pt", "module.")])
-def test_weights_of_a_file_are_taken(tmp_path, suffix, wrap):
+def test_weights_of_a_file_are_loaded(tmp_path, suffix, wrap):
     model, file = build("convnet", (1, 8, 8), 10), tmp_path / f"w.{suffix}"
     state = dict(model.state_dict())
     if wrap == "module.":
