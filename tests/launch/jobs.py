@@ -1,4 +1,4 @@
-"""Starting whole jobs through real launchers, as a user does."""
+"""Start of whole jobs through real launchers, as a user starts them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def summary(folder: Path) -> dict[str, object]:
 
 
 def processes(mark: str) -> list[int]:
-    """The processes with ``mark`` on their command line."""
+    """Return the processes with ``mark`` on their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -51,7 +51,7 @@ def processes(mark: str) -> list[int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank of a training process; None for a launcher."""
+    """Return the rank of a training process, None for a launcher."""
     try:
         pairs = (Path("/proc") / str(pid) / "environ").read_text().split("\0")
         if "python" not in (Path("/proc") / str(pid) / "exe").resolve().name:
