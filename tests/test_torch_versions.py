@@ -35,7 +35,7 @@ def test_this_torch_is_supported():
     assert Version(torch.__version__) >= oldest("torch")
 
 
-def test_a_group_is_shut_down_by_the_name_of_the_method_in_its_torch():
+def test_shut_down_calls_the_public_or_the_private_method():
     for name in ("_shutdown", "shutdown"):
         ended = []
         torch_versions.shut_down(SimpleNamespace(**{name: lambda ended=ended: ended.append(True)}))

@@ -46,7 +46,7 @@ def processes(mark: str) -> list[int]:
             if entry.name.isdigit() and mark in (entry / "cmdline").read_text():
                 found.append(int(entry.name))
         except OSError:
-            pass  # ended meanwhile
+            pass  # the process has ended
     return [pid for pid in found if pid != os.getpid()]
 
 
