@@ -104,8 +104,8 @@ class _Variables:
         if value is None:
             found = [other for other in sorted(self.env) if re.fullmatch(_VARIABLES[self.launcher], other)]
             raise UserError(
-                f"{name} is not set, but {', '.join(found)} {'is' if len(found) == 1 else 'are'}: the process got only "
-                "part of the launcher's environment, and would train alone; pass all of it on, or unset the rest"
+                f"{name} is not set, but {', '.join(found)} {'is' if len(found) == 1 else 'are'}: the process has only "
+                "a part of its environment, and would train alone; pass all of it on, or unset the rest"
             )
         return value
 
