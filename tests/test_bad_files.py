@@ -184,9 +184,7 @@ READERS = {
     "text": Reader(
         make_text, "words.txt", lambda folder: load_data("text", text_file=str(folder / "words.txt"), sequence_length=3)
     ),
-    "cifar": Reader(
-        write_cifar, BIN + "data_batch_2.bin", lambda folder: read_cifar10(str(folder)), fine=("empty", "half")
-    ),
+    "cifar": Reader(write_cifar, BIN + "data_batch_2.bin", lambda folder: read_cifar10(str(folder)), fine=("half",)),
     "mnist images": Reader(write_mnist, RAW + "train-images-idx3-ubyte", read_mnist_of),
     "mnist labels": Reader(write_mnist, RAW + "t10k-labels-idx1-ubyte", read_mnist_of),
     "predict's image": Reader(make_run, "image.png", predicted),
