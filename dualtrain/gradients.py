@@ -24,7 +24,7 @@ from dualtrain.backends import Backend
 from dualtrain.backends.agreement import agree_on_list
 from dualtrain.buckets import AVERAGE, Bucket, Slot, Transfer, after, lay_out
 from dualtrain.errors import BackendError
-from dualtrain.parameters import check_supported, make_hook, warn_of_ddp
+from dualtrain.parameters import check_supported, make_hook
 from dualtrain.passes import EndOfPass, at_end_of_pass
 from dualtrain.refusals import Refusals
 from dualtrain.turns import Turns, turns
@@ -104,9 +104,7 @@ class GradientReducer:
         self._reduced = False
         self._handed_out: list[tuple[torch.Tensor, int]] = []  # buffers that were, and their versions then
         self._paused = False
-        pairs = list(named_parameters)
-        warn_of_ddp([name for name, _ in pairs])
-        self.add(pairs)
+        self.add(named_parameters)
 
     def add(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Reduces these parameters too, from the next backward on. Every rank adds the same."""
@@ -367,8 +365,8 @@ class GradientReducer:
             slot.bucket = None
         carry = self.cargo.numel()
         extra = carry + len(self.slots) * (self.unused == "none")
-        # With the flag that says that a rank cannot go on, unless nothing travels at all.
-        self._buckets = lay_out(dense, extra + bool(dense or extra), self.backend, self.name, self.transfer)
+        # With the flag that says that a rank cannot go on, unless there are no parameters and nothing travels at all.
+        self._buckets = lay_out(dense, extra + bool(self.slots or extra), self.backend, self.name, self.transfer)
         self._carried = self.cargo
         if self._buckets:
             self._carried = self._buckets[-1].extra[:carry]

@@ -15,9 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+from dualtrain.torch_versions import grad_dtype
+
+_DTYPE = attrgetter("dtype")
 _observing = False
 
 
@@ -37,7 +40,7 @@ class Reducer(Protocol):
 
 def gradient_dtype(p: torch.Tensor) -> torch.dtype:
     """The dtype of the gradient of ``p``, which torch allows to differ from its own."""
-    return getattr(p, "grad_dtype", None) or p.dtype
+    return grad_dtype(p) or p.dtype
 
 
 def check_supported(name: str, p: torch.Tensor) -> None:
@@ -49,19 +52,19 @@ def check_supported(name: str, p: torch.Tensor) -> None:
         reason = "is a DTensor (FSDP2 or tensor parallel): each rank has a shard of its own, and no average of them exists"
     elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
         reason = "belongs to FullyShardedDataParallel: each rank has a shard of its own, and no average of them exists"
-    elif getattr(p, "grad_dtype", p.dtype) is None:
+    elif grad_dtype(p) is None:
         reason = "has grad_dtype=None (any dtype), but the ranks must know the dtype before: set it to one"
     if reason is not None:
         raise ValueError(f"parameter {name!r} {reason}")
 
 
-def warn_of_ddp(names: Sequence[str]) -> None:
-    """Warns if the names are those of a model inside DistributedDataParallel."""
-    if names and all(name.startswith("module.") for name in names):
+def warn_of_ddp(model: nn.Module) -> None:
+    """Warn if ``model`` is or has a DistributedDataParallel. Parameters do not tell: it leaves no trace on them."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         warnings.warn(
-            "all parameter names begin with 'module.', as those of a model in DistributedDataParallel do: its gradients "
-            "would be reduced twice. Give the model itself (ddp.module), or use DistributedDataParallel alone",
-            stacklevel=2,
+            "the model is in DistributedDataParallel: its gradients would be reduced twice. Give the model itself "
+            "(ddp.module), or use DistributedDataParallel alone",
+            stacklevel=3,
         )
 
 
@@ -73,6 +76,7 @@ class Forms:
         self._params = [p for _, p in named]
         self._dtypes = [p.dtype for p in self._params]
         self._devices = [p.device for p in self._params]
+        self._indices = [p.get_device() for p in self._params]  # -1 on the CPU; an object less to make than a device
         self._shapes = [p.shape for p in self._params]
         self._numels = [p.numel() for p in self._params]
 
@@ -82,7 +86,7 @@ class Forms:
         params = self._params
         if (
             list(map(_DTYPE, params)) == self._dtypes
-            and list(map(_DEVICE, params)) == self._devices
+            and list(map(torch.Tensor.get_device, params)) == self._indices
             and list(map(torch.Tensor.numel, params)) == self._numels
         ):
             return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
+from operator import is_
 
 import torch
 
@@ -39,7 +41,7 @@ class Refusals:
         self.optimizer: torch.optim.Optimizer | None = None
         self.known: set[int] = set()
         self._forms = Forms([])
-        self._in_groups: list[int] = []  # ids of the optimizer's parameters, when they were all known
+        self._in_groups: list[list[torch.Tensor]] = []  # the optimizer's parameters, when they were all known
         self._replaced: dict[tuple[int, str], str] = {}  # where modules have new parameters → name of the old one
         self._flag = torch.zeros(1)
         self._late: _LateFlag | None = None
@@ -79,8 +81,10 @@ class Refusals:
         if self.optimizer is None:
             return None
         groups = self.optimizer.param_groups
-        ids = [id(p) for group in groups for p in group["params"]]
-        if ids == self._in_groups:
+        in_groups = [group["params"] for group in groups]
+        # In C, twice in every step. Not ==, which compares the values of tensors.
+        as_many = list(map(len, in_groups)) == list(map(len, self._in_groups))
+        if as_many and all(map(is_, chain(*in_groups), chain(*self._in_groups))):
             return None
         for number, group in enumerate(groups):
             for i, p in enumerate(group["params"]):
@@ -89,8 +93,8 @@ class Refusals:
                         f"group {number} parameter {i} {tuple(p.shape)} came into the optimizer's param_groups after the "
                         "optimizer was wrapped: use add_param_group on every rank"
                     )
-        if self.known.issuperset(ids):  # one that is frozen may be thawed later
-            self._in_groups = ids
+        if self.known.issuperset(map(id, chain(*in_groups))):  # one that is frozen may be thawed later
+            self._in_groups = [list(params) for params in in_groups]
         return None
 
     def check_groups(self, backend: Backend) -> None:
@@ -116,11 +120,12 @@ class Refusals:
             return False
         if self._flag.is_cpu or host_waits:
             return math.isnan(self._flag.item())
-        mine, late = self.reason(buckets), self._late
-        self._late = _LateFlag(self._flag)
+        mine, earlier = self.reason(buckets), self._late is not None and self._late.raised()
+        self._late = self._late or _LateFlag(self._flag)
+        self._late.copy(self._flag)
         if mine is not None:
             raise BackendError(f"rank {backend.rank}: {mine}")
-        if late is not None and late.raised():
+        if earlier:
             raise BackendError(
                 "another rank cannot average its gradients (its own error says why), or has not taken the same optimizer "
                 f"steps: {_SAME_STEPS}"
@@ -151,11 +156,14 @@ class _LateFlag:
 
     def __init__(self, flag: torch.Tensor) -> None:
         self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
-        self._value.copy_(flag, non_blocking=True)
         self._copied = torch.cuda.Event()
+
+    def copy(self, flag: torch.Tensor) -> None:
+        """Start to copy ``flag`` to the host, after :meth:`raised` has looked at the one before."""
+        self._value.copy_(flag, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(flag.device))
 
     def raised(self) -> bool:
-        """Whether it was set."""
+        """Whether it was set. Blocks until the last copy has ended."""
         self._copied.synchronize()
         return math.isnan(self._value.item())

@@ -39,9 +39,11 @@ toolkit_folders() {
 
 # Sets toolkit and unfit. torch's headers include those of cuBLAS and cuSPARSE: a toolkit without them is not complete.
 find_toolkit() {
-  local folder found file
+  local folder found file seen=:
   while read -r folder; do
-    if [ -z "$folder" ] || [ ! -x "$folder/bin/nvcc" ] || [[ "$unfit" == *" in $folder"* ]]; then continue; fi
+    folder=$(readlink -f "$folder" || true)
+    if [ ! -x "$folder/bin/nvcc" ] || [[ $seen == *":$folder:"* ]]; then continue; fi
+    seen+=$folder:
     found=$(nvcc_version "$folder/bin/nvcc") || true
     if [ "$found" != "$torch_cuda" ]; then
       unfit+="${unfit:+, }CUDA ${found:-of an unknown version} in $folder"
@@ -116,7 +118,8 @@ prepare_cuda() {
   fi
   cuda_options=(
     CUDA_HOME="$home" CUDAToolkit_ROOT="$home" HOROVOD_CUDA_HOME="$home" PATH="$home/bin:$venv/bin:$PATH"
-    HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_INCLUDE="$nccl/include" HOROVOD_NCCL_LIB="$tools/nccl"
+    # Shared: a static NCCL that the system has would be of another version than the headers.
+    HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED HOROVOD_NCCL_INCLUDE="$nccl/include" HOROVOD_NCCL_LIB="$tools/nccl"
     HOROVOD_BUILD_CUDA_CC_LIST="$architectures"
     # Horovod asks for C++11; torch's headers and the host's compiler are at C++20.
     NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:+$NVCC_APPEND_FLAGS }-std=c++20")

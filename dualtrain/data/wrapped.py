@@ -37,12 +37,23 @@ class Samples:
         for number in numbers:
             with seeded(seed, number):
                 samples.append(self.dataset[number])
-        inputs, targets = default_collate(samples)
+        try:
+            inputs, targets = _stacked(samples)
+        except ValueError as error:
+            return UserError(f"sample {numbers[0]} of the dataset and others do not go into one batch: {error}")
         return inputs, targets
 
     def __reduce__(self) -> Any:
         # In a worker process, unpickling it may be what imports torchvision.
         return _unpickled, (pickle.dumps((self.dataset, self.sample)),)
+
+
+def _stacked(samples: list[Any]) -> Any:
+    """The samples as a batch. Raises ValueError or TypeError."""
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:  # of torch: sizes or kinds of tensors
+        raise ValueError(str(error).partition("\n")[0]) from error
 
 
 def _unpickled(content: bytes) -> Samples:
@@ -99,11 +110,16 @@ def _source(dataset: Any, sample: Tensors, workers: int) -> Source:
 def _sample(dataset: Any, name: str) -> Tensors:
     try:
         with seeded(0, 0):
-            inputs, targets = default_collate([dataset[0]])
+            sample = dataset[0]
+        inputs, targets = _stacked([sample])
     except (TypeError, ValueError, IndexError) as error:
         raise UserError(
             f"--dataset {name!r} has samples that are not (tensor, class number): {str(error).partition(chr(10))[0]}"
         ) from error
     if not isinstance(inputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         raise UserError(f"--dataset {name!r} has samples that are not (tensor, class number): convert them in the dataset")
+    for part in (inputs, targets):
+        if part.layout != torch.strided or part.is_meta or part.is_quantized:
+            kind = "meta" if part.is_meta else "quantized" if part.is_quantized else "sparse"
+            raise UserError(f"--dataset {name!r} has samples with a {kind} tensor: give dense ones, of numbers")
     return inputs[0], targets[0]

@@ -18,6 +18,7 @@ import torch
 from dualtrain.backends import horovod as horovod_backend
 from dualtrain.backends import torch as torch_backend
 from dualtrain.backends.hosts import WISHES
+from dualtrain.doctor.gpu import gpu_facts
 from dualtrain.doctor.network import interfaces
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, ignored
@@ -45,6 +46,7 @@ def gather(world: World) -> dict[str, Any]:
         "host": socket.gethostname(),
         "cores": sorted(os.sched_getaffinity(0)),
         "cuda": torch.cuda.is_available(),
+        "gpu": gpu_facts(),
         "devices": _devices(),
         "interfaces": interfaces(),
         "wishes": {name: os.environ[name] for name in WISHES if os.environ.get(name)},

@@ -90,6 +90,8 @@ def _take(name: str, shape: Shape, dimensions: int, words: str) -> Shape:
 def _checked(model: object, name: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {name!r} gave a {type(model).__name__}: it must return a torch.nn.Module")
+    if not any(True for _ in model.parameters()):
+        raise UserError(f"--model {name!r} gave a {type(model).__name__} without parameters: there is nothing to train")
     return model
 
 

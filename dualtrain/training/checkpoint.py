@@ -122,7 +122,8 @@ def to_resume(config: Config) -> dict[str, Any]:
 
 def _compare(tree: dict[str, Any], config: Config) -> None:
     """Refuses what a run cannot change when it goes on: another value would make it neither this run nor a new one."""
-    if tree.get("format") != FORMAT:
+    made_by = tree.get("format")
+    if type(made_by) is not int or made_by != FORMAT:
         raise UserError(
             "the checkpoint is not of a run of this version of dualtrain: start anew, or use the version it is of"
         )
@@ -140,7 +141,11 @@ def _check_form(tree: dict[str, Any]) -> None:
     """Raises UserError for what has the format of a run's checkpoint, and not its parts."""
     kinds = {"trainer": dict, "cursor": dict, "config": dict, "global_batch": int, "data": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(tree.get(name), kind)]
-    if wrong or not {"samples", "classes"} <= tree["data"].keys():
+    try:
+        json.dumps(tree.get("config"))
+    except TypeError:  # a tensor, which cannot be compared with a setting
+        wrong.append("config")
+    if wrong or any(type(tree["data"].get(name)) is not int for name in ("samples", "classes")):
         raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
 
 

@@ -66,7 +66,7 @@ class Cursor:
         for name, value in plain.items():
             if not _alike(value, getattr(default, name)):
                 raise ValueError(f"its position has {name} = {value!r}")
-        if plain["best"] and "step" not in plain["best"]:
+        if plain["best"] and type(plain["best"].get("step")) is not int:
             raise ValueError("its best evaluation has no step")
         return cls(**plain)
 

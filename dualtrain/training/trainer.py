@@ -23,7 +23,7 @@ from dualtrain.backends import Backend
 from dualtrain.buckets import Transfer
 from dualtrain.errors import DivergedError
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.parameters import check_supported
+from dualtrain.parameters import check_supported, warn_of_ddp
 from dualtrain.state import averaged_buffers, broadcast_parameters
 from dualtrain.training import checkpoint
 from dualtrain.training.local_state import local_state, restore_local_state
@@ -94,6 +94,7 @@ class Trainer:
     ) -> None:
         for name, p in model.named_parameters():
             check_supported(name, p)
+        warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
         compare_trainer(backend, model, optimizer, objects, options)

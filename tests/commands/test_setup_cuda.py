@@ -37,7 +37,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     for name in ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"):
         assert f"{name}==13.77.*" in wheels
     build = setup.build()
-    assert build["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert (build["HOROVOD_GPU_OPERATIONS"], build["HOROVOD_NCCL_LINK"]) == ("NCCL", "SHARED")
     assert build["HOROVOD_BUILD_CUDA_CC_LIST"] == "75,90"
     assert build["NVCC_APPEND_FLAGS"] == "-std=c++20"
     assert build["CUDA_HOME"] == build["CUDAToolkit_ROOT"] == build["HOROVOD_CUDA_HOME"]
@@ -92,6 +92,18 @@ def test_cuda_12_needs_a_toolkit(version, complete, part, setup):
     assert "torch 2.6.0+cu1277 needs the compiler of CUDA 12.77" in line
     assert "install CUDA toolkit 12.77 and set CUDA_HOME" in line
     assert part in line
+
+
+def test_each_folder_that_may_hold_a_toolkit_is_looked_at(setup):
+    setup.torch("2.6.0+cu1277", "12.77")
+    toolkit = setup.toolkit("12.77")
+    setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
+    # The first one does not fit, and its name begins with that of the one that does.
+    other = toolkit.with_name("toolkit-12.4")
+    (other / "bin").mkdir(parents=True)
+    (other / "bin" / "nvcc").symlink_to("/bin/true")
+    assert setup.run(**NCCL, CUDA_HOME=str(other), CUDA_PATH=str(toolkit))[0] == 0
+    assert setup.build()["CUDA_HOME"] == str(toolkit)
 
 
 def test_a_toolkit_that_does_not_fit_is_not_used_for_cuda_13(setup):

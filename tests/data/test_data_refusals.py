@@ -5,8 +5,10 @@ from __future__ import annotations
 from urllib.error import URLError
 
 import pytest
+import torch
 
 from dualtrain.data import load_data
+from dualtrain.data.sources import Batch
 from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import torchvision as with_shim
 
@@ -75,7 +77,8 @@ def test_without_a_network_the_message_says_where_the_files_go(name, tmp_path, m
 
     monkeypatch.setattr(torchvision.datasets.utils, "download_and_extract_archive", refuse)
     monkeypatch.setattr(torchvision.datasets.mnist, "download_and_extract_archive", refuse)
-    with pytest.raises(UserError, match=r"could not be downloaded .*no network.*into") as refusal:
+    # torchvision 0.20 names the file and not the reason.
+    with pytest.raises(UserError, match=r"could not be downloaded \((Error downloading|.*no network).*into") as refusal:
         load_data(name, str(tmp_path / "new"), download=True)
     assert "\n" not in str(refusal.value)
 
@@ -97,3 +100,26 @@ def test_a_function_of_other_arguments_is_refused_with_its_signature(name):
         load_data(path)
     with pytest.raises(UserError, match=r"takes \(.*\): it must take \(shape, classes\), or nothing"):
         build(path, (1, 8, 8), 10)
+
+
+def build_sparse():
+    return [(torch.ones(2, 2).to_sparse(), 0)], []
+
+
+def build_meta():
+    return [(torch.ones(2, 2, device="meta"), 0)], []
+
+
+def build_uneven():
+    samples = [(torch.ones(1, 2 + number), 0) for number in range(2)]
+    return samples, samples
+
+
+def test_samples_that_cannot_be_batched_are_refused_in_one_line():
+    for name, part in (("sparse", "not .tensor, class number.: Batches of sparse"), ("meta", "samples with a meta tensor")):
+        with pytest.raises(UserError, match=part) as refusal:
+            load_data(f"tests.data.test_data_refusals:build_{name}", classes=2)
+        assert "\n" not in str(refusal.value)
+    task = load_data("tests.data.test_data_refusals:build_uneven", classes=2, workers=0)
+    with pytest.raises(UserError, match="sample 1 of the dataset and others do not go into one batch: stack expects each"):
+        next(task.train.stream([Batch(torch.tensor([1, 0]))], torch.device("cpu")))

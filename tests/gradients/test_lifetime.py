@@ -189,6 +189,11 @@ def flat():
     return p
 
 
+OWN_DTYPE = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch 2.10, the first with grad_dtype"
+)
+
+
 def any_dtype():
     p = nn.Parameter(torch.zeros(2))
     p.grad_dtype = None
@@ -197,7 +202,11 @@ def any_dtype():
 
 @pytest.mark.parametrize(
     ("make", "text"),
-    [(lazy, "is not initialized"), (flat, "FullyShardedDataParallel"), (any_dtype, "has grad_dtype=None")],
+    [
+        (lazy, "is not initialized"),
+        (flat, "FullyShardedDataParallel"),
+        pytest.param(any_dtype, "has grad_dtype=None", marks=OWN_DTYPE),
+    ],
 )
 def test_parameters_that_cannot_be_averaged_are_refused(alone, make, text):
     fine = nn.Parameter(torch.zeros(1))
@@ -221,15 +230,21 @@ def test_a_distributed_tensor_is_refused(alone):
         dist.destroy_process_group()
 
 
-def test_names_of_a_wrapped_model_warn_once(alone):
-    model = nn.Module()
-    model.module = perceptron()
+def test_a_model_in_ddp_causes_a_warning_and_its_names_do_not(alone):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(perceptron())
+    finally:
+        dist.destroy_process_group()
+    named_alike = nn.Module()
+    named_alike.module = perceptron()  # as in nn.DataParallel
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sgd(model, alone).close()
-        sgd(model.module, alone).close()
-    assert len(caught) == 1
-    assert "reduced twice" in str(caught[0].message)
+        sgd(named_alike, alone).close()
+        Trainer(named_alike, sgd_of(named_alike), backend=alone).close()
+        Trainer(wrapped, sgd_of(wrapped), backend=alone).close()
+    assert [str(each.message)[:40] for each in caught] == ["the model is in DistributedDataParallel:"]
+    assert caught[0].filename == __file__
 
 
 def wide_gradients(backend):
@@ -246,5 +261,6 @@ def wide_gradients(backend):
     reducer.close()
 
 
+@OWN_DTYPE
 def test_gradients_keep_a_dtype_of_their_own():
     run_threads(2, wide_gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -164,6 +165,12 @@ def append(model, optimizer):
     return r"group 0 parameter 4 \(2,\) came into the optimizer's param_groups", params.pop
 
 
+def exchange_equal(model, optimizer):
+    params = optimizer.param_groups[0]["params"]
+    before, params[1] = params[1], nn.Parameter(params[1].detach().clone())
+    return r"group 0 parameter 1 \(6,\) came into the optimizer's param_groups", lambda: params.__setitem__(1, before)
+
+
 def misplace(model, optimizer):
     a, b = model[0].bias, model[0].weight
     a.grad = b.grad.flatten()[: a.numel()]
@@ -203,7 +210,7 @@ def refused(backend, change):
     optimizer.close()
 
 
-@pytest.mark.parametrize("change", [cast, load_assigned, append, misplace, reshape])
+@pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape])
 def test_a_parameter_that_changed_is_refused_by_name_on_every_rank(change):
     run_threads(2, refused, change)
 
@@ -245,6 +252,23 @@ def reshaped(backend, shape):
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 6)])
 def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
     run_threads(2, reshaped, shape)
+
+
+def sparse_and_cast(backend):
+    """Nothing travels but indices and values, and a flag."""
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = sgd(seeded(table), backend, momentum=0)
+    for step in range(2):
+        with pytest.raises(BackendError, match="rank 1: parameter 'weight' was float32") if step else nullcontext():
+            table(torch.tensor([1])).sum().backward()
+        optimizer.zero_grad()
+        if backend.rank == 1:
+            table.double()
+    optimizer.close()
+
+
+def test_a_sparse_parameter_that_changed_is_refused_where_all_are_sparse():
+    run_threads(2, sparse_and_cast)
 
 
 def refused_after_backward(backend):

@@ -231,9 +231,12 @@ def forged(tree: dict[str, Any], name: str) -> Any:
         "cursor": lambda: tree["cursor"].update(step="2"),
         "cursor names": lambda: tree["cursor"].update(extra=1),
         "cursor sums": lambda: tree["cursor"].update(sums=[0.0]),
+        "cursor best": lambda: tree["cursor"]["best"].update(step=float("nan")),
         "cursor missing": lambda: tree.pop("cursor"),
         "data": lambda: tree.update(data=[]),
         "data keys": lambda: tree.update(data={}),
+        "data text": lambda: tree["data"].update(samples="x\n"),
+        "data tensor": lambda: tree["data"].update(classes=torch.ones(3)),
         "trainer": lambda: tree["trainer"].pop("optimizer"),
         "model": lambda: tree["trainer"].update(model={"a": torch.ones(1)}),
         "ranks": lambda: tree["trainer"].update(ranks=[]),
@@ -241,6 +244,8 @@ def forged(tree: dict[str, Any], name: str) -> Any:
         "momentum": lambda: tree["trainer"]["optimizer"]["state"].update({0: {"momentum_buffer": torch.ones(1)}}),
         "groups": lambda: tree["trainer"]["optimizer"].update(param_groups=[]),
         "format": lambda: tree.update(format=[2]),
+        "format tensor": lambda: tree.update(format=torch.ones(3)),
+        "config tensor": lambda: tree["config"].update(model=torch.ones(3)),
         "config": lambda: tree.update(config=None),
     }
     if name == "list":
@@ -249,8 +254,19 @@ def forged(tree: dict[str, Any], name: str) -> Any:
     return tree
 
 
-CASES = ("cursor", "cursor names", "cursor sums", "cursor missing", "data", "data keys", "trainer", "model", "ranks")
-CASES += ("random", "momentum", "groups", "format", "config", "list")
+CASES = (
+    "cursor",
+    "cursor names",
+    "cursor sums",
+    "cursor missing",
+    "data",
+    "data keys",
+    "data tensor",
+    "trainer",
+    "model",
+    "ranks",
+)
+CASES += ("random", "momentum", "groups", "format", "format tensor", "config", "config tensor", "list")
 
 
 def test_a_forged_checkpoint_with_a_right_hash_is_refused_in_one_line(tmp_path):

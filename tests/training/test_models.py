@@ -35,6 +35,10 @@ def build_fixed():
     return nn.Linear(2, 2)
 
 
+def build_constant():
+    return nn.Flatten()
+
+
 def build_nothing():
     return 3
 
@@ -237,6 +241,7 @@ def test_without_a_network_the_message_says_where_the_weights_go(tmp_path, monke
         ("bert-small", (8,), {"freeze_backbone": True}, "--freeze-backbone"),
         ("tests.training.test_models:build_fixed", (1, 8, 8), {"freeze_backbone": True}, "--freeze-backbone"),
         ("tests.training.test_models:build_nothing", (1, 8, 8), {}, "torch.nn.Module"),
+        ("tests.training.test_models:build_constant", (1, 8, 8), {}, "gave a Flatten without parameters: there is nothing"),
         ("tests.training.test_models:missing", (1, 8, 8), {}, "no callable"),
         ("missing.module:build", (1, 8, 8), {}, "not found"),
     ],
