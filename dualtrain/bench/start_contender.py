@@ -1,8 +1,8 @@
-"""Starts a contender in fresh processes and collects what its ranks say.
+"""Start of a contender in fresh processes, and collection of its ranks' output.
 
-Torch's contenders get the variables that torchrun sets, Horovod's over Gloo those that horovodrun sets, and over MPI the
-mpirun that it would call, without the seconds that these launchers take themselves; with --launch, the user's own command
-starts all. Which it is makes no difference to a step.
+To save the launchers' own start-up time, torch's contenders get the variables that torchrun sets, Horovod's over Gloo get
+those that horovodrun sets, and Horovod's over MPI are started by the mpirun command that horovodrun would run. With
+--launch, the user's command starts all of them. The launcher does not affect the time of a step.
 """
 
 from __future__ import annotations
@@ -29,138 +29,148 @@ from dualtrain.bench.plan import GLOO, MPI, OURS, Entry
 from dualtrain.bench.worker import MARK
 from dualtrain.launchers import World
 
-PATIENCE_SECONDS = 240.0
-#: How horovodrun 0.28.1 has Open MPI's mpirun place and connect the ranks of one host.
+TIMEOUT_SECONDS = 240.0
+#: The options that horovodrun 0.28.1 gives to Open MPI's mpirun on one host.
 OPEN_MPI = ["--allow-run-as-root", "-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
 
 
 class LaunchError(Exception):
-    """A contender did not run: the reason in one line."""
+    """A contender did not run. The message is the reason, in one line."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where contenders run: so many ranks on this host, or what ``prefix`` starts; and for how many seconds at most."""
+class LaunchSpec:
+    """Launch specification of the contenders.
+
+    Attributes:
+        ranks: number of ranks on this host, if ``prefix`` is empty.
+        device: "cpu" or "auto".
+        folder: working folder; ranks on several hosts must share it.
+        prefix: the user's launch command; empty if the bench starts the ranks itself.
+        threads: intra-op threads per rank.
+        timeout: seconds after which the contender is stopped.
+    """
 
     ranks: int
     device: str
     folder: Path
     prefix: tuple[str, ...] = ()
     threads: int = 1
-    patience: float = PATIENCE_SECONDS
+    timeout: float = TIMEOUT_SECONDS
 
 
-def run_entry(entry: Entry, jobs: Sequence[str], place: Place, effort: float) -> list[dict[str, Any]]:
-    """What every rank of a contender found, in no order. Blocks until its processes have ended.
+def run_entry(entry: Entry, jobs: Sequence[str], spec: LaunchSpec, step_fraction: float) -> list[dict[str, Any]]:
+    """Run a contender and return the results of all its ranks, in any order. Blocks until its processes have ended.
 
     Raises:
-        LaunchError: they failed, or took too long.
+        LaunchError: a process failed, or the timeout expired.
     """
     program = [sys.executable, "-m", "dualtrain.bench.worker", entry.module, ",".join(jobs)]
-    program += [f"--device={place.device}", f"--folder={place.folder.resolve()}", f"--launched={time.time()}"]
-    program += [f"--effort={effort}"] + [f"--option={entry.option}"] * bool(entry.option)
-    return found_in(run_program(program, entry.starter, place, meet=entry.needs != "horovod" and entry.module != OURS))
+    program += [f"--device={spec.device}", f"--folder={spec.folder.resolve()}", f"--launched={time.time()}"]
+    program += [f"--step-fraction={step_fraction}"] + [f"--option={entry.option}"] * bool(entry.option)
+    return found_in(run_program(program, entry.starter, spec, meet=entry.needs != "horovod" and entry.module != OURS))
 
 
-def run_program(program: Sequence[str], starter: str, place: Place, meet: bool = False) -> str:
-    """What the ranks of ``program`` wrote.
+def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bool = False) -> str:
+    """Run ``program`` on all ranks and return their output. Blocks until the processes have ended.
 
     Raises:
-        LaunchError: they failed, or took too long.
+        LaunchError: a process failed, or the timeout expired.
     """
-    if place.prefix:
-        told = [f"--meet=meet-{secrets.token_hex(4)}"] if meet else []
-        return _watched([([*place.prefix, *program, *told], {})], place)
+    if spec.prefix:
+        flags = [f"--meet=meet-{secrets.token_hex(4)}"] if meet else []
+        return _watched([([*spec.prefix, *program, *flags], {})], spec)
     if starter == GLOO:
-        return _by_gloo(program, place)
+        return _by_gloo(program, spec)
     if starter == MPI and _open_mpi():
-        return _watched([([_beside("mpirun"), *OPEN_MPI, "-H", f"localhost:{place.ranks}", *program], {})], place)
+        return _watched([([_beside("mpirun"), *OPEN_MPI, "-H", f"localhost:{spec.ranks}", *program], {})], spec)
     if starter != "ranks":
         command, *flags = starter.split()
-        return _watched([([_beside(command), *flags, "-np", str(place.ranks), *program], {})], place)
-    shared: dict[str, object] = {"WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.ranks, "GROUP_RANK": 0}
+        return _watched([([_beside(command), *flags, "-np", str(spec.ranks), *program], {})], spec)
+    shared: dict[str, object] = {"WORLD_SIZE": spec.ranks, "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": 0}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
-    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(place.ranks)]
-    return _watched([(program, one) for one in ranks], place)
+    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(spec.ranks)]
+    return _watched([(program, one) for one in ranks], spec)
 
 
 @cache
 def _open_mpi() -> bool:
-    """Whether the mpirun of this host is Open MPI's."""
+    """Return whether this host's mpirun is Open MPI's."""
     try:
-        said = subprocess.run([_beside("mpirun"), "--version"], capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run([_beside("mpirun"), "--version"], capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return "Open MPI" in said.stdout
+    return "Open MPI" in done.stdout
 
 
-def _by_gloo(program: Sequence[str], place: Place) -> str:
-    """Horovod's ranks, with the variables that horovodrun sets for those of one host."""
+def _by_gloo(program: Sequence[str], spec: LaunchSpec) -> str:
+    """Run ``program`` on ranks with the variables that horovodrun sets on one host."""
     from dualtrain.backends.horovod import description
     from dualtrain.rendezvous.hosts import loopback
     from dualtrain.rendezvous.http_store import HttpStore
 
-    worlds = [World(rank, place.ranks, rank, place.ranks) for rank in range(place.ranks)]
+    worlds = [World(rank, spec.ranks, rank, spec.ranks) for rank in range(spec.ranks)]
     shared: dict[str, object] = {"NCCL_SOCKET_IFNAME": loopback()}
     with closing(HttpStore("127.0.0.1")) as store:
         shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.url_prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
-        return _watched([(program, {**description(world), **shared}) for world in worlds], place)
+        return _watched([(program, {**description(world), **shared}) for world in worlds], spec)
 
 
 def found_in(text: str) -> list[dict[str, Any]]:
-    """The results in what a launcher passed on of its ranks' output."""
+    """Return the results in a launcher's output, which may prefix the lines of its ranks."""
     return [json.loads(line) for line in re.findall(rf"{re.escape(MARK)}(\{{.*\}})", text)]
 
 
-def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], place: Place) -> str:
-    """Runs the commands side by side until all have ended or one fails; gives what they wrote."""
+def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], spec: LaunchSpec) -> str:
+    """Run the commands at the same time until all have ended or one fails. Return their output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    quiet = {"OMP_NUM_THREADS": str(place.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {"OMP_NUM_THREADS": str(spec.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
     starts = [(command, {name: str(value) for name, value in more.items()}) for command, more in commands]
-    # An installed package is compiled, as torch is: a checkout is to be so too, after its first start.
+    # Let Python write bytecode for this package, so that a checkout starts as fast as an installed package.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with ExitStack() as stack:
         log: IO[str] = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-        jobs = [
+        processes = [
             subprocess.Popen(command, env={**kept, **quiet, **more}, stdout=log, stderr=log, start_new_session=True)
             for command, more in starts
         ]
         try:
-            deadline = time.monotonic() + place.patience
-            while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
+            deadline = time.monotonic() + spec.timeout
+            while any(each.poll() is None for each in processes) and not any(each.poll() for each in processes):
                 if time.monotonic() > deadline:
-                    raise LaunchError(f"it did not end within {place.patience:.0f} s")
+                    raise LaunchError(f"it did not end within {spec.timeout:.0f} s")
                 time.sleep(0.02)
         finally:
-            for job in jobs:
-                _end(job)
+            for process in processes:
+                _end(process)
         log.seek(0)
         text = log.read()
-    if any(job.returncode for job in jobs):
-        raise LaunchError(_reason(text) or f"it ended with status {next(job.returncode for job in jobs if job.returncode)}")
+    failed = [process.returncode for process in processes if process.returncode]
+    if failed:
+        raise LaunchError(_reason(text) or f"it ended with status {failed[0]}")
     return text
 
 
-def _end(job: subprocess.Popen[bytes]) -> None:
-    """Ends a job's processes, those that it started too."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all processes of its session."""
     for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        if job.poll() is None:
-            os.killpg(job.pid, number)
+        if process.poll() is None:
+            os.killpg(process.pid, number)
             try:
-                job.wait(seconds)
+                process.wait(seconds)
             except subprocess.TimeoutExpired:
                 pass
 
 
 def _reason(text: str) -> str:
-    """The line of an output that says most: the first error, else the last line."""
+    """Return the first line of an output that looks like an error, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]
     errors = [line for line in lines if re.search(r"(Error|error|refused|not found)\b.*:|: error", line)]
     return (errors or lines or [""])[0 if errors else -1][:300]
 
 
 def _beside(command: str) -> str:
-    """The program of this environment, else that of the PATH."""
+    """Return the program's path in this Python environment, or else on the PATH."""
     own = Path(sys.executable).parent / command
     return str(own) if own.exists() else shutil.which(command) or command
 

@@ -1,7 +1,7 @@
 """CIFAR-10 in its binary version.
 
-The Python version, which torchvision's ``CIFAR10`` reads, is made of pickles: whoever can change those files can run code
-here. The binary version holds the same images as bytes: for each a label and 3 × 32 × 32 values.
+The Python version, which torchvision's ``CIFAR10`` reads, consists of pickles, and unpickling a modified file can run any
+code. The binary version holds the same images as bytes: a label and 3 × 32 × 32 values for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLASSES = 10
 
 
 def read_cifar10(folder: str | None, download: bool = False) -> tuple[Tensors, Tensors]:
-    """Training and test part: images uint8 (N, 3, 32, 32) and classes int64 (N,).
+    """Read the training and the test part: images uint8 (N, 3, 32, 32) and classes int64 (N,).
 
     Raises:
         UserError: no folder is given, its files are missing or damaged, or the download fails.

@@ -1,4 +1,4 @@
-"""How a dataset is read: the data section of the configuration, checked."""
+"""Options of the datasets: the data section of the configuration, checked."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dualtrain.config.sections import AUGMENTATIONS, DataSection
 from dualtrain.data.transforms import IMAGENET, Statistics
 from dualtrain.errors import UserError
 
-LIMIT = 2**31  # values of a sample, and samples: positions are drawn below it
+LIMIT = 2**31  # of the values in a sample, and of the samples: random positions are below it
 
 
 @dataclass(frozen=True)
 class Options(DataSection):
-    """The data section of the configuration; each dataset reads the fields that concern it.
+    """The data section of the configuration. A dataset ignores the fields of other datasets.
 
     Attributes:
-        model: the model whose transforms ``augment="weights"`` takes.
+        model: the model whose transforms ``augment="weights"`` uses.
     """
 
     model: str | None = None
@@ -29,7 +29,7 @@ class Options(DataSection):
         self.statistics(IMAGENET)
 
     def statistics(self, of_dataset: Statistics) -> Statistics | None:
-        """Means and standard deviations to normalize with, one each for a channel; ``None`` for none."""
+        """Return the mean and standard deviation of each channel to normalize with; ``None`` for no normalization."""
         known = {None: None, "none": None, "dataset": of_dataset, "imagenet": IMAGENET}
         if self.normalize in known:
             return known[self.normalize]
@@ -41,7 +41,7 @@ class Options(DataSection):
         return tuple(parts[0]), tuple(parts[1])
 
     def input_shape(self, default: tuple[int, ...]) -> tuple[int, ...]:
-        """``shape`` as numbers."""
+        """Return ``shape`` as integers, or ``default`` if it is not set."""
         if self.shape is None:
             return default
         try:
@@ -51,7 +51,7 @@ class Options(DataSection):
         if not sizes or min(sizes) < 1:
             raise UserError(f"--shape must be whole numbers above 0 as in 3,224,224, not {self.shape!r}")
         if math.prod(sizes) >= LIMIT:
-            raise UserError(f"--shape {str(self.shape)[:80]} is of more values than a sample can have: below {LIMIT}")
+            raise UserError(f"--shape {str(self.shape)[:80]} has too many values for one sample: stay below {LIMIT}")
         return sizes
 
 
@@ -64,7 +64,7 @@ def _number(text: str) -> float:
 
 def _bad_normalize(text: str | None) -> UserError:
     return UserError(
-        f"--normalize must be none, dataset, imagenet or MEANS/DEVIATIONS with one of each for a channel "
+        f"--normalize must be none, dataset, imagenet or MEANS/DEVIATIONS with one of each per channel "
         f"(0.5,0.5,0.5/0.2,0.2,0.2), not {text!r}"
     )
 

@@ -106,7 +106,7 @@ def test_files_of_an_image_folder_go_through_its_evaluation(tmp_path):
     assert torch.equal(torch.cat([read(file) for file in files]), wanted)
 
 
-def test_the_best_weights_are_taken_where_they_are_asked_for(run, digits, capsys):
+def test_the_best_weights_are_used_on_request(run, digits, capsys):
     assert main([str(run), digits[0]]) == 0
     at_the_end = capsys.readouterr().out
     torch.manual_seed(7)

@@ -122,7 +122,7 @@ def test_on_gpus_the_loss_inside_the_model_has_the_same_sums_and_gradients():
 
 @pytest.mark.gpu
 @needs_gpus
-def test_outputs_are_gathered_on_the_gpu_that_was_asked_for():
+def test_outputs_are_gathered_on_the_requested_gpu():
     device = torch.device("cuda", 0)
     outputs = replicate(model().to(device), device, 1)(batch()[0].to(device))
     assert outputs.device == torch.device("cuda", 1)
