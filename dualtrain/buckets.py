@@ -207,6 +207,14 @@ class Bucket:
         if self._staged:
             self.wire[: self.values.numel()].copy_(self.values)
 
+    def clear(self) -> None:
+        """Fill it with zeros; gradients that lie in it get memory of their own."""
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is not None and grad.layout is torch.strided and self.covers(grad.data_ptr()):
+                grad.data = grad.detach().clone()
+        self.wire.zero_()
+
     def start(self, backend: Backend) -> None:
         """Sends it: the sum over ranks, extra numbers excepted turned into the average, or what the transfer asks for."""
         factor = 1.0 if self._narrow else self._after

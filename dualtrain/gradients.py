@@ -213,6 +213,7 @@ class GradientReducer:
         """Before the rest is sent: buckets for all parameters that there are now."""
         self._look_for_thawed()
         if not self._laid_out:
+            self._refusals.leave_layout(self.backend, self._buckets, self._next, len(self.cargo) > 0)
             self._lay_out()
 
     def renew(self, *, stepped: bool = False) -> None:

@@ -77,13 +77,17 @@ def _run(config: Config, world: World) -> int:
     said = threading.Event()
     if backend.watch is not None:
         backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, said)
-    earlier = signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(said))
+    earlier = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(said)),
+        signal.SIGINT: signal.signal(signal.SIGINT, _interrupt),
+    }
     try:
         train(config, backend)
     except BaseException as error:
         return _give_up(error, backend)
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
     backend.close()
     return 0
 
@@ -130,8 +134,23 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, said: threading
 
 def _leave_on_sigterm(said: threading.Event) -> None:
     """Exit on SIGTERM, which launchers send when a rank has failed; print first which one."""
-    said.wait(0.9)  # mpirun sends SIGKILL after one second
-    os._exit(128 + signal.SIGTERM)
+    if not _is_stopping():
+        said.wait(0.9)  # mpirun sends SIGKILL after one second
+        os._exit(128 + signal.SIGTERM)
+
+
+def _interrupt(*_: object) -> None:
+    if not _is_stopping():
+        raise KeyboardInterrupt
+
+
+def _is_stopping() -> bool:
+    """Whether the run has been saved for a signal, and is about to end.
+
+    The same signal often comes twice, from the launcher and from who sends it to the whole job: the second one must not
+    keep the first rank from saying what was saved, nor make the others report it as lost.
+    """
+    return isinstance(sys.exc_info()[1], StoppedError)
 
 
 if __name__ == "__main__":

@@ -149,8 +149,6 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
     from dualtrain.data.digits import LARGEST_PIXEL
 
     image = read_image(file)
-    if image.mode.startswith(("I", "F")):
-        raise UserError(f"the image {file!r} has pixels of more than 8 bits, mode {image.mode}: convert it to 8 bits")
     small = image.convert(mode)
     small = small if small.size == (side, side) else small.resize((side, side), Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(numpy.array(small)).reshape(side, side, len(mode)).permute(2, 0, 1)[None]

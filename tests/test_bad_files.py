@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -184,9 +185,7 @@ READERS = {
     "text": Reader(
         make_text, "words.txt", lambda folder: load_data("text", text_file=str(folder / "words.txt"), sequence_length=3)
     ),
-    "cifar": Reader(
-        write_cifar, BIN + "data_batch_2.bin", lambda folder: read_cifar10(str(folder)), fine=("empty", "half")
-    ),
+    "cifar": Reader(write_cifar, BIN + "data_batch_2.bin", lambda folder: read_cifar10(str(folder)), fine=("half",)),
     "mnist images": Reader(write_mnist, RAW + "train-images-idx3-ubyte", read_mnist_of),
     "mnist labels": Reader(write_mnist, RAW + "t10k-labels-idx1-ubyte", read_mnist_of),
     "predict's image": Reader(make_run, "image.png", predicted),
@@ -381,6 +380,23 @@ def test_an_image_that_would_fill_the_memory_is_refused(tmp_path):
     (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
     with pytest.raises(UserError, match=r"bomb\.png.*decompression bomb"):
         decode(tmp_path / "bomb.png")
+
+
+def test_a_thin_image_that_would_fill_the_memory_when_scaled_is_refused(tmp_path):
+    Image.new("L", (1, 20000)).save(tmp_path / "thin.png")
+    sample = [(str(tmp_path / "thin.png"), 0)]
+    refusal = ImageFiles(sample, Geometry(224, 256)).__getitems__(([0], 0))
+    assert isinstance(refusal, UserError)
+    assert "1 × 20000 pixels, which become 1310720000 when scaled to 256" in str(refusal)
+    assert not isinstance(ImageFiles(sample, Geometry(224, 256, "imagenet")).__getitems__(([0], 0)), UserError)
+    assert not isinstance(ImageFiles(sample, Geometry(8, 8)).__getitems__(([0], 0)), UserError)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])
+def test_an_image_of_more_than_8_bits_is_refused_and_not_made_white(tmp_path, dtype):
+    Image.fromarray(numpy.full((4, 4), 300, dtype=dtype)).save(tmp_path / "deep.tiff")
+    with pytest.raises(UserError, match=r"deep\.tiff' has pixels of more than 8 bits, mode .*: convert it to 8 bits"):
+        decode(tmp_path / "deep.tiff")
 
 
 def test_names_with_newlines_do_not_break_the_line(tmp_path):

@@ -46,7 +46,8 @@ def read_cifar10(folder: str | None, download: bool = False) -> tuple[Tensors, T
 def _read(where: Path, names: tuple[str, ...]) -> Tensors:
     size = 1 + SHAPE[0] * SHAPE[1] * SHAPE[2]
     try:
-        content = numpy.concatenate([_bytes(where / name) for name in names])
+        parts = [_bytes(where / name) for name in names]
+        content = numpy.concatenate(parts)
     except (OSError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or "too large"
         raise UserError(
@@ -54,8 +55,11 @@ def _read(where: Path, names: tuple[str, ...]) -> Tensors:
         ) from error
     rows = torch.from_numpy(content[: len(content) // size * size].reshape(-1, size))
     labels = rows[:, 0].to(torch.int64)
-    if len(content) % size or not len(content) or labels.max() >= CLASSES:
-        raise UserError(f"{str(where)!r} is damaged: delete it and unpack {URL} into {str(where.parent)!r} again")
+    # Each file by itself: behind one that is cut off, the images of the next would begin in the middle of a row.
+    damaged = [name for name, part in zip(names, parts, strict=True) if len(part) % size or not len(part)]
+    if damaged or labels.max() >= CLASSES:
+        what = str(where / damaged[0]) if damaged else str(where)
+        raise UserError(f"{what!r} is damaged: delete {str(where)!r} and unpack {URL} into {str(where.parent)!r} again")
     return rows[:, 1:].reshape(-1, *SHAPE).contiguous(), labels
 
 

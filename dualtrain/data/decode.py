@@ -17,18 +17,21 @@ def read_image(path: str | Path) -> Any:
     """Read and decode an image file; return a PIL image.
 
     Raises:
-        UserError: the file cannot be read, or is not an image in one of ``FORMATS``.
+        UserError: the file cannot be read, is no image in one of ``FORMATS``, or has more than 8 bits a value.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
         with open_regular(path) as file, Image.open(file, formats=FORMATS) as image:
             image.load()
-            return image
     except UnidentifiedImageError as error:
         raise _unreadable(path, f"it is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # a damaged file or a decompression bomb can make PIL raise almost any exception
         raise _unreadable(path, getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
+    if image.mode.startswith(("I", "F")):
+        # PIL converts them by cutting off: of 16-bit values, all but the darkest 255 become white.
+        raise UserError(f"the image {str(path)!r} has pixels of more than 8 bits, mode {image.mode}: convert it to 8 bits")
+    return image
 
 
 def _unreadable(path: str | Path, reason: str) -> UserError:

@@ -39,6 +39,17 @@ class Geometry:
     pad: int = 0
     interpolation: str = "bilinear"
 
+    def check(self, image: Any) -> None:
+        """Raise ValueError where ``image`` is so long and thin that scaling its shorter side would fill the memory."""
+        from PIL import Image
+
+        short, long = sorted(image.size)
+        pixels = self.resize * self.resize * long // max(short, 1)
+        if self.augment != "imagenet" and pixels > 2 * (Image.MAX_IMAGE_PIXELS or pixels):  # PIL's limit for a bomb
+            raise ValueError(
+                f"{image.size[0]} × {image.size[1]} pixels, which become {pixels} when scaled to {self.resize}"
+            )
+
     def pipeline(self) -> Callable[[Any], torch.Tensor]:
         """Build the function from a PIL image to a uint8 tensor (3, size, size). It uses torch's global generator."""
         t = v2()
@@ -76,6 +87,7 @@ class ImageFiles:
             path = self.samples[number][0]
             try:
                 image = read_image(path).convert("RGB")
+                self.geometry.check(image)
                 with seeded(seed, number):
                     images[index] = self._pipeline(image)
             except UserError as error:

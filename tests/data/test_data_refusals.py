@@ -11,6 +11,7 @@ from dualtrain.data import load_data
 from dualtrain.data.sources import Batch
 from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import torchvision as with_shim
+from tests.data.test_data_sources import write_cifar
 
 
 def build_nonsense():
@@ -64,6 +65,17 @@ def test_classes_of_train_and_val_must_agree(tmp_path):
         (tmp_path / part / kind / "1.jpg").touch()
     with pytest.raises(UserError, match="only one of train/ and val/ has the class 'cat'"):
         load_data("imagefolder", str(tmp_path))
+
+
+def test_each_file_of_cifar_holds_whole_images(tmp_path):
+    write_cifar(tmp_path)
+    first, second = (tmp_path / "cifar-10-batches-bin" / f"data_batch_{number}.bin" for number in (1, 2))
+    whole = first.read_bytes()
+    for of_first, of_second in ((1000, 2073), (len(whole), 0)):  # bytes cut off: together they are whole rows
+        first.write_bytes(whole[: len(whole) - of_first])
+        second.write_bytes(whole[: len(whole) - of_second])
+        with pytest.raises(UserError, match=r"data_batch_1\.bin' is damaged: delete .*cifar-10-batches-bin' and unpack"):
+            load_data("cifar10", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])

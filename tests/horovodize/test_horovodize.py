@@ -181,12 +181,14 @@ def test_scripts_run_on_torch(monkeypatch, tmp_path, value):
 
 
 @pytest.mark.usefixtures("unprepared")
-def test_only_rank_0_prints_a_bad_command_line(monkeypatch, capsys):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+def test_other_ranks_wait_before_they_print_the_error(monkeypatch, capsys):
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([]) == 2
-    assert capsys.readouterr().err == ""
+    assert waits == [3.0]  # seconds, in which rank 0 prints it and the launcher ends this process
+    assert capsys.readouterr().err.startswith("dualtrain: error (rank 1 of 2): no script was given")
 
 
 def test_help_shows_the_ways_to_start(capsys):
