@@ -41,7 +41,7 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class PeerFailure:
-    """Which rank has left the job, and why.
+    """A rank that has left the job, and the reason.
 
     Attributes:
         rank: its rank in the job.

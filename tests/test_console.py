@@ -1,4 +1,4 @@
-"""What the commands print: no character of a file or class name controls the terminal."""
+"""Printed output: control characters in names of files and classes are escaped."""
 
 from __future__ import annotations
 

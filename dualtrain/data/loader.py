@@ -19,7 +19,7 @@ Wanted = tuple[list[int], int]  # sample numbers and seed of a batch; sending a 
 
 
 class Reader(Protocol):
-    """Reads samples, in a worker process."""
+    """Reader of samples, used in a worker process."""
 
     def __len__(self) -> int:
         """Return the number of samples."""

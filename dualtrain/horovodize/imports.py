@@ -58,7 +58,7 @@ def home(name: str) -> str | None:
 
 
 class _Alias(Loader):
-    """Loads a module of dualtrain under the requested name."""
+    """Loader of a module of dualtrain under the requested name."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -74,14 +74,14 @@ class _Alias(Loader):
 
 
 class _Package(Loader):
-    """Makes a package without a counterpart in dualtrain from the table PACKAGES."""
+    """Loader of a package without a counterpart in dualtrain, made from the table PACKAGES."""
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__.update(PACKAGES[module.__name__])
 
 
 class _Torchvision(SourceFileLoader):
-    """Loads torchvision with the shim that its CUDA build needs beside a CPU build of torch."""
+    """Loader of torchvision with the shim that its CUDA build needs beside a CPU build of torch."""
 
     def exec_module(self, module: ModuleType) -> None:
         from dualtrain.torchvision_shim import with_torchvision_shim

@@ -38,7 +38,7 @@ end() {
 
 finish() {
   trap '' INT TERM HUP
-  exec 2>/dev/null # what is gone already need not be told
+  exec 2>/dev/null # no messages about processes that have exited
   scancel --quiet --full --user=root || true
   # In Slurm's own order while that goes: the daemons see the jobs' last processes end.
   for ((i = 0; i < 50; i++)); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
