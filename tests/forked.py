@@ -1,6 +1,6 @@
 """Processes forked from a server that has imported torch: they start in milliseconds, while the import takes seconds.
 
-For tests of ranks that do not test the launcher. :func:`run` replaces ``subprocess.run`` for Python programs,
+Use them in tests of ranks, unless the launcher itself is tested. :func:`run` replaces ``subprocess.run`` for Python programs,
 :class:`Forked` is one such process.
 """
 
@@ -179,11 +179,11 @@ def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: st
     os.environ.update(env)
     os.chdir(cwd)
     multiprocessing.set_start_method(None, force=True)
-    multiprocessing.current_process()._config.pop("tempdir", None)  # the tests' own
+    multiprocessing.current_process()._config.pop("tempdir", None)  # that folder belongs to the tests
     status = _run(command)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    atexit._run_exitfuncs()  # a process of multiprocessing ends without them
+    atexit._run_exitfuncs()  # os._exit does not run them
     os._exit(status)
 
 

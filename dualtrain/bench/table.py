@@ -45,7 +45,7 @@ def _line(parts: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def bytes_of(size: int) -> str:
-    """Format a number of bytes; whole millions are marked as such."""
+    """Format a number of bytes; multiples of a million as "100 MB (10⁶)"."""
     if size % 1_000_000 == 0:
         return f"{size // 1_000_000} MB (10⁶)"
     return size_in_words(size)

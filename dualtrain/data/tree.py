@@ -63,7 +63,7 @@ def _images(top: str) -> list[str]:
 def _is_dir(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads nowhere
+    except OSError:  # a broken link
         return False
 
 

@@ -93,5 +93,5 @@ def _measure(backend: Backend, size: int) -> float:
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
-    """Return the bus bandwidth in bytes per second as nccl-tests defines it: 2 (n - 1) / n times bytes per time."""
+    """Return the bus bandwidth in bytes per second as nccl-tests defines it: 2 (ranks - 1) / ranks × size / seconds."""
     return 2 * (ranks - 1) / ranks * size / seconds if seconds else 0.0
