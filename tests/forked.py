@@ -1,7 +1,7 @@
 """Processes forked from a server that has imported torch: they start in milliseconds, while the import takes seconds.
 
-Use them in tests of ranks, unless the launcher itself is tested. :func:`run` replaces ``subprocess.run`` for Python programs,
-:class:`Forked` is one such process.
+Use them in tests of ranks, unless the launcher itself is tested. :func:`run` replaces ``subprocess.run`` for Python
+programs, :class:`Forked` is one such process.
 """
 
 from __future__ import annotations
