@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.buckets import AVERAGE, Transfer
 from dualtrain.errors import BackendError
 from dualtrain.gradients import GradientReducer, Unused
+from dualtrain.gradients.buckets import AVERAGE, Transfer
 
 
 def _of_wrapped(name: str) -> Any:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from dualtrain import DistributedOptimizer, buckets
+from dualtrain import DistributedOptimizer
+from dualtrain.gradients import buckets
 
 DEFAULT_BUCKETS = buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES
 SMALL_BUCKETS = 1 << 8, 1 << 11

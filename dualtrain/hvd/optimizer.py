@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dualtrain.buckets import Transfer
+from dualtrain.gradients.buckets import Transfer
 from dualtrain.hvd import basics
 from dualtrain.hvd.compression import BF16Compressor, Compression, FP16Compressor
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built

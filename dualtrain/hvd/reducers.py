@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.buckets import Bucket, Slot, Transfer
 from dualtrain.errors import BackendError
 from dualtrain.gradients import GradientReducer
+from dualtrain.gradients.buckets import Bucket, Slot, Transfer
 from dualtrain.hvd import basics
 from dualtrain.hvd.engine import Pending
 from dualtrain.hvd.exceptions import HorovodInternalError

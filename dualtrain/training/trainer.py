@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
-from dualtrain.buckets import Transfer
 from dualtrain.errors import DivergedError
+from dualtrain.gradients.buckets import Transfer
+from dualtrain.gradients.parameters import check_supported, warn_of_ddp
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.parameters import check_supported, warn_of_ddp
 from dualtrain.state import averaged_buffers, broadcast_parameters
 from dualtrain.training import checkpoint
 from dualtrain.training.local_state import local_state, restore_local_state

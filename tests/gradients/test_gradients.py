@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dualtrain import BackendError, buckets
+from dualtrain import BackendError
 from dualtrain.backends.local import LocalBackend
-from dualtrain.buckets import Transfer
-from dualtrain.gradients import GradientReducer
+from dualtrain.gradients import GradientReducer, buckets
+from dualtrain.gradients.buckets import Transfer
 from dualtrain.launchers import World
 from tests.models_for_tests import (
     EXACT,

@@ -16,8 +16,8 @@ from torch import nn
 
 from dualtrain import DistributedOptimizer, Trainer
 from dualtrain.backends.local import LocalBackend
-from dualtrain.buckets import Bucket
 from dualtrain.gradients import GradientReducer
+from dualtrain.gradients.buckets import Bucket
 from dualtrain.launchers import World
 from tests.hvd.worlds import OURS_2, library
 from tests.models_for_tests import perceptron, sgd, small_buckets, vector_loss
@@ -138,7 +138,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
     reducer.lock = threading.RLock()  # as with parameters on two devices
     hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in reversed(params)]
     rounds, begun, ended = 1000, threading.Barrier(2), threading.Barrier(2)
-    monkeypatch.setattr("dualtrain.gradients.at_end_of_pass", lambda call: None)
+    monkeypatch.setattr("dualtrain.gradients.reducer.at_end_of_pass", lambda call: None)
     reducer._ending = lambda: True
     wrong = []
 

@@ -22,12 +22,12 @@ from torch.utils.hooks import RemovableHandle
 
 from dualtrain.backends import Backend
 from dualtrain.backends.agreement import agree_on_list
-from dualtrain.buckets import AVERAGE, Bucket, Slot, Transfer, after, lay_out
 from dualtrain.errors import BackendError
-from dualtrain.parameters import check_supported, make_hook
-from dualtrain.passes import EndOfPass, at_end_of_pass
-from dualtrain.refusals import Refusals
-from dualtrain.turns import Turns, turns
+from dualtrain.gradients.buckets import AVERAGE, Bucket, Slot, Transfer, after, lay_out
+from dualtrain.gradients.parameters import check_supported, make_hook
+from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
+from dualtrain.gradients.refusals import Refusals
+from dualtrain.gradients.turns import Turns, turns
 
 Unused = Literal["zero", "none"]
 

@@ -15,7 +15,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.wire import wire_dtype
-from dualtrain.parameters import gradient_dtype
+from dualtrain.gradients.parameters import gradient_dtype
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20

@@ -15,9 +15,9 @@ from operator import is_
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.buckets import Bucket
 from dualtrain.errors import BackendError
-from dualtrain.parameters import Forms
+from dualtrain.gradients.buckets import Bucket
+from dualtrain.gradients.parameters import Forms
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 _SAME_STEPS = "step or skip on all ranks alike, and call optimizer.zero_grad() after a backward whose step is skipped"
