@@ -9,7 +9,8 @@ import torch
 
 from dualtrain.backends import objects
 from dualtrain.hvd.basics import engine, rank
-from dualtrain.hvd.mpi_ops import _set_id, broadcast_async_, synchronize
+from dualtrain.hvd.calls import usable_set
+from dualtrain.hvd.mpi_ops import broadcast_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
@@ -67,7 +68,7 @@ def broadcast_object(
         TypeError: on every rank of the set, if the object holds anything else. The next call is as good as ever.
         ValueError, HorovodInternalError: as :func:`broadcast`.
     """
-    set_id = _set_id(process_set)
+    set_id = usable_set(process_set)
     if root_rank not in (process_set.ranks or []):
         raise ValueError(f"root_rank {root_rank} is not in {process_set}: pass one of its ranks, in the world's numbering")
     is_root = rank() == root_rank
@@ -78,7 +79,7 @@ def broadcast_object(
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's ``obj`` in rank order, as :func:`broadcast_object`. Blocks."""
-    set_id = _set_id(process_set)
+    set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
     received = engine().submit("objects", name and f"allgather.{name}", set_id, [data], root=None).wait()
     return [_decoded(part, sender) for part, sender in zip(received, process_set.ranks or [], strict=True)]
