@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# Private in torch 2.5 to 2.15: the base class of BatchNorm1d, 2d and 3d, which no public name has.
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]

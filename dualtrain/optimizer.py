@@ -17,8 +17,8 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError
-from dualtrain.gradients import GradientReducer, Unused
-from dualtrain.gradients.buckets import AVERAGE, Transfer
+from dualtrain.gradients import AVERAGE, GradientReducer, Transfer, Unused
+from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 
 
 def _of_wrapped(name: str) -> Any:
@@ -46,8 +46,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
             does the same by hand.
-        carry: see :class:`~dualtrain.gradients.GradientReducer`; the numbers are ``cargo``.
+        extra: how many scalars of the caller's own are sent along and summed over ranks (see :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
+        carry: the former name of ``extra``; deprecated.
 
     Raises:
         ValueError: names that are missing or appear twice, or an option out of its bounds.
@@ -61,16 +62,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backend: Backend,
         unused: Unused = "zero",
         backward_passes_per_step: int = 1,
-        carry: int = 0,
+        extra: int = 0,
         transfer: Transfer = AVERAGE,
+        carry: int | None = None,
     ) -> None:
         # Not Optimizer.__init__, which would make groups of its own: what an unpickled optimizer gets instead.
         self.optimizer = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self.backend = backend
         named = _name_all(optimizer, named_parameters)
-        passes = backward_passes_per_step
-        self.reducer = GradientReducer(named, backend, unused=unused, passes=passes, carry=carry, transfer=transfer)
+        passes, extra = backward_passes_per_step, renamed_option("carry", carry, "extra", extra)
+        self.reducer = GradientReducer(named, backend, unused=unused, passes=passes, extra=extra, transfer=transfer)
         self.reducer.follow(optimizer)
 
     @property
@@ -105,9 +107,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
 
     @property
+    def extra(self) -> torch.Tensor:
+        """Set before backward: the extra scalars of this rank. After it: their sums over ranks. float64, on the CPU."""
+        return self.reducer.extra
+
+    @property
     def cargo(self) -> torch.Tensor:
-        """Set before backward: ``carry`` numbers of this rank. After it: their sum over ranks. float64, on the CPU."""
-        return self.reducer.cargo
+        """The former name of :attr:`extra`; deprecated."""
+        warn_renamed("cargo", "extra")
+        return self.reducer.extra
 
     def close(self) -> None:
         """Stops averaging: backward gives this rank's own gradients from then on. May be called again."""
@@ -136,6 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only.
         """
+        # Private in torch 2.5 to 2.15: no public name tells whether an optimizer has step hooks.
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return _with_hooks(self) if closure is None else _with_hooks(self, closure)
         return self._step(closure)

@@ -21,6 +21,7 @@ ROOMS = [
     "torch_versions",
     "backends",
     "gradients",
+    "buckets",
     "optimizer",
     "state",
     "functional",
@@ -40,10 +41,25 @@ BACKENDS = [
     {"local", "torch", "horovod"},
     {"factory"},
 ]
+#: The files of packages, from the bottom to the top: each imports from lower layers only.
+LAYERS = {
+    "gradients": [
+        {"parameters", "passes", "turns", "deprecated"},
+        {"layout"},
+        {"buckets"},
+        {"schedule", "sparse", "hooks", "refusals"},
+        {"exchange"},
+        {"reducer"},
+    ],
+}
 HEAVY = ["horovod", "torchvision", "sklearn", "tensorboard", "matplotlib", "mpi4py", "yaml", "tqdm"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Other people's training scripts, which the bench measures.
 SCRIPTS = PACKAGE / "bench" / "contenders"
+
+
+def files_of(package):
+    return sorted((PACKAGE / package).rglob("*.py"))
 
 
 def module(path):
@@ -87,11 +103,29 @@ def layer(name):
     return found[0] if found else None
 
 
+def layer_of(name, package):
+    """The number of the layer of a module, or of what is imported from it; ``None`` for the package itself."""
+    inner = name.removeprefix(f"dualtrain.{package}").removeprefix(".").split(".")
+    numbers = {each: number for number, names in enumerate(LAYERS[package]) for each in names}
+    modules = (".".join(inner[:count]) for count in range(len(inner), 0, -1))
+    return next((numbers[each] for each in modules if each in numbers), None)
+
+
+def type_imports(path):
+    """As :func:`imports`, with those that only type checkers see."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def test_every_file_belongs_to_a_room():
     unknown = [module(path) for path in FILES if module(path) != "dualtrain" and room(module(path)) is None]
     assert unknown in ([], ["dualtrain.__main__"])
     inside = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__"}
     assert inside == set().union(*BACKENDS)
+    for package, layers in LAYERS.items():
+        inside = {module(path).removeprefix(f"dualtrain.{package}").removeprefix(".") for path in files_of(package)}
+        assert inside - {""} == set().union(*layers)
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if room(module(path))], ids=module)
@@ -118,6 +152,89 @@ def test_inside_the_backends_imports_run_one_way(path):
         for other in others:
             beside = module(path) == "dualtrain.backends.horovod" and other.startswith("dualtrain.backends.torch.")
             assert layer(other) < own or beside, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("package", "path"), [(package, path) for package in LAYERS for path in files_of(package)], ids=str
+)
+def test_inside_a_package_imports_run_one_way(package, path):
+    """Also those that only type checkers see: a layer does not know the ones above it."""
+    own = layer_of(module(path), package)
+    for name in type_imports(path):
+        if own is not None and name.startswith(f"dualtrain.{package}."):
+            assert layer_of(name, package) < own, f"{path.name} imports {name}"
+
+
+#: GradScaler looks for this name on optimizers: torch's convention, not ours.
+CONVENTIONS = {"_step_supports_amp_scaling"}
+
+
+def private_methods(path):
+    """Of each class of a file: its bases as the file names them, and the methods and attributes of a private name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            names = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+            names |= {
+                target.id
+                for item in node.body
+                if isinstance(item, ast.Assign | ast.AnnAssign)
+                for target in (item.targets if isinstance(item, ast.Assign) else [item.target])
+                if isinstance(target, ast.Name)
+            }
+            yield node, {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def overridden_privates(files):
+    """``(class, private name, class that has it)`` where the two are in files of different packages."""
+    classes = {}  # by full name: the package, the bases' full names, the private names
+    for path in files:
+        known = dict(bindings(path))
+        for node, names in private_methods(path):
+            bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
+            local = {one.name for one, _ in private_methods(path)}
+            full = [f"{module(path)}.{base}" if base in local else known.get(base, base) for base in bases]
+            classes[f"{module(path)}.{node.name}"] = (path.parent, full, names)
+
+    def ancestors(name):
+        for base in classes[name][1]:
+            if base in classes:
+                yield base
+                yield from ancestors(base)
+
+    for name, (package, _, names) in classes.items():
+        for base in ancestors(name):
+            if classes[base][0] != package:
+                yield from ((name, each, base) for each in sorted(names & classes[base][2]))
+
+
+def bindings(path):
+    """The names that a file imports, and where from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_no_class_overrides_a_private_name_of_another_package():
+    found = [each for each in overridden_privates(FILES) if each[1] not in CONVENTIONS]
+    assert [f"{name} overrides {each} of {base}" for name, each, base in found] == []
+
+
+def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    for name, text in {
+        "a/base.py": "class Base:\n    _x: int = 1\n    def _f(self): ...\n    def g(self): ...\n",
+        "a/same.py": "from a.base import Base\nclass Same(Base):\n    def _f(self): ...\n",
+        "b/other.py": "from a.same import Same as S\nclass Other(S):\n    def _f(self): ...\n    def g(self): ...\n"
+        "    _x = 2\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = list(overridden_privates(sorted(tmp_path.rglob("*.py"))))
+    assert found == [
+        ("b.other.Other", "_f", "a.same.Same"),
+        ("b.other.Other", "_f", "a.base.Base"),
+        ("b.other.Other", "_x", "a.base.Base"),
+    ]
 
 
 def uses_of(path, library):

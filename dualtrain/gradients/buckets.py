@@ -1,9 +1,4 @@
-"""Where each gradient lies: flat buffers, a few megabytes each, that travel whole.
-
-The layout is a pure function of the parameters: reverse registration order (backward finishes the last layers first),
-one dtype and device to a bucket, about 25 MB each and the first one smaller so that sending starts early. The same
-layout, sent in the same order, is what makes two backends sum to the same bits.
-"""
+"""Flat buffers in which gradients are sent: one bucket for each layout, and one slot in it for each parameter."""
 
 from __future__ import annotations
 
@@ -15,62 +10,38 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.wire import wire_dtype
+from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, dense_strides, lay_out
 from dualtrain.gradients.parameters import gradient_dtype
 
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
-LARGE_BYTES = 64 << 10  # a gradient that is worth a copy of its own
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """How gradients travel, the same on every rank.
-
-    Attributes:
-        before: a factor on each rank's gradients before they are summed.
-        after: a factor on the sum; ``None`` for 1/size, the average.
-        dtype: what wider floating-point gradients travel as, such as ``torch.float16``; ``None`` for their own dtype.
-        bucket_bytes: the most that travels at once; 0 for one gradient at a time, ``None`` for about 25 MB.
-        groups: parameters that travel together, whatever their size.
-        sparse_as_dense: whether sparse gradients travel as dense ones, and are made sparse again.
-    """
-
-    before: float = 1.0
-    after: float | None = None
-    dtype: torch.dtype | None = None
-    bucket_bytes: int | None = None
-    groups: Sequence[Sequence[torch.Tensor]] = ()
-    sparse_as_dense: bool = False
-
-
-AVERAGE = Transfer()
+LARGE_BYTES = 64 << 10  # from this size on, a gradient is copied to its bucket by itself
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """The place of one parameter's gradient in its bucket."""
+    """One parameter, and the part of a bucket that holds its gradient."""
 
     name: str
     param: torch.nn.Parameter
     #: The part of the bucket that holds the gradient, in the parameter's own strides (channels_last included).
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    #: ``None`` before the layout, and for a sparse gradient.
     bucket: Bucket | None = None
     #: What ``param.grad`` becomes. Never ``view`` itself: the user may assign the ``.data`` of a gradient.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    #: Of ``view``. A gradient that has all four is in the bucket, whatever object it is.
+    #: Of ``view``. A gradient with the same four is in the bucket, whatever object it is.
     address: int = 0
     strides: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    #: The reducer's round in which its gradient has last come.
-    ticked: int = 0
-    #: Backward passes that have reached it; for who wants to count them.
+    #: The schedule's round in which its gradient was marked ready last.
+    ready_in_round: int = 0
+    #: Backward passes that have reached it since the last exchange, where the reducer counts them.
     passes: int = 0
-    #: Whether it is brought into the bucket by itself, before the others.
+    #: Whether it is copied to the bucket by itself, before the others.
     large: bool = False
 
-    def move_in(self) -> None:
-        """Brings the gradient into its bucket as soon as it is there.
+    def copy_to_bucket(self) -> None:
+        """Copy the gradient to its bucket as soon as it is there.
 
         It is still in the processor's cache then, and the memory that it was in is free for the next one.
         """
@@ -81,18 +52,21 @@ class Slot:
         address = grad.data_ptr()
         if address == self.address or (self.bucket is not None and self.bucket.covers(address)):
             return  # there already, or in the memory of another gradient
-        # Who comes after, another reducer or the user, must find this rank's own gradient, and not one under way.
+        # Later hooks, of another reducer or of the user, must see this rank's own gradient and not a partial sum.
+        # torch (2.5 to 2.15) has no public way to count the hooks of a parameter.
         if len(p._post_accumulate_grad_hooks) == 1:
             self.view.copy_(grad.detach())
-            self.hand_out()
+            self.unpack()
 
     def place(self, bucket: Bucket, view: torch.Tensor) -> None:
-        """Gives the gradient its place in ``bucket``."""
+        """Assign the gradient to ``view``, a part of ``bucket``."""
         self.bucket, self.view, self.alias = bucket, view, view.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
+        # A GPU's copies are fewer and faster all at once.
+        self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES
 
-    def hand_out(self) -> None:
-        """Makes ``param.grad`` a tensor that shares the memory of ``view``."""
+    def unpack(self) -> None:
+        """Make ``param.grad`` a tensor that shares the memory of ``view``."""
         alias = self.alias
         if alias.data_ptr() != self.address or alias.stride() != self.strides:  # the user has assigned its ``.data``
             self.alias = alias = self.view.detach()
@@ -102,84 +76,101 @@ class Slot:
             self.alias = self.param.grad = self.view.detach()
 
     def describe(self) -> str:
-        """What must be the same on every rank."""
+        """Return name, dtype, shape and strides, which must be the same on every rank."""
         p = self.param
         dtype = str(p.dtype).removeprefix("torch.")
         if gradient_dtype(p) != p.dtype:
             dtype += f" with gradients of {str(gradient_dtype(p)).removeprefix('torch.')}"
-        return f"{self.name} ({dtype}, {tuple(p.shape)}, strides {_dense_strides(p)})"
+        return f"{self.name} ({dtype}, {tuple(p.shape)}, strides {dense_strides(p)})"
 
 
 class Bucket:
-    """One flat buffer of gradients, and behind them ``extra`` numbers that travel for free.
+    """One flat buffer of gradients, and behind them ``extra`` scalars that are sent along.
 
-    Gradients of 16 bits are summed in a second buffer of 32, and others in one of 16 bits if the transfer says so
-    (``wire``); otherwise ``wire`` is the buffer itself. Collective to make: ``backend`` says where it lies.
+    Gradients of 16 bits are summed in a second buffer of 32 bits, and others in one of 16 bits if the transfer says so
+    (``wire``); otherwise ``wire`` is the buffer itself. Collective to make: the backend chooses the memory.
+
+    Args:
+        name: of its operations, in reports.
+        layout: of its gradients.
+        slots: those of the layout's places, in the same order.
+        extra: how many scalars.
+        backend: the ranks.
+        transfer: how gradients are sent.
     """
 
     def __init__(
         self,
         name: str,
+        layout: BucketLayout,
         slots: Sequence[Slot],
-        like: torch.Tensor,
         extra: int,
         backend: Backend,
         transfer: Transfer = AVERAGE,
     ) -> None:
         self.name = name
         self.slots = list(slots)
-        numel = sum(slot.param.numel() for slot in slots) * (2 if like.is_complex() else 1)
-        real = like.dtype.to_real()
+        is_complex = layout.dtype.is_complex
+        numel = layout.numel * (2 if is_complex else 1)
+        real = layout.dtype.to_real()
         narrow = transfer.dtype if transfer.dtype is not None and real.itemsize > transfer.dtype.itemsize else None
-        self.wire = backend.new_buffer(numel + extra, narrow or wire_dtype(real), like.device)
+        self.wire = backend.new_buffer(numel + extra, narrow or wire_dtype(real), layout.device)
         self.extra = self.wire[numel:]
         #: The gradients as real numbers: the front of the wire itself, or a buffer of their own.
         self.values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
         self._staged = real != self.wire.dtype
-        self._before, self._after = transfer.before, after(transfer, backend.size)
+        self._before, self._after = transfer.before, transfer.factor_after(backend.size)
         #: Whether the wire's dtype is the shorter one: the sum is scaled in the other.
         self._narrow = self.wire.dtype.itemsize < real.itemsize
         if self._narrow and self._after < 1:
             # Divide before the sum: the sum of a few large gradients does not fit into float16, their average does.
             self._before, self._after = self._before * self._after, 1.0
-        flat = torch.view_as_complex(self.values.view(-1, 2)) if like.is_complex() else self.values
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
-        offset = int(flat.storage_offset())  # which as_strided counts from
-        for slot in self.slots:
-            p = slot.param
-            slot.place(self, flat.as_strided(p.shape, _dense_strides(p), offset))
-            # A GPU's copies are fewer and faster all at once.
-            slot.large = p.is_cpu and slot.view.nbytes >= LARGE_BYTES
-            offset += p.numel()
+        flat = torch.view_as_complex(self.values.view(-1, 2)) if is_complex else self.values
+        origin = int(flat.storage_offset())  # which as_strided counts from
+        for slot, place in zip(self.slots, layout.places, strict=True):
+            slot.place(self, flat.as_strided(place.shape, place.strides, origin + place.offset))
         start = self.values.data_ptr()
-        #: Where the gradients of this bucket, and of the others of its layout, lie in memory.
+        #: Addresses, first and past the last, of the gradients of this bucket and of the others of its layout.
         self.ranges = [(start, start + self.values.nbytes)]
-        #: Which gradients ``fill`` copied, and which were there.
-        self._moved: list[Slot] = []
+        #: Gradients that ``pack`` copied, and those that were there.
+        self._copied: list[Slot] = []
         self._kept: list[Slot] = []
-        #: The first gradient that lies in the memory of another one, found by ``fill``.
+        #: The first gradient that lies in the memory of another one, found by ``pack``.
         self.misplaced: Slot | None = None
-        #: The first gradient that has another shape than its place, found by ``fill``; zeros are sent instead.
+        #: The first gradient that has another shape than its slot, found by ``pack``; zeros are sent instead.
         self.reshaped: Slot | None = None
 
     def covers(self, address: int) -> bool:
-        """Whether ``address`` is in the memory of a bucket of this layout."""
+        """Return whether ``address`` is in the memory of a bucket of this layout."""
         return any(low <= address < high for low, high in self.ranges)
 
-    def fill(self) -> None:
-        """Brings every gradient into the buffer; a missing one counts as zero. Those that live there already stay."""
+    def pack(self) -> None:
+        """Copy every gradient to the buffer; a missing one counts as zero. Those that are there already stay."""
+        self._copied, self._kept = [], []
+        views, grads = self._outside()
+        if views:
+            with torch.no_grad():  # after a backward with create_graph, gradients have a history
+                # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
+                torch._foreach_copy_(views, grads)
+        if self._before != 1:
+            self.values.mul_(self._before)
+        if self._staged:
+            self.wire[: self.values.numel()].copy_(self.values)
+
+    def _outside(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the views to copy to, and the gradients to copy."""
         views, grads = [], []
-        self._moved, self._kept = [], []
         low, high = self.ranges[0][0], self.ranges[-1][1]
         for slot in self.slots:
             p = slot.param
             grad = p.grad
             if grad is None:
                 slot.view.zero_()
-                # Frozen since the buckets were laid out, a parameter takes part as zeros and gets nothing.
+                # A parameter that was frozen after the layout takes part as zeros and gets no gradient.
                 if p.requires_grad:
-                    self._moved.append(slot)
+                    self._copied.append(slot)
                 continue
             try:
                 address = grad.data_ptr()
@@ -196,24 +187,18 @@ class Bucket:
                 continue
             if address != slot.address and low <= address < high and self.covers(address):
                 self.misplaced = self.misplaced or slot
-            self._moved.append(slot)
+            self._copied.append(slot)
             views.append(slot.view)
             grads.append(grad)
-        if views:
-            with torch.no_grad():  # after a backward with create_graph, gradients have a history
-                torch._foreach_copy_(views, grads)
-        if self._before != 1:
-            self.values.mul_(self._before)
-        if self._staged:
-            self.wire[: self.values.numel()].copy_(self.values)
+        return views, grads
 
     def start(self, backend: Backend) -> None:
-        """Sends it: the sum over ranks, extra numbers excepted turned into the average, or what the transfer asks for."""
+        """Start the all-reduce; the gradients' sum is scaled as the transfer says, the extra scalars' is not."""
         factor = 1.0 if self._narrow else self._after
         self.work = backend.start_sum(self.wire, self.name, factor, self.extra.numel())
 
     def finish(self) -> None:
-        """Blocks until every gradient is there. Raises BackendError."""
+        """Block until the all-reduce has ended. Raises BackendError."""
         assert self.work is not None
         self.work.wait()
         self.work = None
@@ -223,65 +208,34 @@ class Bucket:
             if self._narrow and self._after != 1:
                 self.values.mul_(self._after)
 
-    def hand_out(self) -> None:
-        """Makes every gradient the part of the buffer that is its own."""
-        for slot in self._moved:
-            slot.hand_out()
+    def unpack(self) -> None:
+        """Make every ``param.grad`` its part of the buffer."""
+        for slot in self._copied:
+            slot.unpack()
         for slot in self._kept:
             grad = slot.param.grad
             # Another reducer of the same parameter may have put its own there since.
             if grad is None or grad.data_ptr() != slot.address:
-                slot.hand_out()
+                slot.unpack()
 
 
-def after(transfer: Transfer, size: int) -> float:
-    """The factor on a sum over ``size`` ranks."""
-    return 1.0 / size if transfer.after is None else transfer.after
-
-
-def lay_out(
+def make_buckets(
     slots: Sequence[Slot], extra: int, backend: Backend, name: str = "gradients", transfer: Transfer = AVERAGE
 ) -> list[Bucket]:
-    """The buckets ``name.0``, … for ``slots`` (in registration order); the last one carries ``extra`` numbers more.
+    """Make the buckets ``name.0``, … for ``slots`` (in registration order); the last has ``extra`` scalars. Collective.
 
-    Collective; blocks.
+    Blocks. Without slots, one bucket without gradients holds the scalars, if there are any.
     """
-    groups = _partition(slots, transfer)
-    likes = [torch.empty(0, dtype=gradient_dtype(p), device=p.device) for p in (group[0].param for group in groups)]
-    likes = likes or [torch.empty(0)] * bool(extra)
-    last = len(likes) - 1
-    parts = groups or [[]] * len(likes)
+    layouts = lay_out([slot.param for slot in slots], transfer)
+    if not layouts and extra:
+        like = torch.empty(0)
+        layouts = [BucketLayout(like.dtype, like.device)]
+    last = len(layouts) - 1
     buckets = [
-        Bucket(f"{name}.{i}", part, like, extra if i == last else 0, backend, transfer)
-        for i, (part, like) in enumerate(zip(parts, likes, strict=True))
+        Bucket(f"{name}.{i}", each, [slots[p.number] for p in each.places], extra if i == last else 0, backend, transfer)
+        for i, each in enumerate(layouts)
     ]
     ranges = sorted(part for bucket in buckets for part in bucket.ranges)
     for bucket in buckets:
         bucket.ranges = ranges
     return buckets
-
-
-def _partition(slots: Sequence[Slot], transfer: Transfer) -> list[list[Slot]]:
-    chosen = {p: number for number, group in enumerate(transfer.groups) for p in group}
-    groups: list[list[Slot]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device, int | None], tuple[list[Slot], int]] = {}
-    for slot in reversed(slots):
-        number = chosen.get(slot.param)
-        dtype = gradient_dtype(slot.param)
-        key = dtype, slot.param.device, number
-        size = slot.param.numel() * dtype.itemsize
-        group, filled = open_groups.get(key, ([], 0))
-        limit = BUCKET_BYTES if transfer.bucket_bytes is None else transfer.bucket_bytes
-        if groups and group is groups[0]:
-            limit = min(limit, FIRST_BUCKET_BYTES)
-        if not group or (number is None and filled + size > limit):
-            group, filled = [], 0
-            groups.append(group)
-        group.append(slot)
-        open_groups[key] = (group, filled + size)
-    return groups
-
-
-def _dense_strides(p: torch.Tensor) -> tuple[int, ...]:
-    """The strides of ``p`` itself where it fills its memory without gaps, else those of a tensor like it that does."""
-    return tuple(torch.empty_like(p, device="meta").stride())

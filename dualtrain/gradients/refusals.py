@@ -1,8 +1,8 @@
-"""Why a rank cannot average its gradients any more, and how all ranks learn of it.
+"""Why a rank cannot average its gradients any more, and how all ranks are told.
 
-What makes a rank refuse is known only there: the user changed a parameter or the optimizer after the buckets were made.
-It sends a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same
-error. No rank enters a collective alone.
+Only the rank itself can see that the user changed a parameter or the optimizer after the buckets were made. It sends a
+flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same error. No
+rank enters a collective alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from itertools import chain
 from operator import is_
+from typing import NoReturn
 
 import torch
 
@@ -24,22 +25,22 @@ _SAME_STEPS = "step or skip on all ranks alike, and call optimizer.zero_grad() a
 
 
 class Refusals:
-    """What a reducer checks in every exchange.
+    """The checks of a reducer in every exchange.
 
     The flag is NaN if this rank has a reason; else infinite, positive after an odd number of optimizer steps and negative
     after an even one. The sum over ranks of any size and dtype is NaN if a rank has a reason, or if some ranks have taken a
     step that others have not: by then their weights differ.
 
     Attributes:
-        optimizer: the one whose param_groups must not grow by themselves, if there is one.
-        known: ids of the reducer's parameters, which it keeps alive.
+        optimizer: the one whose param_groups must not get other parameters than ``known``; ``None`` for no check.
+        known: ids of the reducer's parameters, which the reducer keeps alive.
         steps: the number of steps that the optimizer has taken on this rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: set[int]) -> None:
         self.steps = 0
         self.optimizer: torch.optim.Optimizer | None = None
-        self.known: set[int] = set()
+        self.known = known
         self._forms = Forms([])
         self._in_groups: list[list[torch.Tensor]] = []  # the optimizer's parameters, when they were all known
         self._replaced: dict[tuple[int, str], str] = {}  # where modules have new parameters → name of the old one
@@ -51,14 +52,14 @@ class Refusals:
         self._forms, self._flag, self._late = Forms(named), flag, None
 
     def replace(self, place: tuple[int, str], name: str | None) -> None:
-        """A module has a new parameter instead of ``name`` in ``place``, or one of ours (``None``)."""
+        """Note that a module has a new parameter instead of ``name`` in ``place``, or one of ours (``None``)."""
         if name is None:
             self._replaced.pop(place, None)
         else:
             self._replaced[place] = name
 
     def reason(self, buckets: Sequence[Bucket]) -> str | None:
-        """What changed on this rank since the buckets were made; ``None`` if nothing did."""
+        """Return what changed on this rank since the buckets were made; ``None`` if nothing did."""
         for bucket in buckets:
             if bucket.misplaced is not None:
                 name = bucket.misplaced.name
@@ -111,7 +112,7 @@ class Refusals:
         self._flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], host_waits: bool) -> bool:
-        """Whether a rank has refused in the exchange that has ended; the same on every rank.
+        """Return whether a rank has refused in the exchange that has ended; the same on every rank.
 
         On a GPU, where the host does not wait for the exchange anyway, raises BackendError instead: at once on the rank
         that has the reason, one step later on the others.
@@ -132,7 +133,7 @@ class Refusals:
             )
         return False
 
-    def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> None:
+    def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:
         """Raise BackendError with the first reason of all ranks. Collective."""
         mine = self.reason(buckets)
         for bucket in buckets:
@@ -152,7 +153,7 @@ class Refusals:
 
 
 class _LateFlag:
-    """A flag on a GPU that is looked at one step later, when the host need not wait for it."""
+    """A flag on a GPU that the host reads one step later, so that it does not wait for it."""
 
     def __init__(self, flag: torch.Tensor) -> None:
         self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
@@ -164,6 +165,6 @@ class _LateFlag:
         self._copied.record(torch.cuda.current_stream(flag.device))
 
     def raised(self) -> bool:
-        """Whether it was set. Blocks until the last copy has ended."""
+        """Return whether it was set. Blocks until the last copy has ended."""
         self._copied.synchronize()
         return math.isnan(self._value.item())

@@ -67,7 +67,7 @@ class Coordinator:
         self._table: dict[Key, _Waiting] = {}
         self._joined: dict[int, Message] = {}
         #: Channel → exchange of gradients → the ranks that have asked those who joined to take part in it.
-        self._shadowed: dict[str, dict[int, set[int]]] = {}
+        self._zeros_requested: dict[str, dict[int, set[int]]] = {}
         #: Ranks that wait for gradients, which are not matched here: by what they wait for, when and what they said.
         self._patient: dict[str, dict[int, tuple[float, Message]]] = {}
         self._asked: dict[str, float] = {}
@@ -86,8 +86,8 @@ class Coordinator:
         elif kind == "join":
             self._joined[rank] = message
             self._after_join(rank)
-        elif kind == "shadow":
-            self._shadow(rank, message)
+        elif kind == "join_with_zeros":
+            self._request_zeros(rank, message)
         else:
             self._submit(rank, message)
 
@@ -208,20 +208,20 @@ class Coordinator:
             if key in self._table:
                 self._match(key)
 
-    def _shadow(self, rank: int, message: Message) -> None:
+    def _request_zeros(self, rank: int, message: Message) -> None:
         """Asks those who joined to send zeros along in an exchange of gradients, which are not matched here.
 
         Only once all the others have asked for it: each of them then knows that a rank has joined before the exchange
         can end, and so looks at how many ranks its averages are not to be divided by.
         """
         channel, exchange = message["channel"], message["exchange"]
-        asked = self._shadowed.setdefault(channel, {}).setdefault(exchange, set())
+        asked = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())
         asked.add(rank)
-        if not asked.issuperset(self._needed((message["set"], "shadow", channel))):
+        if not asked.issuperset(self._needed((message["set"], "join_with_zeros", channel))):
             return
-        self._shadowed[channel] = {n: ranks for n, ranks in self._shadowed[channel].items() if n > exchange}
+        self._zeros_requested[channel] = {n: ranks for n, ranks in self._zeros_requested[channel].items() if n > exchange}
         for other in self._joined:
-            self._tell(other, {"do": "shadow", "channel": channel, "exchange": exchange})
+            self._tell(other, {"do": "join_with_zeros", "channel": channel, "exchange": exchange})
 
     # -- process sets -----------------------------------------------------------------------------------------------
 

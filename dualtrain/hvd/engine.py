@@ -38,7 +38,7 @@ _MANY_CHANNELS = 16
 
 
 class Exchanger(Protocol):
-    """What sends gradients without asking rank 0, and so must be told when a rank has joined."""
+    """A reducer that sends gradients without asking rank 0, and so must be informed when a rank has joined."""
 
     base_name: str
     channel_name: str
@@ -47,8 +47,8 @@ class Exchanger(Protocol):
     exchanging: bool
     announced: set[int]
 
-    def shadow(self, divide_by: str) -> None:
-        """Takes part in one exchange with zeros."""
+    def join_with_zeros(self, divide_by: str) -> None:
+        """Take part in one exchange with zeros."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Engine:
         self._exchangers: list[weakref.ref[Exchanger]] = []  # in the order of their making
         self._told: dict[str, float] = {}
         self._asked: dict[str, float] = {}
-        self._shadows: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: no more
+        self._zeros_requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: no more
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Pending] = {}
@@ -159,10 +159,10 @@ class Engine:
         if self._gpu is None and torch.cuda.is_initialized():
             self._gpu = torch.device("cuda", torch.cuda.current_device())
         pending = self.submit("join", divide_by=divide_by)
-        while (request := self._shadows.get()) is not None:
+        while (request := self._zeros_requests.get()) is not None:
             exchanger = self._exchanger(request["channel"])
             if exchanger is not None and exchanger.exchanges < request["exchange"]:
-                exchanger.shadow(divide_by)
+                exchanger.join_with_zeros(divide_by)
         return int(pending.wait())
 
     def send(self, message: Message) -> None:
@@ -182,7 +182,7 @@ class Engine:
             one.error = HorovodInternalError(self.down)
             one.ended.set()
             if one.message["kind"] == "join":
-                self._shadows.put(None)
+                self._zeros_requests.put(None)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Engine:
         if self.absent:
             exchange, number = exchanger.exchanges, exchanger.process_set.process_set_id or 0
             exchanger.announced.add(exchange)
-            self.send({"kind": "shadow", "channel": exchanger.channel_name, "exchange": exchange, "set": number})
+            self.send({"kind": "join_with_zeros", "channel": exchanger.channel_name, "exchange": exchange, "set": number})
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
         """Called now and then while ``backend`` waits: raises where the world has ended, tells rank 0 of long waits."""
@@ -377,7 +377,7 @@ class Engine:
     def _do_joined(self, message: Message) -> None:
         self.absent = []
         self._end(message["id"], message["last"])
-        self._shadows.put(None)
+        self._zeros_requests.put(None)
 
     def _do_absent(self, message: Message) -> None:
         self.absent = message["ranks"]
@@ -386,8 +386,8 @@ class Engine:
                 if exchanger is not None and exchanger.exchanging:
                     self.announce(exchanger)
 
-    def _do_shadow(self, message: Message) -> None:
-        self._shadows.put(message)
+    def _do_join_with_zeros(self, message: Message) -> None:
+        self._zeros_requests.put(message)
 
     def _do_who(self, message: Message) -> None:
         self._asked[message["what"]] = time.monotonic()

@@ -1,34 +1,30 @@
-"""``hvd.DistributedOptimizer``: Horovod's rules around the reducer of ``gradients.py``.
+"""``hvd.DistributedOptimizer``: Horovod's rules for when gradients are combined, around any optimizer.
 
-Gradients travel in buckets on a channel of the optimizer's own, without asking rank 0. Asked is only before the first
-exchange, for the channel, and while a rank has joined, which then sends zeros along.
+Gradients are sent in buckets on a channel of the optimizer's own, without asking rank 0. Rank 0 is asked only before the
+first exchange, for the channel, and while a rank has joined, which then sends zeros.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from dualtrain.gradients.buckets import Transfer
-from dualtrain.hvd import basics
-from dualtrain.hvd.compression import BF16Compressor, Compression, FP16Compressor
+from dualtrain.gradients import Transfer
+from dualtrain.hvd.call_reducer import CallReducer
+from dualtrain.hvd.channel_reducer import ChannelReducer
+from dualtrain.hvd.compression import Compression
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built
+from dualtrain.hvd.optimizer_options import NARROW, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
-from dualtrain.hvd.reducers import CalledReducer, ChannelReducer
+from dualtrain.hvd.reducer import HorovodReducer
 from dualtrain.hvd.reductions import Adasum, Average, Sum
-from dualtrain.hvd.util import split_list
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
 from dualtrain.optimizer import combined_loss
-
-Named = list[tuple[str, torch.nn.Parameter]]
-_NARROW = {Compression.none: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -73,73 +69,14 @@ def DistributedOptimizer(  # noqa: N802
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    named = _named(optimizer, named_parameters)
+    named = name_parameters(optimizer, named_parameters)
     base = _AdasumOptimizer if op == Adasum and (process_set.size() or 1) > 1 else _Optimizer
     # A class made for this optimizer, as Horovod does: isinstance(…, torch.optim.SGD) holds for what it makes of an SGD.
     cls = type(type(optimizer).__name__, (base, type(optimizer)), {"__module__": __name__})
     made: _Optimizer = object.__new__(cls)
-    transfer = _transfer(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
+    transfer = transfer_of(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
     made.wrap(optimizer, named, compression, backward_passes_per_step, op, transfer, process_set)
     return made
-
-
-def _named(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
-    theirs = [
-        (f"allreduce.noname.{i}.{j}", p)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, p in enumerate(group["params"])
-    ]
-    if given is None:
-        return theirs
-    named = list(given)
-    if not all(isinstance(pair, tuple) for pair in named):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
-    if twice:
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    missing = len({p for _, p in theirs} - {p for _, p in named})
-    if missing:
-        raise ValueError(f"named_parameters was specified, but {missing} of the optimizer's parameters were not named")
-    return named
-
-
-def _transfer(
-    optimizer: torch.optim.Optimizer,
-    op: int,
-    predivide: float,
-    compression: Any,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None,
-    sparse_as_dense: bool,
-    process_set: ProcessSet,
-) -> Transfer:
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if isinstance(groups, int):
-        if groups < 0:
-            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        groups = split_list(params, groups) if groups else ()
-    listed = [p for group in groups or () for p in group]
-    if not all(isinstance(p, torch.Tensor) for p in listed):
-        raise ValueError("groups must consist of torch.Tensor.")
-    if len({id(p) for p in listed}) < len(listed):
-        raise ValueError("A parameter can only appear once in groups.")
-    return Transfer(
-        before=1 / predivide,
-        after=1.0 if op == Sum else None if predivide == 1 else predivide / (process_set.size() or 1),
-        dtype=_NARROW.get(compression),
-        bucket_bytes=basics.engine().settings.fusion_bytes,
-        groups=groups or (),
-        sparse_as_dense=sparse_as_dense,
-    )
-
-
-def _base_name(named: Named, process_set: ProcessSet) -> str:
-    """The same on every rank: what is optimized."""
-    text = f"{process_set.ranks} {[(name, tuple(p.shape)) for name, p in named]}"
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    return f"{named[0][0] if named else 'nothing'}-{digest}"
 
 
 class _Optimizer(NativeOptimizer):
@@ -162,7 +99,7 @@ class _Optimizer(NativeOptimizer):
         self.backward_passes_per_step = passes
         self.op, self.process_set = op, process_set
         self._synchronized, self._should_synchronize = False, True
-        self.reducer: ChannelReducer | None = None  # type: ignore[assignment]
+        self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
         if process_set.included() and ((process_set.size() or 1) > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
             self.reducer = self._make_reducer(named, compression, transfer)
         if self.reducer is not None:
@@ -173,12 +110,12 @@ class _Optimizer(NativeOptimizer):
         if self.reducer is not None:
             self.reducer.close()
 
-    def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> ChannelReducer:
+    def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> HorovodReducer:
         ours = {p for group in self.optimizer.param_groups for p in group["params"]}
         named = [(name, p) for name, p in named if p in ours]
-        place = _base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
-        if self.op not in (Average, Sum) or compression not in _NARROW:
-            return CalledReducer(named, *place, self.op, compression)
+        place = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
+        if self.op not in (Average, Sum) or compression not in NARROW:
+            return CallReducer(named, *place, self.op, compression)
         return ChannelReducer(named, *place, transfer)
 
     def __getattr__(self, name: str) -> Any:
@@ -223,6 +160,12 @@ class _Optimizer(NativeOptimizer):
             self.reducer.reduce()
             self.reducer.rest()
         self._synchronized = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Raise AttributeError: Horovod's optimizers have no such method."""
+        raise AttributeError("hvd.DistributedOptimizer has no no_sync(): pass backward_passes_per_step")
+        yield
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -306,7 +249,7 @@ class _AdasumOptimizer(_Optimizer):
     """Each rank steps on its own gradients; the changes of the parameters are combined."""
 
     def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> Any:
-        self._compression, self._name = compression, _base_name(named, self.process_set)
+        self._compression, self._name = compression, base_name(named, self.process_set)
 
     def synchronize(self) -> None:
         """Nothing: gradients are not combined."""

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
 from dualtrain.errors import DivergedError
-from dualtrain.gradients.buckets import Transfer
+from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import check_supported, warn_of_ddp
 from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.state import averaged_buffers, broadcast_parameters
@@ -116,10 +116,10 @@ class Trainer:
             optimizer,
             model.named_parameters(),
             backend=backend,
-            carry=0 if self._compressed else len(self._numbers),
+            extra=0 if self._compressed else len(self._numbers),
             transfer=Transfer(dtype=DTYPES[compress] if self._compressed else None),
         )
-        self._cargo = self.optimizer.cargo.numpy()
+        self._extra = self.optimizer.extra.numpy()
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     def close(self) -> None:
@@ -176,12 +176,12 @@ class Trainer:
     def _load_numbers(self) -> None:
         """Has the numbers travel with this step's gradients."""
         if not self._compressed:
-            self._cargo[:] = self._numbers
+            self._extra[:] = self._numbers
 
     def _total(self) -> list[float]:
         """The numbers' sums over all ranks, once the gradients are there. Collective."""
         if not self._compressed:
-            total: list[float] = self._cargo.tolist()
+            total: list[float] = self._extra.tolist()
             return total
         mine = torch.tensor(self._numbers, dtype=torch.float64)
         return self.backend.allreduce(mine, "sum", name="metrics").tolist()

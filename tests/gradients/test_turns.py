@@ -10,7 +10,7 @@ from torch import nn
 
 from dualtrain import BackendError, DistributedOptimizer, weights_sha256
 from dualtrain.backends.local import LocalBackend
-from dualtrain.gradients.buckets import Transfer
+from dualtrain.gradients import Transfer
 from dualtrain.gradients.turns import turns
 from dualtrain.launchers import World
 from dualtrain.training.assemble import synchronize_norms

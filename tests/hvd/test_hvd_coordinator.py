@@ -114,7 +114,7 @@ def test_joined_ranks_send_zeros_once_all_others_know_of_it():
     desk = Desk(size=4)
     desk.say(3, "join", divide_by="active")
     desk.answers(3, "do")
-    request = {"kind": "shadow", "channel": "p.1", "exchange": 2}
+    request = {"kind": "join_with_zeros", "channel": "p.1", "exchange": 2}
     desk.say(0, **request)
     desk.say(0, **request)  # by each of two threads
     desk.say(1, **request)
@@ -123,14 +123,14 @@ def test_joined_ranks_send_zeros_once_all_others_know_of_it():
     desk.answers(2, "do"), desk.answers(3, "do")
     desk.say(1, **request)  # told of it, those who have begun say so again
     for joined in (2, 3):
-        assert desk.answers(joined, "do", "channel", "exchange") == [("shadow", "p.1", 2)]
+        assert desk.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
     assert desk.answers(1, "do") == [("absent",)] * 2
     # The next exchange anew, and of a set only its members.
     desk.say(0, **request | {"exchange": 3})
     assert desk.answers(3, "do") == []
     desk.coordinator.sets[7] = [1, 3]
     desk.say(1, **request | {"channel": "of a set.1"}, set=7)
-    assert desk.answers(3, "do", "channel") == [("shadow", "of a set.1")]
+    assert desk.answers(3, "do", "channel") == [("join_with_zeros", "of a set.1")]
 
 
 def test_process_sets():
