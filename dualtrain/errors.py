@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 #: How torch says, in exceptions of several types, that memory is short or a size does not fit into 64 bits.
 _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
@@ -32,10 +33,40 @@ class RanksDifferError(UserError):
 
 
 class BackendError(RuntimeError):
-    """A collective operation that did not happen: a mismatch between ranks, a lost rank, a wait that ran out.
+    """A collective operation failed: a mismatch between ranks, a failed peer, a timeout.
 
     The message names the operation, the rank that reports it and, where it is known, the rank at fault.
     """
+
+
+@dataclass(frozen=True)
+class PeerFailure:
+    """Which rank has left the job, and why.
+
+    Attributes:
+        rank: its rank in the job.
+        reason: one line, then the rank's traceback if it sent one.
+        quiet: whether it left in good order: an error only for operations that wait for it.
+    """
+
+    rank: int
+    reason: str
+    quiet: bool = False
+
+    def describe(self) -> str:
+        """``rank 3 stopped: ValueError: …``."""
+        return f"rank {self.rank} {self.reason}"
+
+
+class PeerFailedError(BackendError):
+    """A collective operation failed because another rank has left the job; ``failure`` says which one, and why."""
+
+    def __init__(self, message: str, failure: PeerFailure) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[str, PeerFailure]]:
+        return type(self), (str(self), self.failure)
 
 
 class DivergedError(RuntimeError):

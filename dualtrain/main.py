@@ -23,7 +23,7 @@ from dualtrain.launchers import World, detect_world
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend
-    from dualtrain.backends.watch import Loss
+    from dualtrain.errors import PeerFailure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +56,7 @@ def _run(config: Config, world: World) -> int:
     # Another program's process keeps its own ways.
     with loading() if __name__ == "__main__" else nullcontext():
         from dualtrain.backends import connect
+        from dualtrain.heap import keep_freed_memory
         from dualtrain.training.loop import train
 
     try:
@@ -70,9 +71,11 @@ def _run(config: Config, world: World) -> int:
     except (UserError, BackendError) as error:
         say(error, world.rank, world.size)
         return 2 if isinstance(error, UserError) else 1
+    if backend.device.type == "cpu":
+        keep_freed_memory()
     said = threading.Event()
     if backend.watch is not None:
-        backend.watch.on_loss = lambda loss: _mourn(loss, backend, said)
+        backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, said)
     earlier = signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(said))
     try:
         train(config, backend)
@@ -94,8 +97,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
             say(error, backend.rank, backend.size)
         _wait_for_all(backend)
     elif isinstance(error, BackendError):
-        lost = backend.watch is not None and backend.watch.loss is not None and not backend.watch.loss.quiet
-        if not lost:  # otherwise the watch has said it
+        if backend.watch is None or not backend.watch.peer_failed:  # otherwise it is reported already
             say(error, backend.rank, backend.size)
     elif isinstance(error, UserError | KeyboardInterrupt):
         say(error if str(error) else "interrupted", backend.rank, backend.size)
@@ -115,11 +117,11 @@ def _wait_for_all(backend: Backend) -> None:
         pass  # a rank that is gone already need not be waited for
 
 
-def _mourn(loss: Loss, backend: Backend, said: threading.Event) -> None:
-    """Says at once that a rank is gone: a launcher may end this process before the loop notices."""
-    first, _, rest = loss.describe().partition("\n")
+def _report_peer_failure(failure: PeerFailure, backend: Backend, said: threading.Event) -> None:
+    """Print at once that a rank has failed: a launcher may end this process before the loop notices."""
+    first, _, rest = failure.describe().partition("\n")
     say(f"stopping, since {first}", backend.rank, backend.size)
-    speaker = 0 if loss.rank else 1
+    speaker = 0 if failure.rank else 1
     if rest and backend.rank == speaker:
         show(rest, sys.stderr)
     said.set()

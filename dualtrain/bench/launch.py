@@ -97,13 +97,13 @@ def _open_mpi() -> bool:
 def _by_gloo(program: Sequence[str], place: Place) -> str:
     """Horovod's ranks, with the variables that horovodrun sets for those of one host."""
     from dualtrain.backends.horovod import description
-    from dualtrain.backends.hosts import loopback
-    from dualtrain.backends.http_store import HttpStore
+    from dualtrain.rendezvous.hosts import loopback
+    from dualtrain.rendezvous.http_store import HttpStore
 
     worlds = [World(rank, place.ranks, rank, place.ranks) for rank in range(place.ranks)]
     shared: dict[str, object] = {"NCCL_SOCKET_IFNAME": loopback()}
     with closing(HttpStore("127.0.0.1")) as store:
-        shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.place, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
+        shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.url_prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
         return _watched([(program, {**description(world), **shared}) for world in worlds], place)
 
 

@@ -71,6 +71,7 @@ def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
         f"ratios are of throughput, the first over the second: the median of {pairs} and its bootstrap 95 % interval; a "
         "target is met if the interval's lower end reaches it, of a time the upper end"
     )
+    yield "on the CPU, dualtrain's script calls dualtrain.keep_freed_memory(); the others leave glibc's heap as it is"
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"
     for name, reasons in results.failures.items():

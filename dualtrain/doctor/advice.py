@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dualtrain.doctor.gpu import gpu_advice
+
 Row = Mapping[str, Any]
 
 _CURES = {
@@ -23,7 +25,9 @@ def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
     if rebuilt := _built_for_another(rows):
         broken = chosen == "horovod" and bool(_failures(rows, "horovod"))
         (problems if broken else notes).append(rebuilt)
-    return problems, [*notes, *_crowded(rows)]
+    # One line for each host, of the first of its ranks that has one.
+    found = {row["host"]: line for row in reversed(rows) if (line := gpu_advice(row))}
+    return problems, [*notes, *found.values(), *_crowded(rows)]
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -17,10 +17,11 @@ import torch
 
 from dualtrain.backends import horovod as horovod_backend
 from dualtrain.backends import torch as torch_backend
-from dualtrain.backends.hosts import WISHES
+from dualtrain.doctor.gpu import gpu_facts
 from dualtrain.doctor.network import interfaces
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, ignored
+from dualtrain.rendezvous.hosts import OVERRIDES
 from dualtrain.version import __version__
 
 # Asked in a child: in this process, MPI is for the backends to start, and a broken one may end the process.
@@ -45,9 +46,10 @@ def gather(world: World) -> dict[str, Any]:
         "host": socket.gethostname(),
         "cores": sorted(os.sched_getaffinity(0)),
         "cuda": torch.cuda.is_available(),
+        "gpu": gpu_facts(),
         "devices": _devices(),
         "interfaces": interfaces(),
-        "wishes": {name: os.environ[name] for name in WISHES if os.environ.get(name)},
+        "wishes": {name: os.environ[name] for name in OVERRIDES if os.environ.get(name)},
         "versions": _versions(),
         "torch": torch_backend.build_facts(),
         "horovod": built,

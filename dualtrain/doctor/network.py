@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from dualtrain.backends.hosts import address, ipv4, loopback
+from dualtrain.rendezvous.hosts import address, ipv4, loopback
 
 
 def interfaces() -> dict[str, list[str]]:

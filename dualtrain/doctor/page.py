@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dualtrain.doctor.gpu import gpu_line
 from dualtrain.doctor.probe import SIZES
 
 _UNITS = ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B"))
@@ -28,6 +29,7 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "world", f"{first['size']} rank{'s' * (first['size'] > 1)}{told}; hosts: {', '.join(hosts)}"
     yield "versions", ", ".join(f"{_title(name)} {version or '-'}" for name, version in first["versions"].items())
     yield "torch", ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in first["torch"].items())
+    yield "CUDA", gpu_line(first["gpu"])
     yield "Horovod", _horovod(first)
     for row in report["ranks"]:
         if row["local_rank"] == 0:

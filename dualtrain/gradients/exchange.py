@@ -94,7 +94,7 @@ class Exchange:
             self.refusals.load(schedule.buckets)
             if self.unused == "none":
                 self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
-        self._backend.settle()
+        self._backend.drain()
         bucket.start(self._backend)
         return bucket
 

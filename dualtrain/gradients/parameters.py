@@ -11,12 +11,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from dualtrain.torch_versions import grad_dtype
+
 _DTYPE = attrgetter("dtype")
 
 
 def gradient_dtype(p: torch.Tensor) -> torch.dtype:
     """Return the dtype of the gradient of ``p``, which torch allows to differ from its own."""
-    return getattr(p, "grad_dtype", None) or p.dtype
+    return grad_dtype(p) or p.dtype
 
 
 def check_supported(name: str, p: torch.Tensor) -> None:
@@ -28,7 +30,7 @@ def check_supported(name: str, p: torch.Tensor) -> None:
         reason = "is a DTensor (FSDP2 or tensor parallel): each rank has a shard of its own, and no average of them exists"
     elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
         reason = "belongs to FullyShardedDataParallel: each rank has a shard of its own, and no average of them exists"
-    elif getattr(p, "grad_dtype", p.dtype) is None:
+    elif grad_dtype(p) is None:
         reason = "has grad_dtype=None (any dtype), but the ranks must know the dtype before: set it to one"
     if reason is not None:
         raise ValueError(f"parameter {name!r} {reason}")

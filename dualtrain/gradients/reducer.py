@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.backends.agreement import agree_on_list
+from dualtrain.backends.comparison import agree_on_list
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket, Slot
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed

@@ -70,7 +70,7 @@ class Turns:
             return [member]
         if max(self._members) >= _PLACES:
             raise BackendError(f"more than {_PLACES} optimizers share a backend: close() those that are not used any more")
-        backend.settle()
+        backend.drain()
         sets = agree(backend, _ROUND, self._state(number))
         wanted = reduce(or_, sets) & _ALL
         dropped = [packed >> 2 * _PLACES for packed in sets]

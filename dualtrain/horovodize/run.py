@@ -100,9 +100,11 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
 
 def _prepare() -> None:
     """Everything that a script may ask for before ``hvd.init``: the modules, and its place in HOROVOD_RANK and the like."""
+    from dualtrain.heap import keep_freed_memory
     from dualtrain.horovodize.imports import install
 
     install()
+    keep_freed_memory()
     from dualtrain.hvd import settings
 
     settings.publish_place()

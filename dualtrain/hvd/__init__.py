@@ -13,9 +13,9 @@ import os
 from dualtrain.backends.factory import choose_for_horovod_api
 
 if choose_for_horovod_api(os.environ) == "horovod":
-    from dualtrain.backends.horovod import stand_in_for
+    from dualtrain.backends.factory import replace_by_horovod
 
-    stand_in_for(__name__)
+    replace_by_horovod(__name__)
 else:
     from dualtrain.hvd import elastic
     from dualtrain.hvd.compression import Compression

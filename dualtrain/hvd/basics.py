@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend, connect
-from dualtrain.backends.hosts import listening_address
 from dualtrain.errors import UserError
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
 from dualtrain.hvd.settings import Settings, mention_others
 from dualtrain.launchers import World, detect_world
+from dualtrain.rendezvous.hosts import listening_address
 
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -63,7 +63,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def _connect(comm: Any, settings: Settings) -> Backend:
     world = detect_world()
     if hasattr(comm, "Get_rank"):
-        from dualtrain.backends.rendezvous import world_of
+        from dualtrain.rendezvous.meeting_point import world_of
 
         world = world_of(comm, world)
     elif comm:

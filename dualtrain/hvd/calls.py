@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from dualtrain.backends import wire
-from dualtrain.backends.collectives import dealt_rows
+from dualtrain.backends.collectives import rows_to_send
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.engine import Pending
 from dualtrain.hvd.exceptions import HorovodInternalError
@@ -124,7 +124,7 @@ def _alltoall(kind: str, tensors: Tensors, outputs: Tensors | None, options: Opt
     splits = options["splits"]
     if isinstance(splits, torch.Tensor) and splits.dtype != torch.int32:
         raise ValueError(f"splits have dtype {splits.dtype}: pass a list, or an int32 tensor")
-    rows = dealt_rows(tensor, splits, len(process_set.ranks))
+    rows = rows_to_send(tensor, splits, len(process_set.ranks))
     return engine().submit(kind, options["name"], set_id, tensors, splits=rows)
 
 

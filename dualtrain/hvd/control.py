@@ -17,9 +17,9 @@ from contextlib import suppress
 from typing import Protocol
 
 from dualtrain.backends import Backend
-from dualtrain.backends.lines import Line, star
 from dualtrain.hvd.coordinator import Coordinator, Message
 from dualtrain.hvd.settings import Settings, log
+from dualtrain.rendezvous.connection import Connection, open_control_channel
 
 _FAREWELL_SECONDS = 2.5
 
@@ -49,22 +49,22 @@ def control(
         note: gets the coordinator's events, on rank 0.
         cycle: called on rank 0 when it looks for matching calls.
     """
-    lines = star(backend, address, "hvd")
+    lines = open_control_channel(backend, address, "hvd")
     return _Center(backend.size, lines, settings, note, cycle) if backend.rank == 0 else _Spoke(lines[0])
 
 
 class _Spoke:
     """Any rank's end but rank 0's."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Connection) -> None:
         self._line = line
 
     def send(self, message: Message) -> None:
         self._line.send(message)
 
     def answers(self) -> Iterator[Message]:
-        line, messages = self._line, self._line.early
-        line.connection.settimeout(None)
+        line, messages = self._line, self._line.buffered()
+        line.socket.settimeout(None)
         try:
             while True:
                 yield from messages
@@ -74,8 +74,8 @@ class _Spoke:
 
     def close(self) -> None:
         with suppress(OSError):
-            self._line.connection.shutdown(socket.SHUT_RDWR)
-        self._line.connection.close()
+            self._line.socket.shutdown(socket.SHUT_RDWR)
+        self._line.socket.close()
 
 
 class _Center:
@@ -84,7 +84,7 @@ class _Center:
     def __init__(
         self,
         size: int,
-        lines: list[Line],
+        lines: list[Connection],
         settings: Settings,
         note: Callable[[str, str, int], None],
         cycle: Callable[[], None],
@@ -128,11 +128,11 @@ class _Center:
         with selectors.DefaultSelector() as selector:
             selector.register(self._ear, selectors.EVENT_READ)
             for line in self._lines.values():
-                line.connection.settimeout(None)
-                selector.register(line.connection, selectors.EVENT_READ, line)
+                line.socket.settimeout(None)
+                selector.register(line.socket, selectors.EVENT_READ, line)
             try:
                 for line in self._lines.values():
-                    for message in line.early:
+                    for message in line.buffered():
                         self._coordinator.receive(line.rank, message)
                 self._match(selector)
             except Exception as error:  # nobody else would answer the ranks
@@ -155,7 +155,7 @@ class _Center:
                 looked = time.monotonic()
                 self._coordinator.look_for_stalls()
 
-    def _hear(self, selector: selectors.BaseSelector, line: Line) -> None:
+    def _hear(self, selector: selectors.BaseSelector, line: Connection) -> None:
         try:
             for message in line.receive():
                 self._coordinator.receive(line.rank, message)
@@ -163,15 +163,15 @@ class _Center:
             self._hang_up(selector, line)
             self._coordinator.receive(line.rank, {"kind": "shutdown"})
 
-    def _hang_up(self, selector: selectors.BaseSelector, line: Line) -> None:
-        selector.unregister(line.connection)
-        line.connection.close()
+    def _hang_up(self, selector: selectors.BaseSelector, line: Connection) -> None:
+        selector.unregister(line.socket)
+        line.socket.close()
 
     def _farewell(self, selector: selectors.BaseSelector) -> None:
         """Ends the lines. The other ends read what was sent, then hang up: nothing is lost on the way."""
         for line in self._lines.values():
             with suppress(OSError):
-                line.connection.shutdown(socket.SHUT_WR)
+                line.socket.shutdown(socket.SHUT_WR)
         selector.unregister(self._ear)
         deadline = time.monotonic() + _FAREWELL_SECONDS
         while selector.get_map() and time.monotonic() < deadline:
@@ -181,4 +181,4 @@ class _Center:
                 except (OSError, ValueError):
                     self._hang_up(selector, key.data)
         for line in self._lines.values():
-            line.connection.close()
+            line.socket.close()

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.backends.watch import Loss
-from dualtrain.errors import BackendError
+from dualtrain.errors import BackendError, PeerFailure
 from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
@@ -109,7 +108,7 @@ class Engine:
             self.timeline.start(settings.timeline, settings.mark_cycles)
         self._control = control(backend, address, settings, self._note, self.timeline.cycle)
         if backend.watch is not None:
-            backend.watch.on_loss = self._lost
+            backend.watch.on_peer_failure = self._on_peer_failure
         backend.on_wait = self.while_waiting
         self._worker = threading.Thread(target=self._work, name="dualtrain-hvd", daemon=True)
         self._worker.start()
@@ -275,9 +274,9 @@ class Engine:
             message = {"why": f"rank {self.backend.rank}: {type(error).__name__}: {error}"}
         watch = self.backend.watch
         if watch is not None and self._pending:
-            watch.settle(0.5)  # a rank that failed says why, but not here
-        loss = watch.loss if watch is not None else None
-        self.fail(message["why"] if loss is None or loss.quiet else loss.describe())
+            watch.wait_for_report(0.5)  # the reason of a failed rank arrives there
+        failure = watch.failure if watch is not None else None
+        self.fail(message["why"] if failure is None or failure.quiet else failure.describe())
         if self.backend.rank != 0:
             self._control.close()  # rank 0 waits for this before it ends
 
@@ -395,8 +394,8 @@ class Engine:
     def _do_report(self, message: Message) -> None:
         log.warning("%s", message["text"])
 
-    def _lost(self, loss: Loss) -> None:
-        self.fail(loss.describe())
+    def _on_peer_failure(self, failure: PeerFailure) -> None:
+        self.fail(failure.describe())
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

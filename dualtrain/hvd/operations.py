@@ -114,7 +114,7 @@ def alltoall(task: Task) -> list[torch.Tensor]:
     """The rows that every rank has for this one, and how many came from each."""
     me, splits, [tensor] = task.channel.rank, task.facts["splits"], task.tensors
     received = [of_rank[me] for of_rank in splits]
-    rows = task.channel.deal(tensor, splits[me], received, task.name)
+    rows = task.channel.alltoall_rows(tensor, splits[me], received, task.name)
     return [rows, torch.tensor(received, dtype=torch.int32)]
 
 

@@ -111,7 +111,7 @@ def ids_and_ranks() -> dict[int, list[int]]:
 
 
 def _ranks_of(comm: Any) -> list[int]:
-    from dualtrain.backends.rendezvous import ranks_in_world
+    from dualtrain.rendezvous.meeting_point import ranks_in_world
 
     return ranks_in_world(comm)
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from dualtrain.backends import hosts
-from dualtrain.backends.collectives import shares
+from dualtrain.backends.collectives import split_sizes
+from dualtrain.rendezvous import hosts
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def env(**variables: str | None) -> Iterator[None]:
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     """``items`` in ``parts`` runs of nearly equal length, the first ones longer."""
-    ends = list(accumulate(shares(len(items), parts), initial=0))
+    ends = list(accumulate(split_sizes(len(items), parts), initial=0))
     return [items[start:end] for start, end in pairwise(ends)]
 
 

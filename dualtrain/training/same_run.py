@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from dualtrain.backends import Backend
-from dualtrain.backends.comparison import compare, in_words
+from dualtrain.backends.comparison import compare
 from dualtrain.config import FIELDS, Config, flag
 from dualtrain.console import warn
 from dualtrain.data import Source, Task
 from dualtrain.data.seeding import seeded
+from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError
 from dualtrain.training.description import Text, class_name, describe, of_module, of_object, of_weights
 from dualtrain.version import __version__

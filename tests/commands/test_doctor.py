@@ -37,7 +37,9 @@ def row(rank=0, **other):
     versions = {"dualtrain": "1", "Python": "3.11", "torch": "2.13", "horovod": "0.28.1"}
     healthy = {"rank": rank, "size": 2, "launcher": "torchrun", "ignored": {}, "versions": versions, "horovod": None}
     fine = {"torch": {"error": None}, "horovod": {"error": None}}
-    return {**healthy, "probes": fine, "host": "here", "cuda": False, "cores": [0, 1], "devices": ["cpu"], **other}
+    gpu = {"cuda": None, "nccl": None, "driver": None, "driver_cuda": None}
+    here = {"host": "here", "cuda": False, "gpu": gpu, "cores": [0, 1], "devices": ["cpu"]}
+    return {**healthy, "probes": fine, **here, **other}
 
 
 def test_alone_as_text_and_as_json(tmp_path):

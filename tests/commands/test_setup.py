@@ -7,101 +7,13 @@ pip's arguments, and a file of the test's says what pip does.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from tests.commands.setups import SECONDS, until
 from tests.pool import ROOT
-
-SECONDS = 60.0
-
-# As python3: `-m venv` makes bin/python of the same file; `-m pip` does what the file "pip" says; all else is Python's.
-PYTHON = """#!/bin/bash
-here={folder}
-case "$1 $2" in
-  "-m venv")
-    mkdir -p "$3/bin"; cp "$0" "$3/bin/python"
-    printf '%s\\n' '#!/bin/sh' 'for each in PyTorch MPI Gloo; do echo "[X] $each"; done' >"$3/bin/horovodrun"
-    chmod +x "$3/bin/horovodrun" ;;
-  "-m pip")
-    shift 2
-    echo "$*" >>"$here/calls"
-    if [ -e "$here/pip" ]; then . "$here/pip"; fi
-    if [ "$1" = wheel ]; then
-      while [ "$1" != --wheel-dir ]; do shift; done
-      echo >"$2/horovod-0-cp-linux.whl"
-    fi ;;
-  "-c "*torch.__version__*) echo tag ;;
-  *) exec {real} "$@" ;;
-esac
-"""
-
-
-class Setup:
-    """Set-ups into one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.venv = folder / "venv"
-        self._folder = folder
-        self._started: list[subprocess.Popen[str]] = []
-        python = folder / "python"
-        python.write_text(PYTHON.format(folder=folder, real=sys.executable))
-        python.chmod(0o755)
-        names = {name: value for name, value in os.environ.items() if not name.startswith("DUALTRAIN_")}
-        given = {"DUALTRAIN_VENV": self.venv, "DUALTRAIN_CACHE": folder / "cache", "PYTHON": python, "CXX": "true"}
-        self.env = {**names, **{name: str(value) for name, value in given.items()}, "DUALTRAIN_GPU": "cpu"}
-
-    def pip(self, script: str) -> None:
-        """Sets what pip does: shell commands that know its arguments as $*, and the test's folder as $here."""
-        (self._folder / "pip").write_text(script)
-
-    def calls(self) -> list[str]:
-        """The arguments of pip's calls since the last time."""
-        file = self._folder / "calls"
-        found = file.read_text().splitlines() if file.exists() else []
-        file.unlink(missing_ok=True)
-        return found
-
-    def start(self, *prefix: str, **env: str) -> subprocess.Popen[str]:
-        command = [*prefix, "bash", str(ROOT / "launch" / "setup.sh")]
-        process = subprocess.Popen(
-            command, env=self.env | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        self._started.append(process)
-        return process
-
-    def run(self, *prefix: str, **env: str) -> tuple[int, str, str]:
-        """Exit status, standard output and standard error."""
-        process = self.start(*prefix, **env)
-        output, errors = process.communicate(timeout=SECONDS)
-        return process.returncode, output, errors
-
-    def end(self) -> None:
-        """Kills what a failed test has left."""
-        for process in self._started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=SECONDS)
-
-
-@pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
-    setup = Setup(tmp_path)
-    yield setup
-    setup.end()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_each_purpose_gets_what_it_needs_and_dev_serves_the_demo(setup):
@@ -112,7 +24,7 @@ def test_each_purpose_gets_what_it_needs_and_dev_serves_the_demo(setup):
     calls = setup.calls()
     assert sum(call.startswith("wheel ") for call in calls) == 1
     assert not [call for call in calls if "[dev]" in call]
-    assert [call for call in calls if call.endswith(f"--editable {ROOT}")]
+    assert [call for call in calls if call.endswith(f"--editable {ROOT}[report]")]  # launch/ways.sh draws charts
     assert not list(setup.venv.glob("build.*"))
     # The tests' tools come on top; the wheel is there.
     (setup.venv / "installed").touch()

@@ -189,6 +189,11 @@ def flat():
     return p
 
 
+OWN_DTYPE = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch 2.10, the first with grad_dtype"
+)
+
+
 def any_dtype():
     p = nn.Parameter(torch.zeros(2))
     p.grad_dtype = None
@@ -197,7 +202,11 @@ def any_dtype():
 
 @pytest.mark.parametrize(
     ("make", "text"),
-    [(lazy, "is not initialized"), (flat, "FullyShardedDataParallel"), (any_dtype, "has grad_dtype=None")],
+    [
+        (lazy, "is not initialized"),
+        (flat, "FullyShardedDataParallel"),
+        pytest.param(any_dtype, "has grad_dtype=None", marks=OWN_DTYPE),
+    ],
 )
 def test_parameters_that_cannot_be_averaged_are_refused(alone, make, text):
     fine = nn.Parameter(torch.zeros(1))
@@ -252,5 +261,6 @@ def wide_gradients(backend):
     reducer.close()
 
 
+@OWN_DTYPE
 def test_gradients_keep_a_dtype_of_their_own():
     run_threads(2, wide_gradients)

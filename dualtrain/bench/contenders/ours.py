@@ -128,6 +128,8 @@ def _by_trainer(backend: Backend) -> Callable[[Tensors], object]:
 
 def _connect(name: str, transport: str, device: torch.device) -> Backend:
     backend = dualtrain.connect(name, device=device, groups=False, transport=transport)
+    if device.type == "cpu":
+        dualtrain.keep_freed_memory()
     if transport == "shm" and not backend.transport.startswith("shm"):
         raise UserError(f"there is no shared memory for these ranks and device: dualtrain runs over {backend.transport}")
     return backend

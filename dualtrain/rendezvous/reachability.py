@@ -1,7 +1,7 @@
-"""Whether the hosts of a job can reach each other, found out before a library tries.
+"""Check that the hosts of a job can reach each other, before a library tries.
 
-Gloo and Horovod open ports of their own between all hosts. Where a firewall or a wrong interface keeps them apart, they
-wait for minutes, or end the process, without a word about who could not reach whom.
+Gloo and Horovod open ports of their own between all hosts. Where a firewall or a wrong interface separates them, they
+block for minutes or end the process, and do not report which host could not reach which.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
-from dualtrain.backends.hosts import listening_address
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import listening_address
 
-_SECONDS = 10.0  # for one connection: a host that drops what it is sent never answers
+_SECONDS = 10.0  # for one connection: a host that drops packets never answers
 
 
-def reach_all(
+def check_all_reachable(
     world: World,
     hosts: Sequence[object],
     put: Callable[[str, str], object],
     take: Callable[[str], str],
     obstacle: str | None = None,
 ) -> None:
-    """Has one rank of each host connect to those of the others. Collective; blocks; does nothing on one host.
+    """Connect one rank of each host to those of the others. Collective; blocks; does nothing on one host.
 
     Args:
         world: this process's place.
         hosts: the host of each rank.
-        put: leaves a value under a key in the job's store.
-        take: waits for one.
-        obstacle: what this host's own state will keep the library from, if anything.
+        put: stores a value under a key in the job's store.
+        take: waits for the value of a key. Raises RuntimeError when it is not set in time.
+        obstacle: a fault of this host that would break the library, or ``None``; every rank raises it.
 
     Raises:
         UserError: on every rank, if one cannot reach another.
@@ -40,13 +40,13 @@ def reach_all(
     if len(leaders) == 1:
         return
     if world.rank not in leaders:
-        _hear(leaders, take)
+        _raise_first_result(leaders, take)
         return
     with _listen(listening_address(world), len(leaders)) as server:
         put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
-        failed = [_try(world.rank, other, take) for other in leaders if other != world.rank]
+        failed = [_try_to_reach(world.rank, other, take) for other in leaders if other != world.rank]
         put(f"reach/result/{world.rank}", next(filter(None, [obstacle, *failed]), ""))
-        _hear(leaders, take)  # the server stays until all have tried
+        _raise_first_result(leaders, take)  # the server stays open until all have tried
 
 
 def _listen(host: str, backlog: int) -> socket.socket:
@@ -56,7 +56,8 @@ def _listen(host: str, backlog: int) -> socket.socket:
         raise UserError(f"{socket.gethostname()} cannot listen at its own address {host} ({error})") from error
 
 
-def _try(rank: int, other: int, take: Callable[[str], str]) -> str | None:
+def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | None:
+    """Why ``rank`` cannot connect to the host of rank ``other``; ``None`` if it can."""
     try:
         host, port = take(f"reach/at/{other}").split()
     except RuntimeError:
@@ -73,11 +74,11 @@ def _try(rank: int, other: int, take: Callable[[str], str]) -> str | None:
     return None
 
 
-def _hear(leaders: Sequence[int], take: Callable[[str], str]) -> None:
+def _raise_first_result(leaders: Sequence[int], take: Callable[[str], str]) -> None:
     try:
         results = [take(f"reach/result/{leader}") for leader in leaders]
-    except RuntimeError as error:  # of the store: it did not come in time
-        raise UserError("not every host said in time whether it reaches the others: see their ranks' words") from error
+    except RuntimeError as error:
+        raise UserError("not every host said in time whether it reaches the others: see their ranks' messages") from error
     for result in results:
         if result:
             raise UserError(result)

@@ -1,12 +1,11 @@
-"""The small key-value server at which Horovod's processes find each other when no horovodrun has started one.
+"""Key-value server at which Horovod's processes find each other when no horovodrun has started one.
 
 Horovod's Gloo controller speaks plain HTTP: PUT /scope/key, GET /scope/key (404 until it is there), DELETE
-/scope/rank when done. Its own server (``RendezvousServer``) listens on every interface, and forgets keys of one scope
-when another ends (so a second start on the same server can hang); this one listens on one address and lives for one
-start.
+/scope/rank when done. Its own server (``RendezvousServer``) listens on every interface, and drops the keys of one scope
+when another ends, so a second start on the same server can hang. This one listens on one address and serves one start.
 
-Horovod sends no password. But it takes what we say of the address for the beginning of a URL, so the secret travels in
-the path: in front of every key, where all who ask without it get a 403.
+Horovod sends no password. But it uses the address that we give it as the beginning of a URL, so the secret is sent in
+the path, in front of every key; a request without it is answered with status 403.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = 30.0  # seconds for the next words of a connection
+    timeout = 30.0  # seconds to wait for the next request of a connection
     server: HttpStore
 
     def do_GET(self) -> None:
-        if self._knows_the_secret():
+        if self._is_authenticated():
             value = self.server.values.get(self.path)
             self._answer(404 if value is None else 200, value or b"")
 
     def do_PUT(self) -> None:
-        if self._knows_the_secret():
+        if self._is_authenticated():
             self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
             self._answer(200, b"")
 
     def do_DELETE(self) -> None:
-        if self._knows_the_secret():
+        if self._is_authenticated():
             self._answer(200, b"")
 
-    def _knows_the_secret(self) -> bool:
-        said = self.path.encode()[: len(self.server.beginning)]
-        if hmac.compare_digest(said, self.server.beginning):
+    def _is_authenticated(self) -> bool:
+        given = self.path.encode()[: len(self.server.beginning)]
+        if hmac.compare_digest(given, self.server.beginning):
             return True
-        self.close_connection = True  # a body that was not read would be taken for the next request
+        self.close_connection = True  # a body that was not read would be parsed as the next request
         self._answer(403, b"")
         return False
 
@@ -52,11 +51,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not logged."""
+        """Log nothing: overrides the base class, which writes to standard error."""
 
 
 class HttpStore(ThreadingHTTPServer):
-    """Serves until it is closed, on a free port of one address."""
+    """HTTP server on a free port of one address, until it is closed."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -66,24 +65,24 @@ class HttpStore(ThreadingHTTPServer):
         super().__init__((address, 0), _Handler)
         self._secret = secrets.token_hex(32)
         self.beginning = f"/{self._secret}:{self.port}/".encode()
-        # It looks so many seconds apart for whether it shall end: ``close`` waits for that.
+        # ``close`` waits for up to one poll interval.
         serve = partial(self.serve_forever, poll_interval=0.05)
         threading.Thread(target=serve, name="dualtrain-http-store", daemon=True).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A caller who hangs up is nobody's concern."""
+        """Ignore clients that disconnect."""
 
     @property
-    def place(self) -> str:
-        """What Horovod is to be told for the server's address, which it puts ":port/scope/key" behind."""
+    def url_prefix(self) -> str:
+        """Value for Horovod's address variable: Horovod appends ":port/scope/key" to it."""
         return f"{self.server_address[0]!s}:{self.port}/{self._secret}"
 
     @property
     def port(self) -> int:
-        """The TCP port that it listens on."""
+        """TCP port of the server."""
         return int(self.server_address[1])
 
     def close(self) -> None:
-        """Stops listening; blocks for a moment."""
+        """Stop the server. Blocks for one poll interval at most."""
         self.shutdown()
         self.server_close()

@@ -1,7 +1,7 @@
-"""Where torch's processes meet when their launcher names no address: told to each other through what it offers.
+"""Address and secret of the job's store, and the processes' connections to it.
 
-``mpirun`` and ``mpiexec`` offer MPI (by mpi4py), ``horovodrun --gloo`` its own key-value server. Rank 0 listens on a
-free port that the others are told of.
+Where the launcher gives no address, rank 0 listens on a free port and sends it to the others: by MPI (mpi4py) under
+``mpirun`` and ``mpiexec``, through its key-value server under ``horovodrun --gloo``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
-from dualtrain.backends.hosts import address, identity, is_loopback
-from dualtrain.backends.store import Store, StoreServer, dial, listen, serve
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import address, identity, is_loopback
+from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
 
-#: Sockets that rank 0 listens on already, until the store takes them.
+#: Listening sockets of rank 0, until the store uses them.
 _RESERVED: dict[tuple[str, int], socket.socket] = {}
-#: The stores that this process has joined, by address, and name and size of the world that they are for.
+#: The stores that this process has joined, by their address, and the name and size of their world.
 _JOINED: dict[tuple[str, int, str, int], Store] = {}
 
 
 def meeting_point(world: World, timeout: float) -> World:
-    """``world`` with an address to meet at, if there is any way to agree on one. Collective where there is none yet.
+    """``world`` with the address and secret of its store, if the launcher offers a way to exchange them.
+
+    Collective and blocking where the launcher has given no address.
 
     Raises:
         UserError: mpi4py is missing or does not see the launcher's world, or the launcher's server does not answer.
@@ -50,14 +52,14 @@ def meeting_point(world: World, timeout: float) -> World:
 
 
 def join(world: World, timeout: float) -> Store:
-    """The job's store at ``world``'s rendezvous, joined once by a process: its second world meets there too.
+    """Join the job's store at ``world``'s rendezvous. A process joins once; its later worlds use the same store.
 
     Raises:
         UserError: it cannot be reached, or not be served.
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous
-    # The parent of spawned ranks serves all of their worlds; else each world of a few ranks has its own server.
+    # The parent of spawned ranks serves all of their worlds; otherwise each subset of ranks has its own server.
     spawned = world.launcher == "spawn"
     place = host, port, *(("", 0) if spawned else (world.name, world.size))
     if place not in _JOINED:
@@ -70,12 +72,12 @@ def join(world: World, timeout: float) -> Store:
 
 
 def _secret(world: World) -> str:
-    """What the ranks of this world know, and those of the job's other worlds do not use."""
+    """Secret of this world's store, different from those of the job's other worlds."""
     return world.secret if world.launcher == "spawn" else f"{world.secret} {world.name}"
 
 
 def leave(world: World) -> None:
-    """Ends what :func:`join` began, for a world that has not come about."""
+    """Undo :func:`join`, for a world that could not start."""
     for place in [place for place in _JOINED if place[:2] == world.rendezvous]:
         _JOINED.pop(place).close()
 
@@ -83,7 +85,7 @@ def leave(world: World) -> None:
 def _serve(world: World, host: str, port: int) -> StoreServer:
     if (host, port) in _RESERVED:
         return serve(_RESERVED.pop((host, port)), world.size, _secret(world), world.name)
-    # Many a host knows its own name by a loopback address, where nobody else would find it.
+    # Many hosts resolve their own name to a loopback address, which other hosts cannot reach.
     misled = not world.single_host and host != "localhost" and not host.startswith("127.") and is_loopback(host)
     try:
         listening = listen(address() if misled else host, range(port, port + world.ports), world.size)
@@ -101,7 +103,7 @@ def _serve(world: World, host: str, port: int) -> StoreServer:
 
 
 def world_of(comm: Any, world: World) -> World:
-    """The world of the processes of an mpi4py communicator. Collective over it."""
+    """World of the processes of an mpi4py communicator. Collective over it; blocks."""
     place = replace(world, rank=comm.Get_rank(), size=comm.Get_size(), name=f"comm{comm.Get_size()}")
     if place.size == 1:
         return replace(place, name="")
@@ -110,19 +112,19 @@ def world_of(comm: Any, world: World) -> World:
 
 
 def ranks_in_world(comm: Any) -> list[int]:
-    """The ranks of a communicator's processes in MPI's world."""
+    """Ranks of a communicator's processes in MPI's world, ascending."""
     from mpi4py import MPI
 
     group = comm.Get_group()
     return sorted(MPI.Group.Translate_ranks(group, list(range(group.size)), MPI.COMM_WORLD.Get_group()))
 
 
-#: The servers by which this process has compared names.
+#: Servers of horovodrun through which this process has compared names.
 _COMPARED: set[str] = set()
 #: A (host, port) and a secret.
 Meeting = tuple[tuple[str, int], str]
 Result = TypeVar("Result")
-_REFUSAL_SECONDS = 3.0  # that a rank waits for the others to have read what refuses them
+_REFUSAL_SECONDS = 3.0  # for the other ranks to read why they are refused
 
 
 @cache
@@ -145,10 +147,10 @@ def _meet_by_mpi(world: World, timeout: float) -> Meeting:
 
 
 def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
-    """The result of ``call``, which waits for all ranks without a limit of its own. Blocks for ``timeout`` seconds at most.
+    """Return the result of ``call``, which waits for all ranks and has no timeout. Blocks for ``timeout`` seconds at most.
 
     Raises:
-        UserError: it took longer; the call goes on in a thread that does not keep the process from ending.
+        UserError: it took longer; the call continues in a daemon thread.
     """
     ended: Future[Result] = Future()
 
@@ -163,7 +165,7 @@ def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
         return ended.result(timeout)
     except TimeoutError:
         if ended.done():
-            raise  # the call's own
+            raise  # raised by the call
         raise UserError(
             f"{what} within {timeout:g} s: check that all processes were started, and give the same --backend to all"
         ) from None
@@ -184,7 +186,7 @@ def _reserve(single_host: bool) -> Meeting:
     return place, secrets.token_hex(32)
 
 
-#: A proxy for the world outside would be asked for the job's own server, and told its secret.
+#: Without proxies: a proxy cannot reach the job's own server, and must not see its secret.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
@@ -192,23 +194,23 @@ _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 def _meet_by_server(world: World, timeout: float) -> Meeting:
     if world.rank == 0:
         (host, port), secret = _reserve(world.single_host)
-        _tell_server(world, "meeting-point", f"{host} {port} {secret}")
+        _put_on_server(world, "meeting-point", f"{host} {port} {secret}")
         return (host, port), secret
     deadline = time.monotonic() + timeout
-    words = _ask_server(world, "meeting-point", deadline)
-    if words is None:
+    answer = _get_from_server(world, "meeting-point", deadline)
+    if answer is None:
         raise UserError(
             f"rank 0 left no address at horovodrun's server within {timeout:g} s: check that all processes were started"
         )
-    host, number, secret = words.split()
+    host, number, secret = answer.split()
     return (host, int(number)), secret
 
 
 def names_by_server(world: World, timeout: float, name: str) -> list[str]:
-    """Every rank's ``name``, in rank order, by horovodrun's server. Collective; blocks.
+    """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
 
-    If the names are not all the same, some seconds longer: horovodrun ends all processes when the first one ends. An
-    empty list without such a server, where ranks may change, and for all calls of a process but the first.
+    It blocks some seconds longer if the names differ: horovodrun ends all processes when the first one exits. The list
+    is empty without such a server, under elastic horovodrun, and for all calls of a process but the first.
 
     Raises:
         UserError: a rank did not come in time, or the server does not answer.
@@ -226,27 +228,27 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
 
 
 def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> list[str]:
-    """Every rank's ``value``, a word: rank 0 reads all of them, and leaves the list to the others."""
+    """Gather every rank's ``value``, without spaces: rank 0 reads all of them, and puts the list on the server."""
     deadline = time.monotonic() + timeout
-    _tell_server(world, f"{key}-{world.rank}", value)
+    _put_on_server(world, f"{key}-{world.rank}", value)
     if world.rank == 0:
-        values = [_ask_server(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
+        values = [_get_from_server(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
         missing = [rank for rank, each in enumerate(values) if each is None]
-        # The others wait for the list: whoever is missing is named in it.
-        _tell_server(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
-    words = (_ask_server(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()
-    if words[0] == "missing":
+        # The other ranks wait for this value: it names a missing rank.
+        _put_on_server(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
+    gathered = (_get_from_server(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()
+    if gathered[0] == "missing":
         raise UserError(
-            f"rank {words[1]} of {world.size} did not come within {timeout:g} s: check that all processes were started"
+            f"rank {gathered[1]} of {world.size} did not come within {timeout:g} s: check that all processes were started"
         )
-    return words
+    return gathered
 
 
 def _server() -> str:
     return f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
 
 
-def _tell_server(world: World, key: str, value: str) -> None:
+def _put_on_server(world: World, key: str, value: str) -> None:
     request = urllib.request.Request(f"http://{_server()}/dualtrain/{key}", value.encode(), method="PUT")
     try:
         _open(request, timeout=30).close()
@@ -254,8 +256,8 @@ def _tell_server(world: World, key: str, value: str) -> None:
         raise _no_answer(world, error) from error
 
 
-def _ask_server(world: World, key: str, deadline: float) -> str | None:
-    """The value of ``key``, or None if nobody has set it by ``deadline``."""
+def _get_from_server(world: World, key: str, deadline: float) -> str | None:
+    """Value of ``key``, or ``None`` if it is not set by ``deadline``."""
     while True:
         try:
             with _open(f"http://{_server()}/dualtrain/{key}", timeout=30) as answer:

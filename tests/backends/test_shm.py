@@ -12,23 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from dualtrain import BackendError, ReduceOp
-from dualtrain.backends import factory, segment
-from dualtrain.backends.agreement import agree_on_list
-from dualtrain.backends.memory import SharedMemory
-from dualtrain.backends.segment import UnsharedError
-from tests.patience import impatient
+from dualtrain import BackendError, PeerFailedError, ReduceOp
+from dualtrain.backends import factory
+from dualtrain.backends.base import FOLD
+from dualtrain.backends.comparison import agree_on_list
+from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError, segment
+from dualtrain.backends.shm.reductions import SharedMemory
+from tests.short_waits import short_waits
 from tests.threads import run_threads
 
 CPU = torch.device("cpu")
 #: Around the shards' and the stage's ends.
 SIZES = (1, 63, 64, 65, 129, 1000, 262143, 262144, 300001)
-FOLD = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
 HOSTS = {"one host": (0, 0, 0), "two hosts": (0, 0, 1, 1), "two hosts, mixed": (0, 1, 1, 0, 0, 1)}
 
 
@@ -40,11 +35,12 @@ def values(rank, count, dtype):
 
 
 def shares(backend, hosts):
-    """Has a backend of threads share memory, as on these hosts. They are one process: any can open its own."""
+    """A backend of threads with shared memory, as on these hosts. The threads are one process, which can map its own."""
     backend.hosts = hosts
     backend.world = backend.world.placed(backend.rank, hosts)
-    factory._share_memory(backend, "shm")
-    assert backend.memory is not None
+    shared = factory._share_memory(backend, "shm")
+    assert isinstance(shared, SharedMemoryBackend)
+    return shared
 
 
 def expected(backend, hosts, op, count, dtype):
@@ -56,7 +52,7 @@ def expected(backend, hosts, op, count, dtype):
 
 def reduces(backend, hosts, op, dtype):
     if backend.name == "threads":
-        shares(backend, hosts)
+        backend = shares(backend, hosts)
     for count, factor, tail in itertools.product(SIZES, (1.0, 0.25), (0, 1)):
         if factor != 1 and not dtype.is_floating_point:
             continue
@@ -66,7 +62,7 @@ def reduces(backend, hosts, op, dtype):
         assert not buffer.any()
         for tensor in (buffer, torch.empty(count, dtype=dtype)):
             tensor.copy_(values(backend.rank, count, dtype))
-            work = backend._start_reduction(tensor, op, "values", factor, tail)
+            work = backend.memory.start(tensor, op, "values", factor, tail)
             work.wait()
             work.wait()
             assert work.done()
@@ -130,7 +126,7 @@ def test_operations_end_in_any_order_of_waiting(shared):
 
 
 def threads_interleave(backend):
-    shares(backend, (0, 0, 1, 1))
+    backend = shares(backend, (0, 0, 1, 1))
     interleaved(backend)
 
 
@@ -180,7 +176,7 @@ def late(backend):
 
 
 def threads_late(backend):
-    shares(backend, (0,) * backend.size)
+    backend = shares(backend, (0,) * backend.size)
     late(backend)
 
 
@@ -189,7 +185,7 @@ def test_a_rank_that_does_not_come_is_named_in_time():
 
 
 def late_for_rows(backend):
-    shares(backend, (0,) * backend.size)
+    backend = shares(backend, (0,) * backend.size)
     backend.timeout = 1.0
     if backend.rank == 0:
         time.sleep(2.0)
@@ -242,13 +238,13 @@ def other_calls(backend):
         assert backend.allreduce(torch.tensor([1]), "sum").tolist() == [backend.size]
 
 
-def test_ranks_in_different_comparisons_hear_of_it_and_go_on(shared):
+def test_different_comparisons_are_an_error_on_all_ranks_which_go_on(shared):
     shared(other_calls)
 
 
 def sums_another(backend, name, count):
     """One rank's sum is another one than the others'."""
-    shares(backend, (0,) * backend.size)
+    backend = shares(backend, (0,) * backend.size)
     mine = backend.rank == backend.size - 1
     tensor = torch.ones(count if mine else 3)
     with pytest.raises(BackendError) as caught:
@@ -267,7 +263,7 @@ def test_other_sums_of_a_rank_are_an_error_on_every_rank(name, count):
 
 
 def many_under_way(backend):
-    shares(backend, (0,) * backend.size)
+    backend = shares(backend, (0,) * backend.size)
     buffers = [backend.new_buffer(2, torch.float32, CPU) for _ in range(150)]
     for buffer in buffers:
         buffer.fill_(1.0)
@@ -299,7 +295,7 @@ def test_a_groups_call_keeps_nobody_from_ending_a_sum(shared):
 
 
 def closes(backend):
-    shares(backend, (0,) * backend.size)
+    backend = shares(backend, (0,) * backend.size)
     backend.memory.close()
     with pytest.raises(BackendError, match=r"sum of 't' cannot be done .*this backend is closed"):
         backend.start_sum(torch.ones(3), "t")
@@ -314,8 +310,11 @@ def dies(backend):
     if backend.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    with impatient(backend), pytest.raises(BackendError, match=r"sum of 'last' .*rank 0"):
+    with short_waits(backend), pytest.raises(BackendError, match=r"sum of 'last' .*rank 0"):
         backend.start_sum(torch.ones(3), "last").wait()
+    with pytest.raises(PeerFailedError, match="after an earlier failure") as caught:
+        backend.start_sum(torch.ones(3), "after it")
+    assert caught.value.failure.rank == 0
     assert time.monotonic() - began < backend.timeout / 2  # long before the time is up
     raise BackendError("as it should be")
 
@@ -344,8 +343,7 @@ FAULTS = {
 
 
 def falls_back(backend, fault):
-    factory._share_memory(backend, "shm")
-    assert backend.memory is None
+    assert factory._share_memory(backend, "shm") is backend
     tensor = torch.full((3,), float(backend.rank))
     backend.start_sum(tensor, "t").wait()
     assert tensor.tolist() == [1.0] * 3
@@ -353,7 +351,7 @@ def falls_back(backend, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_shared_memory_the_library_carries_reductions_and_one_line_says_so(monkeypatch, capfd, fault):
+def test_without_shared_memory_the_library_carries_reductions_and_one_line_says_so(monkeypatch, caplog, fault):
     name, result, said = FAULTS[fault]
 
     def fails(*_):
@@ -363,7 +361,7 @@ def test_without_shared_memory_the_library_carries_reductions_and_one_line_says_
 
     monkeypatch.setattr(f"{segment.__name__}.{name}", fails)
     assert run_threads(2, falls_back, fault) == ["memory"] * 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if "shared memory cannot be used" in line]
+    lines = [message for message in caplog.messages if "shared memory cannot be used" in message]
     assert len(lines) == 1
     assert said in lines[0]
 
@@ -372,29 +370,28 @@ def stops_meanwhile(backend):
     if backend.rank == 1:
         backend.abort("RuntimeError: boom")
     else:
-        with impatient(backend), pytest.raises(BackendError, match="rank 1 stopped: RuntimeError: boom"):
+        with short_waits(backend), pytest.raises(BackendError, match="rank 1 stopped: RuntimeError: boom"):
             factory._share_memory(backend, "shm")
 
 
-def test_a_rank_that_is_lost_while_memory_is_shared_is_named(capfd):
+def test_a_rank_that_fails_while_memory_is_shared_is_named(caplog):
     run_threads(2, stops_meanwhile)
-    assert "cannot be used" not in capfd.readouterr().err
+    assert "cannot be used" not in caplog.text
 
 
 def uneven(backend):
     backend.hosts = (0, 0, 1)
     backend.world = backend.world.placed(backend.rank, backend.hosts)
-    factory._share_memory(backend, "shm")
-    assert backend.memory is None
+    assert factory._share_memory(backend, "shm") is backend
 
 
-def test_hosts_with_unequal_numbers_of_ranks_use_the_library(capfd):
+def test_hosts_with_unequal_numbers_of_ranks_use_the_library(caplog):
     run_threads(3, uneven)
-    assert "the hosts do not have equally many ranks" in capfd.readouterr().err
+    assert "the hosts do not have equally many ranks" in caplog.text
 
 
 def short(backend):
-    shares(backend, (0, 0))
+    backend = shares(backend, (0, 0))
     with pytest.MonkeyPatch.context() as patch:
         if backend.rank == 0:
             patch.setattr(SharedMemory, "_new_region", refuses)
@@ -410,6 +407,6 @@ def refuses(memory, nbytes):
     raise UnsharedError("rank 1: no more")
 
 
-def test_a_buffer_that_cannot_be_shared_is_copied(capfd):
+def test_a_buffer_that_cannot_be_shared_is_copied(caplog):
     run_threads(2, short)
-    assert "no more memory can be shared (rank 1: no more)" in capfd.readouterr().err
+    assert "no more memory can be shared (rank 1: no more)" in caplog.text

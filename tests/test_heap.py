@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dualtrain.backends import heap
+from dualtrain import heap
 from tests.pool import ROOT
 
 #: Page faults of three steps that take 160 MB and free them, and the growth of the memory in use in MB, after ten such
 #: steps, and ten with a block of 96 MB between small ones that stay.
 STEPS = """
 import ctypes, resource, torch, dualtrain
-{connect}
+{setup}
 heap = ctypes.CDLL(None)
 heap.malloc.restype, heap.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 def usage():
@@ -40,15 +40,15 @@ for number in range(10):
     del block
 print(faults, (usage().ru_maxrss - before) >> 10)
 """
-CONNECTED = "backend = dualtrain.connect('local', device='cpu')"
+KEPT = "dualtrain.keep_freed_memory()"
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def measured(connect=CONNECTED, **env):
+def measured(setup=KEPT, **env):
     """Faults, and MB."""
     others = ("MALLOC_", "GLIBC_", "LD_PRELOAD")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-    command = [sys.executable, "-c", STEPS.format(connect=connect)]
+    command = [sys.executable, "-c", STEPS.format(setup=setup)]
     done = subprocess.run(command, env={**plain, **env}, cwd=ROOT, capture_output=True, text=True, check=True)
     faults, growth = done.stdout.split()
     return int(faults), int(growth)

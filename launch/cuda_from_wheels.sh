@@ -1,0 +1,146 @@
+# What Horovod with NCCL is compiled with: a CUDA toolkit on this machine that fits torch, else one made of NVIDIA's
+# wheels. launch/setup.sh reads this file; it sets packages, torch_build, torch_cuda and torch_architectures before.
+#
+# HOROVOD_NCCL_HOME           a folder with NCCL's include and lib (default: the NCCL that torch's wheel brings)
+# HOROVOD_BUILD_CUDA_CC_LIST  compute capabilities to compile for, such as 80,90 (default: this machine's GPUs, else
+#                             those that torch was compiled for)
+# CUDA_HOME                   a toolkit to try first
+
+toolkit=''             # a CUDA toolkit on this machine that fits torch
+unfit=''               # the toolkits that do not, and why
+nccl=''                # the folder of NCCL's include and lib
+architectures=''       # compute capabilities: "80,90"
+cuda_options=()        # the variables that Horovod's build needs
+
+instead="or set DUALTRAIN_GPU=cpu: Horovod then moves tensors through the CPU"
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+# gpu_architectures: "80,90" for GPUs of compute capability 8.0 and 9.0; nothing without a driver.
+gpu_architectures() {
+  command -v nvidia-smi >/dev/null || return 0
+  { nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true; } |
+    sed -n 's/^ *\([0-9]\{1,\}\)\.\([0-9]\) *$/\1\2/p' | sort -nu | paste -sd, -
+}
+
+# sm_names 80,90: "sm_80, sm_90".
+sm_names() { echo "sm_${1//,/, sm_}"; }
+
+nvcc_version() { "$1" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
+
+# Folders that may hold a toolkit, one a line. The nvcc in PATH may be a script that calls one elsewhere.
+toolkit_folders() {
+  local folder
+  printf '%s\n' "${CUDA_HOME:-}" "${CUDA_PATH:-}"
+  folder=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || true)")")")
+  if [ -d "$folder/nvvm" ]; then echo "$folder"; fi
+  printf '%s\n' "/usr/local/cuda-$torch_cuda" /usr/local/cuda
+}
+
+# Sets toolkit and unfit. torch's headers include those of cuBLAS and cuSPARSE: a toolkit without them is not complete.
+find_toolkit() {
+  local folder found file seen=:
+  while read -r folder; do
+    folder=$(readlink -f "$folder" || true)
+    if [ ! -x "$folder/bin/nvcc" ] || [[ $seen == *":$folder:"* ]]; then continue; fi
+    seen+=$folder:
+    found=$(nvcc_version "$folder/bin/nvcc") || true
+    if [ "$found" != "$torch_cuda" ]; then
+      unfit+="${unfit:+, }CUDA ${found:-of an unknown version} in $folder"
+      continue
+    fi
+    for file in include/cuda_runtime.h include/cublas_v2.h include/cusparse.h lib64/libcudart.so; do
+      if [ ! -e "$folder/$file" ]; then
+        unfit+="${unfit:+, }CUDA $found without $file in $folder"
+        continue 2
+      fi
+    done
+    toolkit=$folder
+    return
+  done < <(toolkit_folders)
+}
+
+# Decides what Horovod with NCCL is built with, and for which GPUs; refuses in one line what cannot be built. Builds nothing.
+plan_cuda() {
+  local major=${torch_cuda%%.*}
+  if [ "$torch_cuda" = none ]; then
+    refuse "Horovod with NCCL needs a CUDA build of torch, and torch $torch_build is a CPU build; set DUALTRAIN_TORCH to a version of which your package index has a CUDA build, $instead"
+  fi
+  nccl=${HOROVOD_NCCL_HOME:-$packages/nvidia/nccl}
+  if [ ! -e "$nccl/include/nccl.h" ] || ! compgen -G "$nccl/lib*/libnccl.so*" >/dev/null; then
+    refuse "no NCCL in $nccl (include/nccl.h and lib/libnccl.so); set HOROVOD_NCCL_HOME to a folder that has it, $instead"
+  fi
+  find_toolkit
+  if [ -z "$toolkit" ] && [ "$major" -lt 13 ]; then
+    refuse "torch $torch_build needs the compiler of CUDA $torch_cuda, which NVIDIA's wheels have from CUDA 13 on, and there is no such toolkit on this machine${unfit:+ (but $unfit)}; install CUDA toolkit $torch_cuda and set CUDA_HOME to it, set DUALTRAIN_TORCH to a version for CUDA 13, $instead"
+  fi
+  if [ -z "$toolkit" ] && [ -n "$unfit" ]; then
+    say "not used, since torch $torch_build is for CUDA $torch_cuda: $unfit"
+  fi
+  architectures=${HOROVOD_BUILD_CUDA_CC_LIST:-$(gpu_architectures)}
+  architectures=${architectures:-$torch_architectures}
+  if ! [[ $architectures =~ ^[0-9]+(,[0-9]+)*$ ]]; then
+    refuse "HOROVOD_BUILD_CUDA_CC_LIST=$architectures is no list of compute capabilities; set it to such as 80,90, or unset it"
+  fi
+}
+
+# nvcc, NVVM and the headers of torch's own CUDA version. The wheels of one version belong together: a newer NVVM makes nvcc
+# fail. They stay out of the environment, and go when Horovod is built.
+install_nvcc() {
+  local each wheels=()
+  for each in nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl; do wheels+=("$each==$torch_cuda.*"); done
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --target "$tools/wheels" "${wheels[@]}"
+  link_cuda "$1"
+}
+
+# link_cuda HOME: puts torch's own CUDA headers and libraries beside nvcc, under the names that a toolkit gives them.
+link_cuda() {
+  local own=$packages/nvidia/cu${torch_cuda%%.*} file name
+  for file in "$own"/include/*; do
+    [ -e "$1/include/${file##*/}" ] || ln -s "$file" "$1/include/"
+  done
+  mkdir -p "$1/lib"
+  ln -sfn lib "$1/lib64"
+  for file in "$own"/lib/*; do
+    name=${file##*/}
+    ln -sf "$file" "$1/lib/$name"
+    if [[ $name == *.so.* ]]; then ln -sf "$file" "$1/lib/${name%%.so.*}.so"; fi
+  done
+}
+
+# Sets cuda_options, and checks that nvcc can be used. Nothing of it must stay: when Horovod's library is loaded, torch has
+# loaded libcudart and libnccl.
+prepare_cuda() {
+  local home=$toolkit
+  if [ -z "$home" ]; then
+    home=$tools/wheels/nvidia/cu${torch_cuda%%.*}
+    step "nvcc of CUDA $torch_cuda (wheels, 300 MB)" "$network" install_nvcc "$home"
+  fi
+  cuda_options=(
+    CUDA_HOME="$home" CUDAToolkit_ROOT="$home" HOROVOD_CUDA_HOME="$home" PATH="$home/bin:$venv/bin:$PATH"
+    # Shared: a static NCCL that the system has would be of another version than the headers.
+    HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED HOROVOD_NCCL_INCLUDE="$nccl/include" HOROVOD_NCCL_LIB="$tools/nccl"
+    HOROVOD_BUILD_CUDA_CC_LIST="$architectures"
+    # Horovod asks for C++11; torch's headers and the host's compiler are at C++20.
+    NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:+$NVCC_APPEND_FLAGS }-std=c++20")
+  step "check: nvcc $torch_cuda for $(sm_names "$architectures")" \
+    "if nvcc refuses the C++ compiler, set CXX to an older one; if it refuses an architecture, set HOROVOD_BUILD_CUDA_CC_LIST to those of 'nvcc --list-gpu-code'; $instead" \
+    check_nvcc "$home/bin/nvcc"
+}
+
+# check_nvcc NVCC: what is wrong with nvcc shows here, in seconds, and not after minutes of Horovod's build.
+check_nvcc() {
+  local each found said targets=()
+  found=$(nvcc_version "$1")
+  if [ "$found" != "$torch_cuda" ]; then echo "reason: nvcc is of CUDA ${found:-(no version)}, and torch of CUDA $torch_cuda"; return 1; fi
+  mkdir -p "$tools/nccl"
+  for each in "$nccl"/lib*/libnccl.so*; do ln -sf "$each" "$tools/nccl/libnccl.so"; done
+  write_compiler
+  for each in ${architectures//,/ }; do targets+=(-gencode "arch=compute_$each,code=sm_$each"); done
+  echo '__global__ void add(float *sum, const float *other) { sum[threadIdx.x] += other[threadIdx.x]; }' >"$tools/add.cu"
+  said=$(cd "$tools" && env "${cuda_options[@]}" "$1" -ccbin "$tools/c++" "${targets[@]}" --shared -Xcompiler -fPIC -o add.so add.cu 2>&1) || {
+    echo "$said"
+    echo "reason: nvcc says: $(grep -m 1 -iE 'error|fatal|unsupported' <<<"$said" || tail -n 1 <<<"$said")"
+    return 1
+  }
+}

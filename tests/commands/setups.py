@@ -1,0 +1,161 @@
+"""Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are stand-ins.
+
+A set-up takes a second, needs no network and compiles nothing. The stand-ins write down what they are called with, and
+files of the test's say what they answer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tests.pool import ROOT
+
+SECONDS = 60.0
+
+# As python3: `-m venv` makes bin/python of the same file; `-m pip` does what the file "pip" says; the facts of torch are
+# in the file "torch"; all else is Python's. pip's wheel of Horovod keeps the variables of its build in the file "build".
+PYTHON = """#!/bin/bash
+here={folder}
+case "$1 $2" in
+  "-m venv")
+    mkdir -p "$3/bin"; cp "$0" "$3/bin/python"
+    printf '%s\\n' '#!/bin/sh' "cat $here/horovod" >"$3/bin/horovodrun"
+    chmod +x "$3/bin/horovodrun" ;;
+  "-m pip")
+    shift 2
+    echo "$*" >>"$here/calls"
+    asked=$1 previous=''
+    for each; do
+      case $previous in
+        --constraint) cp "$each" "$here/constraints" ;;
+        --wheel-dir | --dest | --target) place=$each ;;
+      esac
+      previous=$each
+    done
+    if [ -e "$here/pip" ]; then . "$here/pip"; fi
+    if [ "$asked" = wheel ]; then env >"$here/build"; echo >"$place/horovod-0-cp-linux.whl"; fi
+    if [ "$asked" = download ]; then cp "$here/horovod-0.28.1.tar.gz" "$place"; fi
+    case "$*" in *nvidia-cuda-nvcc*) mkdir -p "$place/nvidia"; cp -r "$here/toolkit" "$place/nvidia/cu13" ;; esac ;;
+  "-c "*torch.version.cuda*) cat "$here/torch" ;;
+  *) exec {real} "$@" ;;
+esac
+"""
+SMI = """#!/bin/sh
+if [ ! -s {folder}/gpus ]; then exit 9; fi
+case "$1" in
+  -L) while read -r gpu; do echo "GPU $gpu"; done <{folder}/gpus ;;
+  *) cat {folder}/gpus ;;
+esac
+"""
+NVCC = """#!/bin/sh
+case "$1" in
+  --version) echo "Cuda compilation tools, release {version}, V{version}.1" ;;
+  *) echo "$*" >>{folder}/compiled; if [ -e {folder}/nvcc ]; then cat {folder}/nvcc >&2; exit 1; fi ;;
+esac
+"""
+
+
+class Setup:
+    """Set-ups into one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.venv = folder / "venv"
+        self.cache = folder / "cache"
+        self._folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+        python = folder / "python"
+        python.write_text(PYTHON.format(folder=folder, real=sys.executable))
+        python.chmod(0o755)
+        self._program("bin/nvidia-smi", SMI.format(folder=folder))
+        self.horovod("PyTorch", "MPI", "Gloo")
+        self.torch("2.13.0+cpu")
+        foreign = ("DUALTRAIN_", "CUDA_", "HOROVOD_", "NVCC_")
+        names = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        given = {"DUALTRAIN_VENV": self.venv, "DUALTRAIN_CACHE": self.cache, "PYTHON": python, "CXX": "true"}
+        path = f"{folder / 'bin'}:{names['PATH']}"
+        self.env = {**names, **{name: str(value) for name, value in given.items()}, "DUALTRAIN_GPU": "cpu", "PATH": path}
+
+    def _program(self, name: str, text: str) -> None:
+        file = self._folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+
+    def horovod(self, *parts: str) -> None:
+        """Set the parts that `horovodrun --check-build` shows."""
+        (self._folder / "horovod").write_text("".join(f"[X] {part}\n" for part in parts))
+
+    def torch(self, build: str, cuda: str = "none", architectures: str = "80,90") -> None:
+        """Set the build of torch in the environment. That for CUDA brings headers, libcudart and NCCL."""
+        packages = self._folder / "packages"
+        (self._folder / "torch").write_text(f"cpython-311-x86_64 {build} {cuda} {architectures} {packages}\n")
+        if cuda == "none":
+            return
+        for file in ("nccl/include/nccl.h", "nccl/lib/libnccl.so.2"):
+            self._program(f"packages/nvidia/{file}", "")
+        for file in ("include/cusparse.h", "lib/libcudart.so.13"):
+            self._program(f"packages/nvidia/cu{cuda.partition('.')[0]}/{file}", "")
+
+    def gpus(self, *capabilities: str) -> None:
+        """Set the compute capabilities of the GPUs that nvidia-smi finds, such as "8.0"."""
+        (self._folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
+
+    def toolkit(self, version: str, *, complete: bool = True) -> Path:
+        """Make a CUDA toolkit: a complete one, or what NVIDIA's wheels have. Its nvcc fails with the file "nvcc"."""
+        self._program("toolkit/bin/nvcc", NVCC.format(folder=self._folder, version=version))
+        for file in ("include/cuda_runtime.h", "include/cublas_v2.h", "include/cusparse.h", "lib64/libcudart.so"):
+            if complete:
+                self._program(f"toolkit/{file}", "")
+        (self._folder / "toolkit" / "include").mkdir(exist_ok=True)
+        return self._folder / "toolkit"
+
+    def build(self) -> dict[str, str]:
+        """The variables of the last build of Horovod."""
+        lines = (self._folder / "build").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+    def pip(self, script: str) -> None:
+        """Sets what pip does: shell commands that know its arguments as $*, and the test's folder as $here."""
+        (self._folder / "pip").write_text(script)
+
+    def calls(self) -> list[str]:
+        """The arguments of pip's calls since the last time."""
+        file = self._folder / "calls"
+        found = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return found
+
+    def start(self, *prefix: str, **env: str) -> subprocess.Popen[str]:
+        command = [*prefix, "bash", str(ROOT / "launch" / "setup.sh")]
+        process = subprocess.Popen(
+            command, env=self.env | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, *prefix: str, **env: str) -> tuple[int, str, str]:
+        """Exit status, standard output and standard error."""
+        process = self.start(*prefix, **env)
+        output, errors = process.communicate(timeout=SECONDS)
+        return process.returncode, output, errors
+
+    def end(self) -> None:
+        """Kills what a failed test has left."""
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=SECONDS)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,215 @@
+"""launch/setup.sh: which torch it installs, and Horovod with NCCL from a CUDA toolkit or from wheels alone.
+
+No CUDA version here exists, so that no toolkit of this machine fits.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import pytest
+
+NCCL = {"DUALTRAIN_GPU": "nccl", "DUALTRAIN_WITH": "none"}
+CMAKE = 'COMMAND ${PY_EXE} -c "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)"'
+
+
+def refusal(setup, **env):
+    """The one line with which a set-up ends before Horovod's build."""
+    status, _, errors = setup.run(**NCCL | env)
+    (line,) = errors.splitlines()
+    assert status == 2
+    assert not [call for call in setup.calls() if call.startswith("wheel ")]
+    return line
+
+
+def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
+    setup.torch("2.15.0+cu1377", "13.77", "75,90")
+    setup.toolkit("13.77", complete=False)
+    setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
+    # While Horovod is built, the libraries have the names that its CMake files look for.
+    found = '[ -e "$CUDA_HOME/lib64/libcudart.so" ] && [ -e "$HOROVOD_NCCL_LIB/libnccl.so" ]'
+    setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')
+    status, output, errors = setup.run(**NCCL)
+    assert status == 0, errors
+    assert "compiling Horovod 0.28.1 with NCCL, MPI and Gloo for torch 2.15.0+cu1377, sm_75, sm_90 beside" in output
+    (wheels,) = (call for call in setup.calls() if "nvidia-cuda-nvcc" in call)
+    for name in ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"):
+        assert f"{name}==13.77.*" in wheels
+    build = setup.build()
+    assert (build["HOROVOD_GPU_OPERATIONS"], build["HOROVOD_NCCL_LINK"]) == ("NCCL", "SHARED")
+    assert build["HOROVOD_BUILD_CUDA_CC_LIST"] == "75,90"
+    assert build["NVCC_APPEND_FLAGS"] == "-std=c++20"
+    assert build["CUDA_HOME"] == build["CUDAToolkit_ROOT"] == build["HOROVOD_CUDA_HOME"]
+    assert build["PATH"].startswith(f"{build['CUDA_HOME']}/bin:")
+    (wheel,) = (setup.cache / "wheels").iterdir()
+    assert wheel.name.endswith("cpython-311-x86_64-torch2.15.0+cu1377-openmpi4.1.8-nccl-sm75,90")
+    assert not list(setup.venv.glob("build.*"))
+
+
+def test_wheels_are_kept_for_each_mode_and_gpu(setup):
+    setup.torch("2.15.0+cu1377", "13.77")
+    setup.toolkit("13.77", complete=False)
+    setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
+    for capabilities in (["9.0", "8.0", "9.0"], ["12.0"]):
+        setup.gpus(*capabilities)
+        assert setup.run(DUALTRAIN_GPU="nccl", DUALTRAIN_WITH="none")[0] == 0
+        (setup.venv / "setup.done").unlink()
+    assert sorted(folder.name.rpartition("-")[2] for folder in (setup.cache / "wheels").iterdir()) == ["sm120", "sm80,90"]
+    setup.calls()
+    _, output, _ = setup.run(**NCCL)
+    assert "was built before" in output
+    assert not [call for call in setup.calls() if call.startswith("wheel ") or "nvcc" in call]
+
+
+@pytest.mark.parametrize(("gpus", "mode"), [([], "cpu"), (["9.0"], "nccl")])
+def test_the_default_mode_is_by_the_machines_gpus(gpus, mode, setup):
+    setup.gpus(*gpus)
+    setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
+    del setup.env["DUALTRAIN_GPU"]
+    output, errors = setup.run(DUALTRAIN_WITH="none")[1:]
+    assert f"({mode}) … done" in output
+    assert ("a CPU build" in errors) == (mode == "nccl")
+
+
+def test_a_toolkit_that_fits_is_used(setup):
+    setup.torch("2.6.0+cu1277", "12.77")
+    toolkit = setup.toolkit("12.77")
+    setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
+    assert setup.run(**NCCL, CUDA_HOME=str(toolkit))[0] == 0
+    assert setup.build()["CUDA_HOME"] == str(toolkit)
+    assert not [call for call in setup.calls() if "nvcc" in call]
+
+
+@pytest.mark.parametrize(
+    ("version", "complete", "part"),
+    [("12.4", True, "CUDA 12.4 in"), ("12.77", False, "CUDA 12.77 without include/cuda_runtime.h in"), (None, False, "")],
+)
+def test_cuda_12_needs_a_toolkit(version, complete, part, setup):
+    setup.torch("2.6.0+cu1277", "12.77")
+    env = {"CUDA_HOME": str(setup.toolkit(version, complete=complete))} if version else {}
+    line = refusal(setup, **env)
+    assert "torch 2.6.0+cu1277 needs the compiler of CUDA 12.77" in line
+    assert "install CUDA toolkit 12.77 and set CUDA_HOME" in line
+    assert part in line
+
+
+def test_each_folder_that_may_hold_a_toolkit_is_looked_at(setup):
+    setup.torch("2.6.0+cu1277", "12.77")
+    toolkit = setup.toolkit("12.77")
+    setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
+    # The first one does not fit, and its name begins with that of the one that does.
+    other = toolkit.with_name("toolkit-12.4")
+    (other / "bin").mkdir(parents=True)
+    (other / "bin" / "nvcc").symlink_to("/bin/true")
+    assert setup.run(**NCCL, CUDA_HOME=str(other), CUDA_PATH=str(toolkit))[0] == 0
+    assert setup.build()["CUDA_HOME"] == str(toolkit)
+
+
+def test_a_toolkit_that_does_not_fit_is_not_used_for_cuda_13(setup):
+    setup.torch("2.15.0+cu1377", "13.77")
+    toolkit = setup.toolkit("13.77", complete=False)
+    setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
+    status, output, errors = setup.run(**NCCL, CUDA_HOME=str(toolkit))
+    assert status == 0, errors
+    assert (
+        f"not used, since torch 2.15.0+cu1377 is for CUDA 13.77: CUDA 13.77 without include/cuda_runtime.h in {toolkit}"
+        in output
+    )
+    assert setup.build()["CUDA_HOME"] != str(toolkit)
+
+
+@pytest.mark.parametrize(
+    ("env", "part"),
+    [
+        ({}, "torch 2.13.0+cpu is a CPU build; set DUALTRAIN_TORCH"),
+        ({"DUALTRAIN_GPU": "cuda"}, "DUALTRAIN_GPU=cuda is not known; set it to cpu or nccl, or unset it"),
+        ({"DUALTRAIN_TORCH": "newest"}, "DUALTRAIN_TORCH=newest is no version; set it to such as 2.15.0"),
+    ],
+)
+def test_what_cannot_be_built_is_one_line_before_the_build(env, part, setup):
+    assert part in refusal(setup, **env)
+
+
+def test_bad_architectures_and_a_missing_nccl_are_one_line(setup, tmp_path):
+    setup.torch("2.15.0+cu1377", "13.77")
+    assert "HOROVOD_BUILD_CUDA_CC_LIST=9.0 is no list" in refusal(setup, HOROVOD_BUILD_CUDA_CC_LIST="9.0")
+    assert f"no NCCL in {tmp_path} (include/nccl.h" in refusal(setup, HOROVOD_NCCL_HOME=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("version", "said", "part"),
+    [
+        ("13.78", "", "nvcc is of CUDA 13.78, and torch of CUDA 13.77"),
+        (
+            "13.77",
+            "x.h:1:\nx.h:9: error: -- unsupported GNU version!\n",
+            "nvcc says: x.h:9: error: -- unsupported GNU version!",
+        ),
+    ],
+)
+def test_an_nvcc_that_cannot_be_used_is_one_line(version, said, part, setup, tmp_path):
+    setup.torch("2.15.0+cu1377", "13.77")
+    setup.toolkit(version, complete=False)
+    if said:
+        (tmp_path / "nvcc").write_text(said)
+    line = refusal(setup)
+    assert part in line
+    assert "set CXX to an older one" in line
+
+
+def test_a_horovod_without_nccl_is_refused(setup):
+    setup.torch("2.15.0+cu1377", "13.77")
+    setup.toolkit("13.77", complete=False)
+    status, _, errors = setup.run(**NCCL)
+    (line,) = errors.splitlines()
+    assert (status, '--check-build" failed: Horovod was built without NCCL; delete' in line) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("said", "part"),
+    [
+        (
+            "[Errno -3] Temporary failure in name resolution\nERROR: No matching distribution found for x",
+            "the package index cannot be reached (Temporary failure in name resolution); is",
+        ),
+        (
+            "ERROR: No matching distribution found for torch==2.99.0",
+            "the package index has no torch==2.99.0 for this Python; is",
+        ),
+    ],
+)
+@pytest.mark.parametrize("step", ["torch ", "nvidia-cuda-nvcc", "wheel --no"])
+def test_an_index_that_fails_is_one_line(step, said, part, setup):
+    setup.torch("2.15.0+cu1377", "13.77")
+    setup.toolkit("13.77", complete=False)
+    setup.pip(f'case "$* " in *"{step}"*) echo "{said}"; exit 1 ;; esac')
+    status, _, errors = setup.run(**NCCL)
+    (line,) = errors.splitlines()
+    assert status == 2
+    assert part in line
+
+
+def test_another_torch_is_installed_with_the_torchvision_for_it(setup, tmp_path):
+    assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.15.0")[0] == 0
+    pins = (tmp_path / "constraints").read_text().splitlines()
+    assert "torch==2.15.0" in pins
+    assert not [line for line in pins if line.startswith(("torch==2.13", "torchvision=="))]
+    assert [call for call in setup.calls() if call.endswith(" torch==2.15.0+cpu")]
+    # Set up for one torch is not set up for another.
+    assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.6.0")[0] == 0
+    assert [call for call in setup.calls() if call.endswith(" torch==2.6.0+cpu")]
+
+
+def test_without_gpu_operations_horovod_looks_for_no_toolkit(setup, tmp_path):
+    with tarfile.open(tmp_path / "horovod-0.28.1.tar.gz", "w:gz") as archive:
+        entry = tarfile.TarInfo("horovod-0.28.1/cmake/Modules/FindPytorch.cmake")
+        entry.size = len(CMAKE)
+        archive.addfile(entry, io.BytesIO(CMAKE.encode()))
+    setup.torch("2.15.0+cu1377", "13.77")
+    setup.pip('for file in $*; do cp "$file"/cmake/Modules/* "$here" 2>/dev/null || true; done')
+    status, output, errors = setup.run(DUALTRAIN_WITH="none")
+    assert status == 0, errors
+    assert "with MPI and Gloo for torch 2.15.0+cu1377 beside" in output
+    assert (tmp_path / "FindPytorch.cmake").read_text() == CMAKE.replace("(torch.version.cuda is not None)", "False")
+    assert "CUDA_HOME" not in setup.build()

@@ -1,0 +1,204 @@
+"""tests/versions.sh: which versions it refuses, what it makes once, and its table.
+
+A stand-in for the interpreter makes the environments, so that a run takes a second and needs no network. It writes down
+pip's arguments, and files of the test's say what pip, pytest and torchrun do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.pool import ROOT
+
+SECONDS = 60.0
+INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
+
+# As python3: `-m venv` makes bin/python of the same file; pip, pytest and torchrun do what the files of these names say.
+PYTHON = """#!/bin/bash
+here={folder}
+case "$(basename "$0") $1 $2" in
+  torchrun*) shift; . "$here/torchrun" ;;
+  *" -m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp "$0" "$3/bin/torchrun" ;;
+  *" -m pip") shift 2; echo "$*" >>"$here/calls"; . "$here/pip" ;;
+  *" -m pytest") shift 2; . "$here/pytest" ;;
+  *metadata*) printf '%s\\n' Python=3.11.7 torch=2.6.0+cpu torchvision=0.21.0 ;;
+  *) exec {real} "$@" ;;
+esac
+"""
+PIP = 'case "$*" in "index versions torch") echo "{index}" ;; *) {install} ;; esac'
+CASES = {
+    "passed": '<testcase classname="tests.a" name="one"/>',
+    "failed": '<testcase classname="tests.a" name="two"><failure message="no"/></testcase>',
+    "skipped": '<testcase classname="tests.a" name="three"><skipped message="needs Horovod"/></testcase>',
+}
+RESULTS = (
+    'while [ "$1" != --junitxml ]; do shift; done; echo \'<testsuites><testsuite>{cases}</testsuite></testsuites>\' >"$2"'
+)
+JOB = 'while [ "$1" != --run-dir ]; do shift; done; mkdir -p "$2"; echo \'{summary}\' >"$2/summary.json"'
+
+
+class Versions:
+    """Runs of the script into one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.into, self.temporary, self.folder = folder / "into", folder / "tmp", folder
+        self.temporary.mkdir()
+        python = folder / "python"
+        python.write_text(PYTHON.format(folder=folder, real=sys.executable))
+        python.chmod(0o755)
+        self.env = {**os.environ, "PYTHON": str(python), "TMPDIR": str(self.temporary)}
+        self.set(pip=PIP.format(index=INDEX, install="true"))
+        self.set(pytest=RESULTS.format(cases=CASES["passed"] + CASES["skipped"]))
+        self.set(torchrun=JOB.format(summary=json.dumps({"val_accuracy": 0.98888, "weights_sha256": "70e9172c" * 8})))
+
+    def set(self, **scripts: str) -> None:
+        for name, script in scripts.items():
+            (self.folder / name).write_text(script)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = ["bash", str(ROOT / "tests" / "versions.sh"), "--into", str(self.into), *arguments]
+        return subprocess.Popen(command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit status, standard output and standard error; nothing may be left in the temporary folder."""
+        process = self.start(*arguments)
+        output, errors = process.communicate(timeout=SECONDS)
+        assert list(self.temporary.iterdir()) == []
+        return process.returncode, output, errors
+
+    def calls(self) -> list[str]:
+        """The arguments of pip's calls since the last time."""
+        file = self.folder / "calls"
+        found = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return found
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Versions:
+    return Versions(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no version of torch was given"),
+        (["new"], "'new' is not a version of torch"),
+        (["2.4.1"], "torch 2.4.1 is older than 2.5, the oldest that setup.cfg allows"),
+        (["--all"], "there is no option --all"),
+        (["2.15.0", "2.99.0"], "the package index has no torch 2.99.0 for Python 3"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_in_one_line_before_anything_is_built(versions, arguments, message):
+    status, output, errors = versions.run(*arguments)
+    assert (status, output) == (2, "")
+    assert errors.startswith(f"versions.sh: error: {message}")
+    assert errors.count("\n") == 1
+    assert not [call for call in versions.calls() if call.startswith("install")]
+
+
+@pytest.mark.parametrize(
+    ("pip", "message"),
+    [
+        (
+            'echo "ERROR: Could not connect to the proxy"; exit 1',
+            "the package index does not answer (ERROR: Could not connect",
+        ),
+        (
+            PIP.format(index=INDEX, install='echo "[Errno 28] No space left on device"; exit 1'),
+            "no space left on device for",
+        ),
+        (
+            PIP.format(index=INDEX, install='echo "ERROR: no such wheel"; exit 1'),
+            "torch 2.6.0 could not be installed (ERROR: no",
+        ),
+    ],
+    ids=["no network", "no space", "no wheel"],
+)
+def test_a_failed_installation_is_one_line_and_leaves_no_half_environment(versions, pip, message):
+    versions.set(pip=pip)
+    status, _, errors = versions.run("2.6.0")
+    assert (status, errors.count("\n")) == (2, 1)
+    assert errors.startswith(f"versions.sh: error: {message}")
+    assert not list(versions.into.glob("torch-*"))
+    versions.set(pip=PIP.format(index=INDEX, install="true"))
+    assert versions.run("2.6.0")[0] == 0
+
+
+def test_environments_are_made_once_and_the_table_has_a_row_for_each(versions):
+    status, output, errors = versions.run("2.6.0", "2.15.0")
+    assert (status, errors) == (0, "")
+    # The CPU build is asked for first, with the torchvision that pairs with it; the tools come with that torch kept.
+    calls = [call for call in versions.calls() if "torch==2.6.0" in call]
+    assert "torch==2.6.0+cpu" in calls[0]
+    assert "torchvision>=" in calls[0]
+    assert "pytest-xdist" in calls[1]
+    assert "horovod" not in calls[1]
+    table = output[output.index("torch      ") :].splitlines()
+    assert table[2].split() == ["2.6.0+cpu", "0.21.0", "3.11.7", "1", "0", "1", "0.9889", "70e9172c70e9172c", "passed"]
+    assert len(table) > 4
+    assert "skipped under torch 2.6.0: 1, needs Horovod" in table
+    assert table[-1].startswith("same weights: yes")
+    assert {path.name.rpartition("-cpython")[0] for path in versions.into.iterdir()} == {"torch-2.6.0", "torch-2.15.0"}
+    status, output, _ = versions.run("2.6.0")
+    assert (status, versions.calls()) == (0, [])
+    assert f"{versions.into}/torch-2.6.0" in output
+    assert "is ready" in output
+
+
+@pytest.mark.parametrize(
+    ("script", "result"),
+    [
+        ({"pytest": RESULTS.format(cases=CASES["passed"] + CASES["failed"]) + "; exit 1"}, "tests failed"),
+        ({"pytest": RESULTS.format(cases=CASES["skipped"])}, "no test passed"),
+        ({"pytest": "exit 3"}, "tests did not end"),
+        ({"torchrun": "exit 1"}, "job failed"),
+    ],
+    ids=["a failed test", "no tests", "a crash", "a failed job"],
+)
+def test_a_version_that_falls_short_is_named_and_the_status_is_1(versions, script, result):
+    versions.set(**script)
+    status, output, errors = versions.run("2.6.0")
+    assert (status, errors) == (1, "")
+    (row,) = [line for line in output.splitlines() if line.startswith("2.6.0+cpu")]
+    assert row.endswith(result)
+    assert ("the tests ended with exit status 3" in output) == (result == "tests did not end")
+    assert ("failed under torch 2.6.0: tests.a::two" in output) == (result == "tests failed")
+
+
+def test_terminated_it_ends_its_step_and_removes_its_files(versions):
+    versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600')
+    process = versions.start("2.6.0")
+    deadline = time.monotonic() + SECONDS
+    pid = versions.folder / "pid"
+    while not (pid.exists() and pid.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == 143
+    assert list(versions.temporary.iterdir()) == []
+    state = Path("/proc") / pid.read_text().strip() / "stat"
+    assert not state.exists() or ") Z " in state.read_text()
+
+
+def test_two_runs_in_one_folder_do_not_mix(versions):
+    versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600')
+    process = versions.start("2.6.0")
+    deadline = time.monotonic() + SECONDS
+    while not (versions.folder / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    second = versions.start("2.6.0")
+    _, errors = second.communicate(timeout=SECONDS)
+    assert (second.returncode, "another run of this script uses" in errors) == (2, True)
+    process.terminate()
+    process.communicate(timeout=SECONDS)

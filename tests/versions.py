@@ -1,0 +1,97 @@
+"""Table of tests/versions.sh: one row for each version of torch, from the files that its runs have left.
+
+``python versions.py FOLDER VERSION…`` prints it, with each version's failures and reasons for skipped tests below; the exit
+status is 1 if a version fell short. In FOLDER lie, for each version, ``facts-VERSION`` (versions of what was installed),
+``results-VERSION.xml`` (pytest's, in JUnit's format) and ``run-VERSION/summary.json`` (the job's).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+TITLES = ["torch", "torchvision", "Python", "passed", "failed", "skipped", "job", "weights", "result"]
+
+
+@dataclass
+class Tests:
+    """Outcome of one test run."""
+
+    passed: int = 0
+    failures: list[str] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)  # how many for each reason
+
+
+def read_tests(path: Path) -> Tests | None:
+    """Results of one test run; None if it did not end."""
+    if not path.is_file():
+        return None
+    tests = Tests()
+    for case in ElementTree.parse(path).iter("testcase"):
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            tests.failures.append(name)
+        elif skip is not None:
+            tests.skipped[skip.get("message", "")] += 1
+        else:
+            tests.passed += 1
+    return tests
+
+
+def read_job(path: Path) -> tuple[str, str] | None:
+    """Accuracy of a job, and the beginning of its weights' hash; None if it did not end."""
+    if not path.is_file():
+        return None
+    summary = json.loads(path.read_text())
+    return f"{summary['val_accuracy']:.4f}", str(summary["weights_sha256"])[:16]
+
+
+def row(folder: Path, version: str) -> tuple[list[str], bool, list[str]]:
+    """The row of ``version``, whether it passed, and the lines that go below the table."""
+    found = dict(line.split("=", 1) for line in (folder / f"facts-{version}").read_text().splitlines())
+    tests = read_tests(folder / f"results-{version}.xml")
+    job = read_job(folder / f"run-{version}" / "summary.json")
+    problems, below = [], []
+    if tests is None:
+        counts = ["-", "-", "-"]
+        problems.append("tests did not end")
+    else:
+        counts = [str(tests.passed), str(len(tests.failures)), str(sum(tests.skipped.values()))]
+        below += [f"failed under torch {version}: {name}" for name in tests.failures]
+        below += [f"skipped under torch {version}: {count}, {reason}" for reason, count in tests.skipped.most_common()]
+        if tests.failures:
+            problems.append("tests failed")
+        if not tests.passed:
+            problems.append("no test passed")
+    if job is None:
+        problems.append("job failed")
+    cells = [found["torch"], found["torchvision"], found["Python"], *counts, *(job or ("-", "-"))]
+    return [*cells, ", ".join(problems) or "passed"], not problems, below
+
+
+def main(folder: Path, versions: list[str]) -> int:
+    """Print the table; give the exit status."""
+    rows, passed, below = zip(*(row(folder, version) for version in versions), strict=True)
+    lines = [TITLES, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(TITLES))]
+    for line in [TITLES, ["-" * width for width in widths], *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print()
+    for line in [line for lines in below for line in lines]:
+        print(line)
+    print("not run: tests/launch/, and what needs Horovod")
+    weights = {cells[TITLES.index("weights")] for cells in rows} - {"-"}
+    if len(rows) > 1 and len(weights) == 1:
+        print("same weights: yes, the job ended with the same model, bit for bit, under each of them")
+    elif len(weights) > 1:
+        print("same weights: no; torch's own arithmetic may differ between versions, so this is no failure")
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,218 @@
+#!/usr/bin/env bash
+# Runs the tests with other versions of torch than the pinned one, for README's table: run it by hand before a release.
+# For each version: an environment with that torch, the torchvision that pairs with it and no Horovod; in it all tests but
+# launches, and one job under torchrun. Ends with a table. It needs the package index, and for each environment 6 GB on
+# disk, less where a CPU build of torch can be had. Safe to run again: finished environments are used as they are.
+#
+#   bash tests/versions.sh VERSION…            such as 2.5.1 2.6.0 2.15.0
+#   bash tests/versions.sh --into FOLDER VERSION…
+#   bash tests/versions.sh --help              this text
+#
+# --into FOLDER    where the environments and their logs go, the only thing that stays (delete it at any time)
+#                  (default: versions/ in DUALTRAIN_CACHE, which is ~/.cache/dualtrain if it is not set)
+# PYTHON           the interpreter, 3.11 or newer (default: python3)
+#
+# The tests run on a copy of this tree as it is at the start. Exit status: 0 if all versions passed; 1 if one fell short;
+# 2 for what can be corrected, such as a version that the index does not have (one line says it, before anything is built).
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+into=${DUALTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dualtrain}/versions
+install_minutes=60 tests_minutes=90 job_minutes=5   # no wait is longer
+work=''                                                # the temporary folder: copy of the tree, results
+running=''                                             # the process of the step that is under way
+export LC_ALL=C PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+say() { printf 'versions: %s\n' "$*"; }
+refuse() { printf 'versions.sh: error: %s\n' "$*" >&2; exit 2; }
+
+read_arguments() {
+  versions=()
+  while [ $# -gt 0 ]; do
+    case $1 in
+      -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+      --into) [ -n "${2:-}" ] || refuse "--into takes a folder, and none was given"; into=$2; shift ;;
+      -*) refuse "there is no option $1; --help shows the two that there are" ;;
+      *) versions+=("$1") ;;
+    esac
+    shift
+  done
+  [ "${#versions[@]}" -gt 0 ] || refuse "no version of torch was given; name one or more, such as 2.5.1 2.15.0"
+}
+
+# requirements NAME…: what setup.cfg requires of these, or of all but torch and torchvision, with the tests' tools.
+requirements() {
+  "$python" - "$root/setup.cfg" "$@" <<'PY'
+import configparser, re, sys
+
+config = configparser.ConfigParser()
+config.read(sys.argv[1])
+lines = config["options"]["install_requires"].split() + config["options.extras_require"]["dev"].split()
+named = {re.split(r"[<>=!~]", line)[0]: line for line in lines}
+chosen = sys.argv[2:] or [name for name in named if name not in ("torch", "torchvision")]
+print(*(named[name] for name in chosen), sep="\n")
+PY
+}
+
+check_versions() {
+  local version oldest
+  command -v "$python" >/dev/null || refuse "no interpreter '$python' found; install Python 3.11 or newer, or set PYTHON"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    refuse "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to it"
+  oldest=$(requirements torch)
+  oldest=${oldest#*>=}
+  for version in "${versions[@]}"; do
+    [[ $version =~ ^[0-9]+(\.[0-9]+)+$ ]] || refuse "'$version' is not a version of torch; write it with numbers and dots, such as 2.15.0"
+    [ "$(printf '%s\n' "$oldest" "$version" | sort -V | head -n 1)" = "$oldest" ] ||
+      refuse "torch $version is older than $oldest, the oldest that setup.cfg allows; name a newer one"
+  done
+}
+
+# One run at a time in a folder. The steps close the lock: what is left of a killed run does not hold it.
+open_folders() {
+  local reason
+  reason=$({ mkdir -p "$into" && : >>"$into/lock"; } 2>&1) ||
+    refuse "cannot write $into (${reason##*: }); make room, or choose another folder by --into"
+  into=$(cd "$into" && pwd)
+  exec {lock}>>"$into/lock"
+  flock --nonblock "$lock" || refuse "another run of this script uses $into; wait for its end, or choose another folder by --into"
+  trap clean_up EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM HUP
+  work=$(mktemp -d "${TMPDIR:-/tmp}/versions.XXXXXX") || refuse "cannot write ${TMPDIR:-/tmp}; make room, or set TMPDIR"
+  # Tests and jobs put their files there too. A short path: sockets are among them.
+  export TMPDIR=$work
+}
+
+clean_up() {
+  if [ -n "$running" ]; then
+    kill "$running" 2>/dev/null || true   # timeout passes it on to its process group
+    wait "$running" 2>/dev/null || true
+  fi
+  rm -f "$into/lock"
+  if [ -n "$work" ]; then rm -rf "$work"; fi
+}
+
+# bounded MINUTES LOG COMMAND…: runs the command into the log; gives its exit status, 124 if it did not end in time.
+bounded() {
+  local status=0
+  timeout --kill-after=20 "$1m" "${@:3}" >>"$2" 2>&1 </dev/null {lock}>&- &
+  running=$!
+  wait "$running" || status=$?
+  running=''
+  return "$status"
+}
+
+environment() { echo "$into/torch-$1-$tag"; }
+
+# What decides whether an environment is finished: what is installed, and how.
+wanted() { { requirements; requirements torch torchvision; grep -vE '^(torch|torchvision)==' "$root/launch/versions.txt"; } | sha256sum; }
+
+finished() { [ "$(cat "$(environment "$1")/versions.done" 2>/dev/null)" = "$(wanted)" ]; }
+
+# check_index: every version that must be installed is there, for this Python.
+check_index() {
+  local version missing=() known='' folder=$work/index
+  for version in "${versions[@]}"; do finished "$version" || missing+=("$version"); done
+  [ "${#missing[@]}" -gt 0 ] || return 0
+  "$python" -m venv "$folder" >"$work/index.log" 2>&1 ||
+    refuse "this Python cannot make virtual environments here ($(tail -n 1 "$work/index.log")); Debian: apt install python3-venv"
+  bounded 5 "$work/index.log" "$folder/bin/python" -m pip index versions torch || true
+  known=$(sed -n 's/^Available versions: //p' "$work/index.log" | tr -d ' ')
+  [ -n "$known" ] ||
+    refuse "the package index does not answer ($(grep -iE 'error|warning' "$work/index.log" | grep -v experimental | tail -n 1 | cut -c 1-200)); a proxy goes into HTTPS_PROXY, another index into pip's own settings (pip config)"
+  for version in "${missing[@]}"; do
+    [[ ",$known," == *",$version,"* ]] ||
+      refuse "the package index has no torch $version for $("$python" --version); it has ${known//,/ }"
+  done
+}
+
+# install VERSION FOLDER: torch's CPU build if it can be had (pip's own settings, then PyTorch's index), the usual build
+# otherwise. Of torchvision, pip takes the version that pairs with this torch: it names that torch as its requirement.
+install() {
+  local pip=("$2/bin/python" -m pip install --no-cache-dir) needed
+  grep -vE '^(torch|torchvision)==' "$root/launch/versions.txt" >"$2/constraints.txt"
+  mapfile -t needed < <(requirements torch torchvision)
+  "${pip[@]}" "torch==$1+cpu" "${needed[@]}" ||
+    "${pip[@]}" --retries 0 --timeout 5 --index-url https://download.pytorch.org/whl/cpu "torch==$1+cpu" "${needed[@]}" ||
+    "${pip[@]}" "torch==$1" "${needed[@]}" || return
+  mapfile -t needed < <(requirements)
+  "${pip[@]}" --constraint "$2/constraints.txt" "torch==$1" "${needed[@]}"
+}
+
+# make_environment VERSION: installs it, unless that is done. An unfinished environment is removed.
+make_environment() {
+  local folder log status=0 began=$SECONDS
+  folder=$(environment "$1")
+  log=$work/install.log
+  if finished "$1"; then say "torch $1: $folder is ready (delete it to install anew)"; return; fi
+  say "torch $1: installing into $folder (some minutes)"
+  rm -rf "$folder"
+  : >"$log"
+  bounded 5 "$log" "$python" -m venv "$folder" || status=$?
+  if [ "$status" = 0 ]; then
+    bounded "$install_minutes" "$log" bash -c \
+      "$(declare -f install requirements); python='$python' root='$root'; install '$1' '$folder'" || status=$?
+  fi
+  if [ "$status" != 0 ]; then
+    cp "$log" "$into/install-$1.log" 2>/dev/null || true
+    rm -rf "$folder"
+    if grep -qE 'No space left on device|Errno 28|Disk quota exceeded' "$log"; then
+      refuse "no space left on device for torch $1 in $into or $TMPDIR; an environment takes 6 GB: make room, or choose another folder by --into"
+    fi
+    refuse "torch $1 could not be installed ($(grep '^ERROR' "$log" | tail -n 1 | cut -c 1-200)); $into/install-$1.log has it all"
+  fi
+  wanted >"$folder/versions.done"
+  say "torch $1: installed in $((SECONDS - began)) s, $(du -sh "$folder" | cut -f 1)"
+}
+
+copy_tree() {
+  mkdir "$work/tree"
+  local name
+  for name in .ci .dockerignore .gitignore .pre-commit-config.yaml .ruff.toml CHANGELOG.md LICENSE README.md docker dualtrain \
+    launch pyproject.toml setup.cfg tests; do
+    if [ -e "$root/$name" ]; then cp -R "$root/$name" "$work/tree/"; fi
+  done
+}
+
+# in_environment FOLDER MINUTES LOG COMMAND…: in the copy of the tree, as after `source bin/activate`.
+in_environment() {
+  bounded "$2" "$3" env -u CI -u PYTHONHOME -C "$work/tree" VIRTUAL_ENV="$1" PATH="$1/bin:$PATH" PYTHONPATH="$work/tree" "${@:4}"
+}
+
+# try_version VERSION: runs the tests and the job. tests/versions.py reads what they leave in the temporary folder.
+try_version() {
+  local folder log rings status=0 began=$SECONDS
+  folder=$(environment "$1")
+  log=$folder/versions.log
+  : >"$log"
+  "$folder/bin/python" -c 'import platform
+from importlib.metadata import version
+print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for name in ("torch", "torchvision")), sep="\n")
+' >"$work/facts-$1"
+  mapfile -t rings < <(cd "$work/tree" && find tests -mindepth 1 -maxdepth 1 \
+    \( -name 'test_*.py' -o -type d ! -name launch ! -name __pycache__ \) | sort)
+  say "torch $1: tests and job (log: $log)"
+  in_environment "$folder" "$tests_minutes" "$log" python -m pytest -v -n 2 --dist loadgroup -p no:cacheprovider \
+    --basetemp "$work/pytest" --junitxml "$work/results-$1.xml" "${rings[@]}" || status=$?
+  case $status in
+    0 | 1) ;;  # the table says which tests failed
+    124) say "torch $1: the tests did not end within $tests_minutes minutes" ;;
+    *) say "torch $1: the tests ended with exit status $status" ;;
+  esac
+  rm -rf "$work/pytest"
+  in_environment "$folder" "$job_minutes" "$log" torchrun --standalone --nproc-per-node=2 -m dualtrain.main \
+    --run-dir "$work/run-$1" || say "torch $1: the job failed with exit status $?"
+  say "torch $1: done in $((SECONDS - began)) s"
+}
+
+read_arguments "$@"
+check_versions
+tag=$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
+open_folders
+check_index
+copy_tree
+for version in "${versions[@]}"; do make_environment "$version"; done
+for version in "${versions[@]}"; do try_version "$version"; done
+"$python" "$root/tests/versions.py" "$work" "${versions[@]}"
