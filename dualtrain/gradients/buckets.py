@@ -127,10 +127,7 @@ class Bucket:
             self._before, self._after = self._before * self._after, 1.0
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
-        flat = torch.view_as_complex(self.values.view(-1, 2)) if is_complex else self.values
-        origin = int(flat.storage_offset())  # which as_strided counts from
-        for slot, place in zip(self.slots, layout.places, strict=True):
-            slot.place(self, flat.as_strided(place.shape, place.strides, origin + place.offset))
+        self._place(layout)
         start = self.values.data_ptr()
         #: Addresses, first and past the last, of the gradients of this bucket and of the others of its layout.
         self.ranges = [(start, start + self.values.nbytes)]
@@ -141,6 +138,13 @@ class Bucket:
         self.misplaced: Slot | None = None
         #: The first gradient that has another shape than its slot, found by ``pack``; zeros are sent instead.
         self.reshaped: Slot | None = None
+
+    def _place(self, layout: BucketLayout) -> None:
+        """Assign every slot to its part of the buffer."""
+        flat = torch.view_as_complex(self.values.view(-1, 2)) if layout.dtype.is_complex else self.values
+        origin = int(flat.storage_offset())  # which as_strided counts from
+        for slot, place in zip(self.slots, layout.places, strict=True):
+            slot.place(self, flat.as_strided(place.shape, place.strides, origin + place.offset))
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of a bucket of this layout."""

@@ -69,11 +69,11 @@ def _connect(comm: Any, settings: Settings) -> Backend:
     elif comm:
         world = _some_of(world, list(comm))
     # Bounds the start, and is behind the coordinator's own limit, whose message names the ranks.
-    patience = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
+    timeout = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
     # Horovod's calls may come in another order on each rank, which the library sorts out in threads of its own.
-    # No GPU is taken for the script: it chooses its own, and a script for CPUs has more ranks than GPUs.
+    # No GPU is chosen for the script: it chooses its own, and a script for CPUs has more ranks than GPUs.
     name = "torch" if world.size > 1 else "local"
-    return connect(name, world=world, device="cpu", timeout=patience, transport="native")
+    return connect(name, world=world, device="cpu", timeout=timeout, transport="native")
 
 
 def _some_of(world: World, ranks: list[int]) -> World:

@@ -13,9 +13,9 @@ import torch
 from dualtrain.backends import wire
 from dualtrain.backends.collectives import rows_to_send
 from dualtrain.hvd.basics import engine
-from dualtrain.hvd.engine import Pending
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.forms import Operation, Options, differentiable
+from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.reductions import NAMES, PLAIN, Adasum, Average, Sum
 

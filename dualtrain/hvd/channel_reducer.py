@@ -11,7 +11,7 @@ from dualtrain.gradients.exchange import Exchange
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.sparse import sparse_dims
 from dualtrain.hvd import basics
-from dualtrain.hvd.engine import Pending
+from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.reducer import HorovodReducer, Named, as_horovod_errors
 
@@ -60,7 +60,7 @@ class ChannelReducer(HorovodReducer):
         self._exchange = Exchange(self.hooks, transfer, scalars=1)
         self._is_left_out = False  # whether this rank is one of them
         self.add(named)
-        basics.engine().register(self)
+        basics.engine().channels.register(self)
 
     @property
     def refusals(self) -> Refusals:
@@ -190,7 +190,7 @@ class ChannelReducer(HorovodReducer):
         if self._opening is None:
             slots = self.hooks.slots
             name = f"{self.channel_name}/{len(slots)}"
-            basics.engine().release_with(self, name)
+            basics.engine().channels.release_with(self, name)
             self._opening = basics.engine().open_channel(
                 name,
                 self.process_set.process_set_id or 0,

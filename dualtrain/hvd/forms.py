@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualtrain.hvd.compression import Compression
-from dualtrain.hvd.engine import Pending
+from dualtrain.hvd.pending import Pending
 
 Options = dict[str, Any]
 

@@ -137,7 +137,7 @@ class HorovodReducer(ABC):
         if self._generation != basics.generation():
             self.world_changed()
             self._generation = basics.generation()
-            self.channel_name = f"{self.base_name}.{basics.engine().claim(self.base_name)}"
+            self.channel_name = f"{self.base_name}.{basics.engine().channels.claim(self.base_name)}"
             self.name = f"gradients.{self.channel_name}"
 
     def leave_world(self) -> None:

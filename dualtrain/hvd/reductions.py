@@ -1,4 +1,4 @@
-"""The arithmetic around a sum over ranks: Horovod's operations, scale factors, stand-ins for joined ranks, and Adasum."""
+"""The arithmetic around a sum over ranks: Horovod's operations, scale factors, identity elements, and Adasum."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
     return scaled(total, factor / divisor)
 
 
-def stand_in(dtype: torch.dtype, shape: list[int], device: torch.device, op: int) -> torch.Tensor:
-    """What a rank that has joined contributes: the values that change nothing."""
+def identity_element(dtype: torch.dtype, shape: list[int], device: torch.device, op: int) -> torch.Tensor:
+    """Return what a rank that has joined contributes: a tensor of the identity element of ``op``."""
     return torch.full(shape, _identity(dtype, op), dtype=dtype, device=device)
 
 
