@@ -37,7 +37,7 @@ def check_supported(name: str, p: torch.Tensor) -> None:
 
 
 def warn_of_ddp(model: nn.Module) -> None:
-    """Warn if ``model`` is or has a DistributedDataParallel. Parameters do not tell: it leaves no trace on them."""
+    """Warn if ``model`` is or has a DistributedDataParallel. Its parameters do not show it."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         warnings.warn(
             "the model is in DistributedDataParallel: its gradients would be reduced twice. Give the model itself "

@@ -48,7 +48,7 @@ class Refusals:
         self._late: _LateFlag | None = None
 
     def lay_out(self, named: Named, flag: torch.Tensor) -> None:
-        """Expect ``named`` parameters to stay what they are now; ``flag`` travels with their gradients."""
+        """Expect ``named`` parameters to stay what they are now; ``flag`` is sent with their gradients."""
         self._forms, self._flag, self._late = Forms(named), flag, None
 
     def replace(self, place: tuple[int, str], name: str | None) -> None:

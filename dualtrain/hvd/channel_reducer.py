@@ -24,8 +24,8 @@ class ChannelReducer(HorovodReducer):
     """Sends gradients in buckets, in backward, on a channel of its own; ``reduce`` waits for them.
 
     As Horovod does, and unlike :class:`~dualtrain.gradients.GradientReducer`: backward never waits for another rank, so
-    that ranks may run their backwards in any order and number, and every step has one exchange. The first exchange asks
-    rank 0 for the channel; by that all ranks learn that their layouts agree, and which gradients are sparse.
+    that ranks may run their backwards in any order and number, and every step has one exchange. The first exchange requests
+    the channel from rank 0; by that all ranks learn that their layouts agree, and which gradients are sparse.
 
     Args:
         named: the parameters, the same on every rank of the set.

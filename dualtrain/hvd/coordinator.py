@@ -1,6 +1,6 @@
 """Which calls belong together, and in what order they are done.
 
-Horovod matches calls by name, not by order: each rank may submit in its own. So every rank tells rank 0 what it wants;
+Horovod matches calls by name, not by order: each rank may submit in its own. So every rank sends rank 0 its requests;
 here, on rank 0, calls that all ranks of a process set have made become one, in a single order that every rank then
 follows. This file is that decision alone, without sockets and without tensors: ``engine.py`` brings the messages.
 

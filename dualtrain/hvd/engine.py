@@ -149,7 +149,7 @@ class Engine:
         Args:
             name: of the channel.
             set_id: the process set.
-            layout: what will travel, which must be the same on every rank.
+            layout: what will be sent, which must be the same on every rank.
             sparse: what this rank knows of sparse gradients, as pairs of a number and sparse dimensions.
             then: called with the result in the engine's thread, before the call counts as ended.
 

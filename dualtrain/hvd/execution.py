@@ -87,6 +87,6 @@ class Executor:
         return self.gpu if kind == "cuda" and self.gpu is not None else torch.device(kind)
 
     def _on_gpu(self, message: Message) -> AbstractContextManager[Any]:
-        """Makes the script's GPU the current one, which every thread has of its own, for a call on tensors of a GPU."""
+        """Make the script's GPU the current one, which every thread has of its own, for a call on tensors of a GPU."""
         gpu = any(device == "cuda" for _, _, device in message.get("tensors", ()))
         return torch.cuda.device(self.gpu) if gpu and self.gpu is not None else nullcontext()

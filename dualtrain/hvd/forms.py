@@ -21,7 +21,7 @@ class Operation:
 
     Attributes:
         name: allreduce, …
-        start: checks the options and asks for the call: (kind, tensors, outputs, options).
+        start: checks the options and requests the call: (kind, tensors, outputs, options).
         gradient: Horovod's: (gradients of the results, the call, its options) → gradients of the inputs.
     """
 

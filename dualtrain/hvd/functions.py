@@ -15,7 +15,7 @@ from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
-    """Gives every rank the root's values, in place. Collective; blocks.
+    """Copy the root's values to every rank, in place. Collective; blocks.
 
     Args:
         params: a ``state_dict()``, or an iterable of tensors or of (name, tensor) pairs. What is no tensor is left out.
@@ -23,7 +23,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
     Raises:
         ValueError: it is none of these, or a name appears twice.
-        HorovodInternalError: the ranks do not match, one was lost, or Horovod was shut down.
+        HorovodInternalError: the ranks do not match, one failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -39,7 +39,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Gives every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
+    """Send every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
 
     Never steps: Horovod's steps a fresh optimizer with zero gradients, which moves weights under weight decay, and
     leaves out the options of stateless ones. As there, a fresh optimizer's parameters have gradients of zeros after it.
@@ -60,9 +60,9 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's ``obj`` on every rank: plain values, containers, tensors, numpy arrays; never code. Blocks.
+    """Return the root's ``obj`` on every rank: plain values, containers, tensors, numpy arrays; never code. Blocks.
 
-    Classes of your own travel once every rank has named them in ``torch.serialization.add_safe_globals``.
+    Classes of your own are sent once every rank has named them in ``torch.serialization.add_safe_globals``.
 
     Raises:
         TypeError: on every rank of the set, if the object holds anything else. The next call is as good as ever.
@@ -78,7 +78,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's ``obj`` in rank order, as :func:`broadcast_object`. Blocks."""
+    """Return every rank's ``obj`` in rank order, as :func:`broadcast_object`. Blocks."""
     set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
     received = engine().submit("objects", name and f"allgather.{name}", set_id, [data], root=None).wait()

@@ -1,7 +1,7 @@
 """``hvd.DistributedOptimizer``: Horovod's rules for when gradients are combined, around any optimizer.
 
-Gradients are sent in buckets on a channel of the optimizer's own, without asking rank 0. Rank 0 is asked only before the
-first exchange, for the channel, and while a rank has joined, which then sends zeros.
+Gradients are sent in buckets on a channel of the optimizer's own, without a request to rank 0. Rank 0 takes
+part only before the first exchange, which needs the channel, and while a rank has joined, which then sends zeros.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def DistributedOptimizer(  # noqa: N802
         op: Average, Sum, Min, Max, Product, or Adasum, which combines the changes of a step of each rank's own.
         gradient_predivide_factor: f: gradients times 1/f before the sum, f/size after it. Average only.
         num_groups: the deprecated form of ``groups``.
-        groups: how many buckets, or lists of the parameters that travel together.
-        sparse_as_dense: whether sparse gradients travel as dense ones.
+        groups: how many buckets, or lists of the parameters that are sent together.
+        sparse_as_dense: whether sparse gradients are sent as dense ones.
         process_set: the ranks to combine over; outside of them the optimizer steps alone.
 
     Raises:
@@ -80,7 +80,7 @@ def DistributedOptimizer(  # noqa: N802
 
 
 class _Optimizer(NativeOptimizer):
-    """What ``DistributedOptimizer`` makes: another optimizer, with Horovod's rules for when gradients are combined."""
+    """Result of ``DistributedOptimizer``: another optimizer, with Horovod's rules for when gradients are combined."""
 
     def wrap(
         self,
@@ -106,7 +106,7 @@ class _Optimizer(NativeOptimizer):
             self.reducer.follow(optimizer)
 
     def close(self) -> None:
-        """Stops combining gradients: backward gives this rank's own from then on. May be called again."""
+        """Stop combining gradients: backward gives this rank's own from then on. May be called again."""
         if self.reducer is not None:
             self.reducer.close()
 
@@ -128,7 +128,7 @@ class _Optimizer(NativeOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """As the native optimizer's. GradScaler.step asks for it before it looks at the gradients.
+        """As the native optimizer's. GradScaler.step reads it before the gradients.
 
         Those of one rank alone would have it skip a step that the others take.
         """
@@ -141,19 +141,19 @@ class _Optimizer(NativeOptimizer):
         return self._unscales_itself()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes are summed before their gradients are exchanged, from the next step on."""
+        """Sum so many backward passes before their gradients are exchanged, from the next step on."""
         self.backward_passes_per_step = passes
         if self.reducer is not None:
             self.reducer.passes = passes
             self.reducer.rest()
 
     def synchronize(self) -> None:
-        """Makes every gradient the combination over ranks. Collective; blocks.
+        """Make every gradient the combination over ranks. Collective; blocks.
 
         Called again, it combines ``param.grad`` once more, as Horovod's does: another rank may have run a backward since.
 
         Raises:
-            HorovodInternalError: a rank was lost or has other parameters, or Horovod was shut down.
+            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
         """
         if self.reducer is not None:
             self.reducer.renew()
@@ -177,7 +177,7 @@ class _Optimizer(NativeOptimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step, on combined gradients. Collective.
+        """Run the wrapped optimizer's step, on combined gradients. Collective.
 
         A ``closure`` may be called several times (LBFGS, which Horovod refuses); the optimizer sees its loss averaged
         over ranks, with ``op=Sum`` summed, so that every rank takes the same decisions.
@@ -220,7 +220,7 @@ class _Optimizer(NativeOptimizer):
         return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped optimizer's own. Raises AssertionError between backward and ``step`` or ``synchronize``."""
+        """Zero the gradients. Raises AssertionError between backward and ``step`` or ``synchronize``."""
         if self.reducer is not None and self.reducer.dirty:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -231,14 +231,14 @@ class _Optimizer(NativeOptimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the wrapped optimizer; its gradients are combined too. On every rank."""
+        """Add a group to the wrapped optimizer; its gradients are combined too. On every rank."""
         if self.reducer is None:
             self.optimizer.add_param_group(param_group)
         else:
             super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's own; what a failed step left behind is dropped."""
+        """Load the wrapped optimizer's state, and drop what a failed step left behind."""
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:
             self.reducer.drop()
@@ -252,17 +252,17 @@ class _AdasumOptimizer(_Optimizer):
         self._compression, self._name = compression, base_name(named, self.process_set)
 
     def synchronize(self) -> None:
-        """Nothing: gradients are not combined."""
+        """Do nothing: gradients are not combined."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raises AssertionError: there is nothing to skip."""
+        """Raise AssertionError: there is nothing to skip."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of this rank's own, then the adaptive sum of all ranks' changes. Collective."""
+        """Step on this rank alone, then add the adaptive sum of all ranks' changes. Collective."""
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [p.detach().clone() for p in params]
         result = self.optimizer.step(closure)

@@ -1,4 +1,4 @@
-"""What Horovod's environment variables ask for, as far as it has a meaning here."""
+"""Horovod's environment variables that mean something here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Settings:
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Settings:
-        """The settings of ``env``.
+        """Return the settings of ``env``.
 
         Raises:
             UserError: a variable that should be a number is none.
@@ -93,7 +93,7 @@ def mention_others(env: Mapping[str, str]) -> None:
 
 
 def publish_place(world: World | None = None) -> None:
-    """Sets HOROVOD_RANK and its like as ``horovodrun --gloo`` does, where nobody has: scripts read them before ``init``.
+    """Set HOROVOD_RANK and its like as ``horovodrun --gloo`` does, where nobody has: scripts read them before ``init``.
 
     Under MPI nothing is set: there Horovod's scripts look at MPI's own variables, and take HOROVOD_RANK for Gloo.
     """
