@@ -11,15 +11,15 @@ from dualtrain.hvd.settings import Settings
 
 
 class Desk:
-    """A coordinator, what it told each rank, and the time."""
+    """A coordinator, the messages that it sent to each rank, and the time."""
 
     def __init__(self, size=3, **settings):
         self.now = 0.0
-        self.told = [[] for _ in range(size)]
+        self.sent = [[] for _ in range(size)]
         self.notes = []
-        tell = lambda rank, message: self.told[rank].append(message)  # noqa: E731
+        send = lambda rank, message: self.sent[rank].append(message)  # noqa: E731
         note = lambda *event: self.notes.append(event)  # noqa: E731
-        self.coordinator = Coordinator(size, tell, Settings(**settings), note, lambda: self.now)
+        self.coordinator = Coordinator(size, send, Settings(**settings), note, lambda: self.now)
         self.numbers = iter(range(1000))
 
     def say(self, rank, kind="allreduce", name=None, tensors=(("float32", [2], "cpu"),), **facts):
@@ -33,9 +33,9 @@ class Desk:
         self.coordinator.look_for_stalls()
 
     def answers(self, rank, *keys):
-        """What a rank was told since the last time."""
-        told, self.told[rank] = self.told[rank], []
-        return [tuple(message.get(key) for key in keys) for message in told]
+        """The messages to a rank since the last time."""
+        sent, self.sent[rank] = self.sent[rank], []
+        return [tuple(message.get(key) for key in keys) for message in sent]
 
 
 def test_calls_are_done_when_the_last_rank_has_made_them_in_one_order():
@@ -121,7 +121,7 @@ def test_joined_ranks_send_zeros_once_all_others_know_of_it():
     assert desk.answers(3, "do") == []
     desk.say(2, "join", divide_by="initial")  # instead
     desk.answers(2, "do"), desk.answers(3, "do")
-    desk.say(1, **request)  # told of it, those who have begun say so again
+    desk.say(1, **request)  # informed of it, those that have begun request it again
     for joined in (2, 3):
         assert desk.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
     assert desk.answers(1, "do") == [("absent",)] * 2
@@ -165,7 +165,7 @@ def test_stalls_are_reported_once_on_every_rank():
     desk.look(2)
     desk.look(5)
     for rank in range(3):
-        [(text,)] = [told for told in desk.answers(rank, "text") if told != (None,)]
+        [(text,)] = [sent for sent in desk.answers(rank, "text") if sent != (None,)]
         assert text == "allreduce.loss: ranks 0, 2 waited 11 s for rank 1"
     desk.say(1, name="loss")
     assert desk.answers(0, "do") == [("run",)]
