@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 # Private in torch 2.5 to 2.15: the base class of BatchNorm1d, 2d and 3d, which no public name has.
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from dualtrain.backends import Backend
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -121,3 +124,40 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+class RankNorm(SyncBatchNorm):
+    """BatchNorm over the samples of all ranks of ``backend``, a class attribute: copies of a layer share it.
+
+    The backend is a channel of its own: a rank without gradients for some layers sends its buckets at other times.
+    """
+
+    backend: Backend
+    title: str
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self.backend.allgather(row[None], name=f"{self.title}.statistics")
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self.backend.allreduce(values, "sum", name=f"{self.title}.gradient")
+
+
+def synchronize_norms(model: nn.Module, backend: Backend) -> None:
+    """Replace the BatchNorm layers of ``model`` that train, in place; frozen ones, which are of another class, stay.
+
+    Collective; blocks.
+    """
+    layers = [
+        (title, layer)
+        for title, layer in model.named_modules()
+        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    ]
+    if layers:
+        kind: Any = type("RankNorm", (RankNorm,), {"backend": backend.channel()})
+        for title, layer in layers:
+            made = kind.convert_sync_batchnorm(layer)
+            made.title = title
+            parent, _, name = title.rpartition(".")
+            setattr(model.get_submodule(parent), name, made)

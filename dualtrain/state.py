@@ -54,8 +54,32 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
     """
     state = optimizer.state_dict() if backend.rank == root else None
     received = backend.broadcast_object(state, root, name="optimizer state")
-    # On the root too: loading casts to the parameter's dtype, and must do so on all or none.
-    optimizer.load_state_dict(received)
+    load_optimizer_state(optimizer, received)
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a ``state_dict()``, and keep the dtypes in it.
+
+    ``optimizer.load_state_dict`` casts to the parameter's dtype: float32 averages of bfloat16 parameters would lose bits.
+    """
+    optimizer.load_state_dict(state)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in zip(numbers, params, strict=True):
+        if number in state["state"] and p in optimizer.state:
+            optimizer.state[p] = _with_dtypes(optimizer.state[p], state["state"][number])
+
+
+def _with_dtypes(loaded: Any, given: Any) -> Any:
+    """``loaded`` with those tensors of ``given`` that have another dtype there, copied to the device of the loaded one."""
+    if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
+        return loaded if loaded.dtype == given.dtype else given.detach().to(loaded.device, copy=True)
+    if isinstance(loaded, dict) and isinstance(given, dict):
+        for key in loaded.keys() & given.keys():
+            loaded[key] = _with_dtypes(loaded[key], given[key])
+    elif isinstance(loaded, list) and isinstance(given, list) and len(loaded) == len(given):
+        loaded[:] = map(_with_dtypes, loaded, given)
+    return loaded
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ ROOMS = [
     "errors",
     "files",
     "launchers",
+    "horovod_variables",
     "processes",
     "differences",
     "rendezvous",
@@ -33,7 +35,7 @@ ROOMS = [
     "console",
 ]
 ROOMS += ["torchvision_shim", "user_code"]
-ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
+ROOMS += ["config", "models", "data", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
 ROOMS += ["doctor", "bench"]
 #: The files of these packages, from the bottom to the top: each imports from lower layers only.
 LAYERS = {
@@ -270,3 +272,28 @@ def test_importing_the_package_loads_nothing_optional():
     program = f"import sys, dualtrain; print(*sorted(set({HEAVY}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_only_the_loop_takes_the_whole_configuration():
+    """What it calls is given sections: a function shows in its signature which settings it depends on."""
+    users = {
+        path.name
+        for path in (PACKAGE / "training").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name | ast.alias) and "Config" in (getattr(node, "id", ""), getattr(node, "name", ""))
+    }
+    assert users == {"loop.py"}
+
+
+def test_no_module_of_the_command_imports_one_that_imports_it():
+    """Lazy imports and those for type checkers count."""
+    names = {module(path): path for path in FILES}
+    graph = {}
+    for name, path in names.items():
+        if room(name) in ("config", "training", "spawn", "main"):
+            found = set()
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            graph[name] = {other for other in found & names.keys() if other != name}
+    tuple(graphlib.TopologicalSorter(graph).static_order())

@@ -150,6 +150,14 @@ class Bucket:
         """Return whether ``address`` is in the memory of a bucket of this layout."""
         return any(low <= address < high for low, high in self.ranges)
 
+    def clear(self) -> None:
+        """Fill it with zeros; gradients that lie in it get memory of their own."""
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is not None and grad.layout is torch.strided and self.covers(grad.data_ptr()):
+                grad.data = grad.detach().clone()
+        self.wire.zero_()
+
     def pack(self) -> None:
         """Copy every gradient to the buffer; a missing one counts as zero. Those that are there already stay."""
         self._copied, self._kept = [], []

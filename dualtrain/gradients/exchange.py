@@ -72,6 +72,15 @@ class Exchange:
         self._results = []
         self.laid_out = True
 
+    def leave_layout(self, *, host_waits: bool) -> None:
+        """Complete an exchange of zeros in the present layout, before another: some ranks may keep it. Collective; blocks.
+
+        Raises:
+            BackendError: on every rank, if not all of them leave it.
+        """
+        if self._backend is not None:
+            self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, host_waits)
+
     def forget(self) -> None:
         """Drop the buckets, and an exchange that failed with them: the world was replaced by another one."""
         self.schedule.use([])

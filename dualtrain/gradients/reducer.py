@@ -170,6 +170,7 @@ class GradientReducer:
         exchange = self._exchange
         self._add_thawed()
         if not exchange.laid_out:
+            exchange.leave_layout(host_waits=self._scalars is not None)
             self._lay_out()
         while exchange.schedule.has_unsent:
             exchange.send_next(self._scalars)

@@ -21,6 +21,10 @@ from dualtrain.gradients.buckets import Bucket
 from dualtrain.gradients.parameters import Forms
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
+_NEW_LAYOUT = (
+    "parameters were thawed, or added to the optimizer, which changes the layout of the gradients: do so on every rank "
+    "before the same backward"
+)
 _SAME_STEPS = "step or skip on all ranks alike, and call optimizer.zero_grad() after a backward whose step is skipped"
 
 
@@ -133,23 +137,54 @@ class Refusals:
             )
         return False
 
+    def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, host_waits: bool) -> None:
+        """Complete an exchange of zeros in the layout that this rank leaves; ``sent`` of its buckets were sent before.
+
+        A rank that keeps the layout waits for that exchange, and sees from the flag that this one does not. Collective;
+        blocks. Does nothing on a GPU where the host does not wait for the exchange, nor the other ranks for a reason.
+
+        Raises:
+            BackendError: on every rank, if not all of them leave it.
+        """
+        if not buckets or not (self._flag.is_cpu or host_waits):
+            return
+        for bucket in buckets[sent:]:
+            bucket.clear()
+        self._flag.fill_(math.nan)
+        backend.drain()
+        for bucket in buckets[sent:]:
+            bucket.start(backend)
+        for bucket in buckets:
+            bucket.finish()
+        states = self._exchange_reasons(backend, _NEW_LAYOUT)
+        if not all(reason == _NEW_LAYOUT for reason, _ in states):
+            _raise_first(states)
+
     def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:
         """Raise BackendError with the first reason of all ranks. Collective."""
         mine = self.reason(buckets)
         for bucket in buckets:
             bucket.misplaced = bucket.reshaped = None
-        states = backend.allgather_object((mine, self.steps), name="refused parameters")
-        for rank, (reason, _) in enumerate(states):
-            if reason is not None:
-                raise BackendError(f"rank {rank}: {reason}")
-        first = states[0][1]
-        for rank, (_, steps) in enumerate(states):
-            if steps != first:
-                raise BackendError(
-                    f"rank 0 has taken {first} steps of an optimizer, and rank {rank} {steps}: their weights differ; "
-                    + _SAME_STEPS
-                )
-        raise BackendError("a rank could not average its gradients, for a reason that is gone")
+        _raise_first(self._exchange_reasons(backend, mine))
+
+    def _exchange_reasons(self, backend: Backend, mine: str | None) -> list[tuple[str | None, int]]:
+        """Return every rank's reason, and the number of its optimizer's steps. Collective; blocks."""
+        return backend.allgather_object((mine, self.steps), name="refused parameters")
+
+
+def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
+    """Raise BackendError with the first reason among those of all ranks."""
+    for rank, (reason, _) in enumerate(states):
+        if reason is not None:
+            raise BackendError(f"rank {rank}: {reason}")
+    first = states[0][1]
+    for rank, (_, steps) in enumerate(states):
+        if steps != first:
+            raise BackendError(
+                f"rank 0 has taken {first} steps of an optimizer, and rank {rank} {steps}: their weights differ; "
+                + _SAME_STEPS
+            )
+    raise BackendError("a rank could not average its gradients, for a reason that is gone")
 
 
 class _LateFlag:

@@ -12,10 +12,10 @@ import torch
 
 from dualtrain.backends import Backend, connect
 from dualtrain.errors import UserError
+from dualtrain.horovod_variables import Settings, mention_others
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
-from dualtrain.hvd.settings import Settings, mention_others
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import listening_address
 

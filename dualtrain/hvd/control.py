@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from dualtrain.backends import Backend
+from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.coordinator import Coordinator, Message
-from dualtrain.hvd.settings import Settings, log
 from dualtrain.rendezvous.connection import Connection, open_control_channel
 
 _CLOSING_SECONDS = 2.5

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from dualtrain.horovod_variables import Settings
 from dualtrain.hvd.reductions import NAMES
-from dualtrain.hvd.settings import Settings
 
 Message = dict[str, Any]
 Key = tuple[int, str, str | None]  # process set, kind, name

@@ -18,13 +18,13 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError, PeerFailure
+from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.channels import Channels, Exchanger
 from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import Message
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.execution import Executor
 from dualtrain.hvd.pending import Pending
-from dualtrain.hvd.settings import Settings, log
 from dualtrain.hvd.timeline import Timeline
 
 _LEAVING_SECONDS = 10.0

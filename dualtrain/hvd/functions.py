@@ -12,6 +12,7 @@ from dualtrain.hvd.basics import engine, rank
 from dualtrain.hvd.calls import usable_set
 from dualtrain.hvd.mpi_ops import broadcast_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
+from dualtrain.state import load_optimizer_state
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
@@ -53,8 +54,7 @@ def broadcast_optimizer_state(
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None):
             p.grad = torch.zeros_like(p)
     state = optimizer.state_dict() if rank() == root_rank else None
-    # On the root too: loading casts to the parameter's dtype, and must do so on all or none.
-    optimizer.load_state_dict(broadcast_object(state, root_rank, name="optimizer_state"))
+    load_optimizer_state(optimizer, broadcast_object(state, root_rank, name="optimizer_state"))
 
 
 def broadcast_object(

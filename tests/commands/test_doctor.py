@@ -9,8 +9,8 @@ import pytest
 
 from dualtrain.doctor.__main__ import main
 from dualtrain.doctor.advice import advise
+from dualtrain.doctor.doctor_text import page
 from dualtrain.doctor.facts import ignored
-from dualtrain.doctor.page import page
 from dualtrain.doctor.probe import SIZES, bus_bandwidth
 from dualtrain.launchers import World, detect_world
 from tests.conftest import require_horovod

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from dualtrain.horovod_variables import Settings
 from dualtrain.hvd.coordinator import Coordinator
-from dualtrain.hvd.settings import Settings
 
 
 class Desk:

@@ -125,7 +125,7 @@ def test_a_job_of_two_nodes_that_must_make_room_is_requeued_and_ends_with_the_sa
     until(lambda: job_is("Restarts=1", "JobState=COMPLETED"), output)
     said = output.read_text()
     assert "SIGTERM ended the run after step" in said
-    assert f"saved, and job {number} goes back into the queue" in said
+    assert f"saved; job {number} is requeued" in said
     assert said.count("epoch 6/6") == 1
     assert said.count("epoch 1/6") == 1  # the second start went on
     assert weights(folder) == expected

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import sys
 
-import dualtrain.main
 from dualtrain.launchers import detect_world
 from dualtrain.spawn import spawn
 
@@ -22,9 +21,8 @@ def body(arguments):
     sys.stdout.write(f"{os.environ['RANK']} {world.launcher} {world.size} {method} {arguments}\\n")
     return 0
 
-dualtrain.main.main = body
 if __name__ == "__main__":
-    sys.exit(spawn(sys.argv[1:], 2))
+    sys.exit(spawn(body, sys.argv[1:], 2))
 """
 
 

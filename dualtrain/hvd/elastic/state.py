@@ -21,6 +21,7 @@ from dualtrain.hvd.functions import (
     broadcast_parameters,
 )
 from dualtrain.hvd.mpi_ops import rank
+from dualtrain.state import load_optimizer_state
 
 
 class StateHandler:
@@ -100,6 +101,10 @@ class OptimizerStateHandler(StateDictHandler):
     """State and options of an optimizer."""
 
     _saved_optimizer_state = property(lambda self: self._saved)
+
+    def restore(self) -> None:
+        """Loads a copy of what was saved last, with its dtypes."""
+        load_optimizer_state(self.value, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Load the root's state and options."""

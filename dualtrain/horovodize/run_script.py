@@ -1,4 +1,4 @@
-"""Runs a script or module as ``__main__``, as python itself would: arguments, path, exit status and traceback."""
+"""Running of a script or module as ``__main__``, with the arguments, path, exit status and traceback that python gives."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dualtrain.files import check_regular
 
 
 class Program(NamedTuple):
-    """What is about to run, and the module ``__main__`` that it runs in."""
+    """Compiled code, and the module ``__main__`` to run it in."""
 
     code: CodeType
     main: ModuleType
 
     def run(self) -> None:
-        """Runs it to its end. A SystemExit passes through; another exception looks as if python itself ran the program."""
-        sys.modules["__main__"] = self.main  # pickle and multiprocessing look for the script's functions there
+        """Run the code. SystemExit passes through; the traceback of another exception starts in the program."""
+        sys.modules["__main__"] = self.main  # pickle and multiprocessing look up the script's functions there
         try:
             exec(self.code, self.main.__dict__)
         except SystemExit:
@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
 
 def load_script(path: str, arguments: Sequence[str]) -> Program:
-    """What ``python path arguments…`` would run; ``sys.argv`` and ``sys.path`` are set for it.
+    """Load the script that ``python path arguments…`` would run, and set ``sys.argv`` and ``sys.path`` for it.
 
     Raises:
         UserError: there is no such file, or it cannot be read.
@@ -63,10 +63,10 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
 
 
 def load_module(name: str, arguments: Sequence[str]) -> Program:
-    """What ``python -m name arguments…`` would run; ``sys.argv`` is set for it.
+    """Load the module that ``python -m name arguments…`` would run, and set ``sys.argv`` for it.
 
     Raises:
-        UserError: there is no such module, or it is none that can be run.
+        UserError: there is no such module, or it cannot be run.
     """
     sys.argv[:] = ["-m", *arguments]
     _prepare()
@@ -83,7 +83,7 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the package is there, and what it imports is not
+            raise  # the package exists, but a module that it imports does not
         spec = None
     except ValueError:
         spec = None
@@ -94,24 +94,24 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
         return _find(f"{name}.__main__")
     code = spec.loader.get_code(spec.name) if isinstance(spec.loader, SourceFileLoader) else None
     if code is None:
-        raise UserError(f"the module {name!r} is no Python source file and cannot be run: name a module that is")
+        raise UserError(f"the module {name!r} is not a Python source file and cannot be run: name one that is")
     return spec, code
 
 
 def _prepare() -> None:
-    """Everything that a script may ask for before ``hvd.init``: the modules, and its place in HOROVOD_RANK and the like."""
+    """Install the import hook, and set HOROVOD_RANK and the like, which a script may read before ``hvd.init``."""
     from dualtrain.heap import keep_freed_memory
     from dualtrain.horovodize.imports import install
 
     install()
     keep_freed_memory()
-    from dualtrain.hvd import settings
+    from dualtrain import horovod_variables
 
-    settings.publish_place()
+    horovod_variables.publish_place()
 
 
 def _hide_frames_above(code: CodeType | None) -> None:
-    """Lets the traceback that python prints at the end start in the script (``None``: it never started)."""
+    """Make the traceback that python prints at exit start in ``code`` (``None``: the script did not start)."""
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""The report's page: HTML that needs no other file."""
+"""The report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import html
 from collections.abc import Sequence
 
-from dualtrain.report.picture import PANELS, picture
+from dualtrain.report.report_charts import PANELS, picture
 from dualtrain.report.runs import Run, Table, differing_settings, results, same_weights, title
 
 STYLE = """
@@ -26,7 +26,7 @@ img { width: 100%; height: auto; }
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The report as HTML that needs no other file.
+    """Return the report as self-contained HTML.
 
     Raises:
         UserError: matplotlib is missing.

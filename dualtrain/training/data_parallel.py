@@ -21,7 +21,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def sums(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """``objective.cross_entropy`` as four sums, (4,), float64, the first (the loss) with its gradient."""
+    """Compute ``objective.cross_entropy`` as four sums, (4,), float64, the first (the loss) with its gradient."""
     losses, found = cross_entropy(logits, targets, label_smoothing)
     return torch.cat([losses.double().sum()[None], found[1:]])
 
@@ -40,10 +40,10 @@ class WithLoss(nn.Module):
 
 
 def replicate(module: _Module, device: torch.device, output_device: int | None = None) -> nn.DataParallel[_Module]:
-    """``module`` on all GPUs that this process sees: a model, or one ``WithLoss``.
+    """Replicate ``module``, a model or a ``WithLoss``, on all GPUs that this process sees.
 
-    Inputs are taken on ``device`` and cut as by ``Tensor.chunk``: equal parts, the last one smaller, on fewer GPUs where
-    there is not enough for all. Buffers (running statistics of batch norm) are those that the first part gives.
+    Inputs are taken on ``device`` and split as by ``Tensor.chunk``: equal parts, the last one smaller, on fewer GPUs where
+    there are fewer samples. Buffers (running statistics of BatchNorm) are those of the first part.
 
     Args:
         module: has its parameters on ``device``.
@@ -71,7 +71,7 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
 
 
 def measured(model: nn.Module, device: torch.device, output_device: int | None, label_smoothing: float) -> Measure:
-    """Mean loss and sums of a batch, the loss computed on every GPU inside the replicas. Raises as :func:`replicate`."""
+    """Make an objective that computes the loss on every GPU, inside the replicas. Raises as :func:`replicate`."""
     replicas = replicate(WithLoss(model, label_smoothing), device, output_device)
 
     def measure(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Samples in MNIST's own file format, since MNIST would have to be fetched: ten shapes, shifted, dimmed, in noise."""
+"""Generated samples in MNIST's file format, to avoid a download: ten shapes, shifted, dimmed, with noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FILES = {"train": "train", "test": "t10k"}
 
 
 def write_mnist(folder: Path, samples: int, tests: int) -> None:
-    """Writes the four idx files where torchvision looks for them below ``folder``."""
+    """Write the four idx files below ``folder``, at the paths where torchvision looks for them."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     drawn = np.random.default_rng(0)
@@ -27,6 +27,6 @@ def write_mnist(folder: Path, samples: int, tests: int) -> None:
 
 
 def _write(path: Path, values: np.ndarray) -> None:
-    """The idx format: 0, 0, 8 for bytes, the number of dimensions, each of them, the bytes."""
+    """Write an idx file: 0, 0, 8 (the type uint8), the number of dimensions, the size of each, and the bytes."""
     head = struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
     path.write_bytes(head + values.tobytes())

@@ -1,4 +1,4 @@
-"""The report's picture: charts of all runs laid over each other, and the tables above them."""
+"""The report's picture: charts with the curves of all runs, below the tables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, MARGIN, HEAD, ROW, CHARTS = 15.0, 0.4, 0.95, 0.29, 9.2  # inches, of the picture and its parts
-LETTERS = 175  # that fit into one row of the picture's tables
+WIDTH, MARGIN, HEAD, ROW, CHARTS = 15.0, 0.4, 0.95, 0.29, 9.2  # sizes of the picture and its parts, in inches
+LETTERS = 175  # characters that fit into one row of the picture's tables
 STEP, EPOCH, TRAIN, VAL = "logged steps", "mean so far", "training, epochs", "validation"
 KINDS: dict[str, dict[str, Any]] = {
     STEP: {"linestyle": "-"},
@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     TRAIN: {"linestyle": "-", "marker": "o", "markersize": 4},
     VAL: {"linestyle": "--", "marker": "s", "markersize": 4},
 }
-PANELS: dict[str, list[tuple[str, str, str]]] = {  # curves: how drawn, kind of line of metrics.jsonl, key
+PANELS: dict[str, list[tuple[str, str, str]]] = {  # curves: (style, kind of line in metrics.jsonl, key)
     "Loss": [(STEP, "step", "loss"), (TRAIN, "epoch", "train_loss"), (VAL, "epoch", "val_loss")],
     "Accuracy": [(STEP, "step", "accuracy"), (TRAIN, "epoch", "train_accuracy"), (VAL, "epoch", "val_accuracy")],
     "Learning rate": [(STEP, "step", "lr")],
@@ -46,7 +46,7 @@ def load_figure() -> type[Figure]:
 
 
 def picture(runs: Sequence[Run], *, tables: bool) -> bytes:
-    """A PNG of the charts, below the title and the tables where ``tables``.
+    """Draw the charts, with ``tables`` also the title and the tables above them, and return a PNG.
 
     Raises:
         UserError: matplotlib is missing.
@@ -60,7 +60,7 @@ def picture(runs: Sequence[Run], *, tables: bool) -> bytes:
     _draw_charts(figure, runs, head)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks becomes boxes
+        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks are drawn as boxes
         figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
 
@@ -114,7 +114,7 @@ def _draw_charts(figure: Figure, runs: Sequence[Run], below: float) -> None:
     keys = [Line2D([], [], color=run.color, linewidth=3) for run in runs]
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.3 / WIDTH, 1 - below / height), "frameon": False}
     names = [_shortened(run.label, 80) for run in runs]
-    # Names come after the drawing, since matplotlib reads $ and a leading _ in them as its own.
+    # Set the names afterwards: matplotlib would interpret $ and a leading _ in labels.
     legend = figure.legend(keys, ["x"] * len(keys), ncols=_legend_columns(runs), fontsize=10, **place)
     for text, name in zip(legend.get_texts(), names, strict=True):
         text.set(parse_math=False, text=name)
@@ -129,7 +129,7 @@ def _draw_panel(axes: Axes, name: str, curves: list[tuple[str, str, str]], runs:
 
     drawn = set()
     for number, run in enumerate(runs):
-        # Runs that agree lie on one another: the earlier ones are wider, and show on both sides of the later.
+        # Curves of equal runs coincide: draw earlier runs wider, so that they show on both sides of later ones.
         width = 1.4 + 3.0 * (len(runs) - 1 - number) / max(1, len(runs) - 1)
         for how, kind, key in curves:
             steps, values = run.curve(kind, key)
@@ -151,12 +151,12 @@ def _draw_panel(axes: Axes, name: str, curves: list[tuple[str, str, str]], runs:
 
 
 def _paler(color: str) -> str:
-    """Mixed with white, not transparent: where lines cross, each keeps its colour."""
+    """Mix a colour with white. Transparency would mix the colours of lines that cross."""
     parts = (int(color[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{(part + 2 * 255) // 3:02x}" for part in parts)
 
 
 def _shortened(text: str, room: int) -> str:
-    """At most ``room`` letters: the middle of a path says least."""
+    """Shorten a text to ``room`` characters by cutting out its middle."""
     half = (room - 1) // 2
     return text if len(text) <= room else f"{text[:half]}…{text[-half:]}"

@@ -1,4 +1,4 @@
-"""The results as a page: HTML that needs no other file."""
+"""The results as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from itertools import groupby
 from dualtrain.bench.measure import Results
 from dualtrain.bench.rows import Row
 from dualtrain.bench.table import HEAD, answer, cells, remarks
-from dualtrain.report.page import STYLE
+from dualtrain.report.report_page import STYLE
 
 
 def page(results: Results, rows: Sequence[Row], world: str, png: bytes) -> str:
-    """The table and the picture."""
+    """Return the HTML page with the answer, the table and the picture."""
     lines = [f"<tr>{''.join(f'<th>{html.escape(name)}</th>' for name in HEAD)}</tr>"]
     for group, members in groupby(rows, key=lambda row: row.group):
         lines.append(f'<tr><th colspan="{len(HEAD)}">{html.escape(group)}</th></tr>')

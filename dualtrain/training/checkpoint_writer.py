@@ -1,6 +1,6 @@
-"""Writing checkpoints beside the loop: it waits for the copy of the state, not for the disk.
+"""A thread of rank 0 that writes checkpoints while the loop goes on: the loop waits for the copy, not for the disk.
 
-One at a time and in order, in a thread of rank 0. A write that fails leaves the files before it whole, and is reported.
+Checkpoints are written one at a time and in order. A write that fails leaves the earlier files whole, and is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dualtrain.training.run_dir import BEST_WEIGHTS, write_weights
 
 @dataclass(frozen=True)
 class _Best:
-    """The best state so far, as long as its files are not durable."""
+    """The best state so far, until its files are written."""
 
     step: int
     state: Packed
@@ -27,31 +27,34 @@ class _Best:
 
 
 class Writer:
-    """Writes the checkpoints of one run.
+    """The writer of one run's checkpoints.
 
     Args:
         folder: the run's.
         kept: how many checkpoints are kept, beside the best.
-        say: called with the report of a write that failed, from the writing thread.
-        patience: seconds that one write may take.
+        report: called with the message of a write that failed, from the writing thread.
+        timeout: seconds that one write may take.
     """
 
-    def __init__(self, folder: Path, kept: int, say: Callable[[str], None], patience: float) -> None:
+    def __init__(self, folder: Path, kept: int, report: Callable[[str], None], timeout: float) -> None:
         self._folder = folder
         self._checkpoints = folder / "checkpoints"
         self._kept = kept
-        self._say = say
-        self._patience = patience
+        self._report = report
+        self._timeout = timeout
         self._thread: threading.Thread | None = None
         self._bug: Exception | None = None
         self._best: _Best | None = None
         self.failed: OSError | None = None  # the error of the last write
 
     def write(self, step: int, state: Packed, best: dict[str, torch.Tensor] | None = None) -> None:
-        """Writes the checkpoint of ``step``; blocks only while an earlier one is written.
+        """Start writing the checkpoint of ``step``; blocks only while an earlier one is written.
 
-        ``best``: the model's weights, where this state is the best so far. Its files replace those of the best before it;
-        where that fails, the next write tries again.
+        Args:
+            step: of the run.
+            state: what to write.
+            best: the model's weights, where this state is the best so far. Its files replace those of the best before
+                it; where that fails, the next write tries again.
         """
         self.wait()
         if best is not None:
@@ -60,12 +63,12 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Blocks until the write under way, if there is one, has ended. Raises UserError where that takes too long."""
+        """Wait for the write in progress, if there is one. Raises UserError after the timeout."""
         if self._thread is not None:
-            self._thread.join(self._patience)
+            self._thread.join(self._timeout)
             if self._thread.is_alive():
                 raise UserError(
-                    f"a checkpoint has been on its way to {str(self._checkpoints)!r} for {self._patience:g} s: the disk "
+                    f"a checkpoint has been written to {str(self._checkpoints)!r} for {self._timeout:g} s: the disk "
                     "hangs or is slow; choose another --run-dir, or a longer --timeout"
                 )
             self._thread = None
@@ -76,14 +79,16 @@ class Writer:
         try:
             state.write(path_of(self._checkpoints, step))
             self._write_best(step)
-            # Last: until the best has its files, the checkpoint of its step is the only one that can give them back.
+            # Last: until the best's files are written, only the checkpoint of its step can restore them.
             drop_old(self._checkpoints, self._kept)
             self.failed = None
         except OSError as error:
             self.failed = error
             reason = error.strerror or error
-            self._say(f"the checkpoint of step {step} could not be written ({reason}): training goes on; free that place")
-        except Exception as error:  # for the thread that waits
+            self._report(
+                f"the checkpoint of step {step} could not be written ({reason}): training goes on; free space there"
+            )
+        except Exception as error:  # raised in wait()
             self._bug = error
 
     def _write_best(self, step: int) -> None:

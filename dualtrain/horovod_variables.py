@@ -16,16 +16,19 @@ log = logging.getLogger("dualtrain.hvd")
 PATIENCE = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-_ACCEPTED = {"ELASTIC", "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME"}
-_HONOURED = {
-    "STALL_CHECK_DISABLE",
-    "STALL_CHECK_TIME_SECONDS",
-    "STALL_SHUTDOWN_TIME_SECONDS",
-    "TIMELINE",
-    "TIMELINE_MARK_CYCLES",
-    "DYNAMIC_PROCESS_SETS",
-    "FUSION_THRESHOLD",
+#: Variables that have the meaning here that they have for Horovod.
+HONOURED = {
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    "HOROVOD_ELASTIC",
+    "HOROVOD_FUSION_THRESHOLD",
+    "HOROVOD_STALL_CHECK_DISABLE",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "HOROVOD_TIMELINE",
+    "HOROVOD_TIMELINE_MARK_CYCLES",
 }
+#: Variables that a launcher sets, and that need no mention.
+_OF_LAUNCHERS = {f"HOROVOD_{name}" for name in (*_PLACE, "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME")}
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 def mention_others(env: Mapping[str, str]) -> None:
     """Names, in one debug line, the variables of Horovod's that are set and mean nothing here."""
-    known = {f"HOROVOD_{name}" for name in (*_PLACE, *_ACCEPTED, *_HONOURED)}
-    others = sorted(name for name in env if name.startswith("HOROVOD_") and name not in known)
+    others = sorted(name for name in env if name.startswith("HOROVOD_") and name not in HONOURED | _OF_LAUNCHERS)
     if others:
         log.debug("without a meaning on torch.distributed, and ignored: %s", ", ".join(others))
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from dualtrain import UserError
-from dualtrain.training.parallel import WithLoss, replicate, sums
+from dualtrain.training.data_parallel import WithLoss, replicate, sums
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
@@ -122,7 +122,7 @@ def test_on_gpus_the_loss_inside_the_model_has_the_same_sums_and_gradients():
 
 @pytest.mark.gpu
 @needs_gpus
-def test_outputs_are_gathered_on_the_gpu_that_was_asked_for():
+def test_outputs_are_gathered_on_the_requested_gpu():
     device = torch.device("cuda", 0)
     outputs = replicate(model().to(device), device, 1)(batch()[0].to(device))
     assert outputs.device == torch.device("cuda", 1)

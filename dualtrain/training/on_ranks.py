@@ -1,4 +1,4 @@
-"""Doing what may fail on one rank so that all ranks learn of it."""
+"""Run what may fail on one rank so that the error is raised on every rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dualtrain.errors import RanksDifferError, UserError
 T = TypeVar("T")
 
 
-def together(backend: Backend, what: str, task: Callable[[], T]) -> T:
-    """``task()`` on every rank, once it is known to have succeeded on all. Collective; blocks.
+def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
+    """Run ``task()`` on every rank, and return once it has succeeded on all. Collective; blocks.
 
     Raises:
-        UserError: on every rank, with the first rank's reason, if it raised UserError anywhere; RanksDifferError if not
-            everywhere.
+        UserError: on every rank, with the first rank's reason, if it raised UserError or OSError on all of them;
+            RanksDifferError if only on some.
     """
     result, problem = None, None
     try:
@@ -32,11 +32,11 @@ def together(backend: Backend, what: str, task: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # every task that raised has ended above
 
 
-def on_root(backend: Backend, what: str, task: Callable[[], T]) -> T:
-    """What ``task()`` gives on rank 0, on every rank: plain values and tensors. Collective; blocks.
+def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
+    """Run ``task()`` on rank 0, and return its result, plain values and tensors, on every rank. Collective; blocks.
 
     Raises:
-        UserError: on every rank, if it raised UserError on rank 0.
+        UserError: on every rank, if the task raised UserError or OSError.
     """
     answer: tuple[T | None, str | None] = (None, None)
     if backend.rank == 0:
@@ -51,4 +51,4 @@ def on_root(backend: Backend, what: str, task: Callable[[], T]) -> T:
 
 
 def _reason(what: str, error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else f"{what}: {error}; free or mend that place, then try again"
+    return str(error) if isinstance(error, UserError) else f"{what}: {error}; free space or fix permissions, then try again"

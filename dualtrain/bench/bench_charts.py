@@ -1,4 +1,4 @@
-"""The results as a picture: each ratio with its interval, and what an allreduce takes by size."""
+"""The results as a picture: each ratio with its interval, and the time of an allreduce by size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dualtrain.bench.measure import Results
 from dualtrain.bench.rows import BUFFERS, Row, sweep_of
-from dualtrain.report.picture import load_figure
+from dualtrain.report.report_charts import load_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ LINE = 0.24  # inches
 
 
 def picture(results: Results, rows: Sequence[Row]) -> bytes:
-    """A PNG.
+    """Draw the picture and return it as PNG.
 
     Raises:
         UserError: matplotlib is missing.
@@ -42,22 +42,22 @@ def picture(results: Results, rows: Sequence[Row]) -> bytes:
 def _draw_ratios(axes: Axes, groups: Sequence[tuple[str, list[Row]]]) -> None:
     labels: list[str] = []
     ticks: list[float] = []
-    place = 0.0
+    y = 0.0
     for name, rows in groups:
-        place += 1
-        axes.text(0.005, place, name, transform=axes.get_yaxis_transform(), weight="bold", fontsize=9, va="center")
+        y += 1
+        axes.text(0.005, y, name, transform=axes.get_yaxis_transform(), weight="bold", fontsize=9, va="center")
         for row in rows:
-            place += 1
-            ticks.append(place)
+            y += 1
+            ticks.append(y)
             labels.append(row.job)
             found, color = row.found, MET[row.met]
-            axes.plot([found.low, found.high], [place, place], color=color, linewidth=2)
-            axes.plot([found.value], [place], "o", color=color, markersize=5)
+            axes.plot([found.low, found.high], [y, y], color=color, linewidth=2)
+            axes.plot([found.value], [y], "o", color=color, markersize=5)
             if row.target is not None:
-                axes.plot([row.target], [place], "|", color="#222222", markersize=11)
-        place += 0.5
+                axes.plot([row.target], [y], "|", color="#222222", markersize=11)
+        y += 0.5
     axes.set_yticks(ticks, labels, fontsize=8)
-    axes.set_ylim(place + 0.5, 0)
+    axes.set_ylim(y + 0.5, 0)
     axes.set_xscale("log")
     marks = [mark for mark in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 100) if _inside(mark, groups)]
     axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
@@ -75,10 +75,10 @@ def _inside(mark: float, groups: Sequence[tuple[str, list[Row]]]) -> bool:
 def _draw_sweep(axes: Axes, sweep: dict[str, dict[int, float]]) -> None:
     names = list(dict.fromkeys(title.removesuffix(BUFFERS) for title in sweep))
     for title, found in sweep.items():
-        # A contender has one color; what it does with buffers of its own is dashed.
+        # One color per contender; the dashed line is for the library's own buffers.
         color, style = f"C{names.index(title.removesuffix(BUFFERS))}", "--" if title.endswith(BUFFERS) else "-"
-        taken = [1e3 * seconds for seconds in found.values()]
-        axes.plot(list(found), taken, style, color=color, marker="o", markersize=3, label=title)
+        times = [1e3 * seconds for seconds in found.values()]
+        axes.plot(list(found), times, style, color=color, marker="o", markersize=3, label=title)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("bytes")
