@@ -13,7 +13,7 @@ from dualtrain.launchers import World, detect_world
 log = logging.getLogger("dualtrain.hvd")
 
 #: After which a wait ends in an error where nothing else is asked for: torch.distributed's own limit.
-PATIENCE = 1800.0
+DEFAULT_TIMEOUT = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 #: Variables that have the meaning here that they have for Horovod.
@@ -45,7 +45,7 @@ class Settings:
     """
 
     stall_check: float = 60.0
-    stall_shutdown: float = PATIENCE
+    stall_shutdown: float = DEFAULT_TIMEOUT
     timeline: str | None = None
     mark_cycles: bool = False
     dynamic_sets: bool = False

@@ -442,15 +442,15 @@ def test_parameters_may_be_frozen_later(typical, unused):
 
 def adversaries(backend):
     """Two models, two optimizers: one step each, then one backward through both."""
-    generator, judge = seeded(nn.Linear(4, 4), 1), perceptron(2)
-    makes, judges = sgd(generator, backend), sgd(judge, backend)
+    generator, critic = seeded(nn.Linear(4, 4), 1), perceptron(2)
+    makes, criticizes = sgd(generator, backend), sgd(critic, backend)
 
     def loss(pair, rank):
         return pair[1](pair[0](vectors(rank))).square().mean()
 
-    pair = nn.ModuleList([generator, judge])
+    pair = nn.ModuleList([generator, critic])
     for step in range(2):
-        for trained, optimizer in ((1, judges), (0, makes)):
+        for trained, optimizer in ((1, criticizes), (0, makes)):
             for i, model in enumerate(pair):
                 model.requires_grad_(i == trained)
             expected = mean_gradients(pair[trained], of_every_rank(backend, _with_other(pair, trained, loss)))
@@ -462,11 +462,11 @@ def adversaries(backend):
     pair.requires_grad_(True)
     expected = mean_gradients(pair, of_every_rank(backend, loss))
     makes.zero_grad()
-    judges.zero_grad()
+    criticizes.zero_grad()
     loss(pair, backend.rank).backward()
     check(gradients(pair), expected)
     makes.step()
-    judges.step()
+    criticizes.step()
     assert same_on_all(backend, list(pair.parameters()))
 
 

@@ -174,7 +174,7 @@ def test_stalls_are_reported_once_on_every_rank():
     assert desk.answers(1, "do", "text")[-1] == ("report", "allreduce.loss: rank 0 waited 11 s for ranks 1, 2")
 
 
-def test_stalls_end_the_world_where_that_is_asked_for():
+def test_stalls_end_the_world_where_the_settings_say_so():
     desk = Desk(2, stall_check=0, stall_shutdown=30)
     desk.say(0, name="loss")
     desk.look(29)
