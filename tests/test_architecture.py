@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source, so that the order of the rooms stays what it says it is."""
+"""Imports between packages: each imports only those below it."""
 
 from __future__ import annotations
 

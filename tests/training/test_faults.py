@@ -309,7 +309,7 @@ def load_and_check(kind: Any, state: dict[str, Any], **options: Any) -> None:
     check_state(optimizer)
 
 
-def test_the_state_of_every_optimizer_is_taken_and_random_numbers_stay():
+def test_the_state_of_every_optimizer_is_loaded_and_random_numbers_stay():
     before = torch.get_rng_state()
     for kind in optimizer_names().values():
         for options in ({}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}, {"foreach": True}, {"fused": True}):

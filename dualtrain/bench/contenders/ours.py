@@ -50,7 +50,7 @@ class Ours(Contender):
         self.backend.start_sum(tensor, "sweep").wait()
 
     def buffer(self, numbers: int) -> torch.Tensor | None:
-        """Allocate a buffer as for gradients."""
+        """See the base class. Allocates the memory that gradient buckets use."""
         return self.backend.new_buffer(numbers, torch.float32, self.device)
 
     def feed(self, folder: str, batch: int) -> int:

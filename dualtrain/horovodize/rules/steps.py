@@ -100,7 +100,7 @@ def _event(source: Source, call: ast.Call) -> Event | None:
 
 
 def _since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events between the last backward and this one; without a backward, all before it (``strictly``: None)."""
+    """Return the events since the last backward. Without one, return all earlier events, or None if ``strictly``."""
     found: list[Event] = []
     this = events[number]
     for event in reversed(events[:number]):
