@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+# Private in torch 2.5 to 2.15: the base class of BatchNorm1d, 2d and 3d, which no public name has.
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualtrain.backends import Backend
@@ -25,7 +27,7 @@ class SynchronizedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: Any, bias: Any, eps: float, gather: Exchange, total: Exchange
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The result, and the mean (C,), the variance (C,) and the number of samples () that it was made with."""
+        """Return the result, and the mean (C,), the variance (C,) and the number of samples () that it was made with."""
         x, dims = _wide(input), [0, *range(2, input.dim())]
         count = x.numel() / max(x.shape[1], 1)
         mean = x.mean(dims) if count else x.new_zeros(x.shape[1])
@@ -47,7 +49,7 @@ class SynchronizedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
-        """Gradients of the input over all ranks' samples; those of weight and bias are this rank's own part."""
+        """Return the gradients of the input over all ranks' samples; those of weight and bias are this rank's own part."""
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
         normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)
@@ -69,11 +71,11 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``row`` (n,), as (size, n)."""
+        """Return every rank's ``row`` (n,), as (size, n)."""
         raise NotImplementedError
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's ``values``."""
+        """Return the sum of every rank's ``values``."""
         raise NotImplementedError
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -104,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """``module`` with every BatchNorm layer in it replaced by this kind, parameters and state kept."""
+        """Return ``module`` with every BatchNorm layer in it replaced by this kind, parameters and state kept."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             made = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             made.weight, made.bias, made.training = module.weight, module.bias, module.training

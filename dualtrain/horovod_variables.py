@@ -1,4 +1,4 @@
-"""What Horovod's environment variables ask for, as far as it has a meaning here."""
+"""Horovod's environment variables that mean something here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dualtrain.launchers import World, detect_world
 log = logging.getLogger("dualtrain.hvd")
 
 #: After which a wait ends in an error where nothing else is asked for: torch.distributed's own limit.
-PATIENCE = 1800.0
+DEFAULT_TIMEOUT = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 #: Variables that have the meaning here that they have for Horovod.
@@ -45,7 +45,7 @@ class Settings:
     """
 
     stall_check: float = 60.0
-    stall_shutdown: float = PATIENCE
+    stall_shutdown: float = DEFAULT_TIMEOUT
     timeline: str | None = None
     mark_cycles: bool = False
     dynamic_sets: bool = False
@@ -53,7 +53,7 @@ class Settings:
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Settings:
-        """The settings of ``env``.
+        """Return the settings of ``env``.
 
         Raises:
             UserError: a variable that should be a number is none.
@@ -95,7 +95,7 @@ def mention_others(env: Mapping[str, str]) -> None:
 
 
 def publish_place(world: World | None = None) -> None:
-    """Sets HOROVOD_RANK and its like as ``horovodrun --gloo`` does, where nobody has: scripts read them before ``init``.
+    """Set HOROVOD_RANK and its like as ``horovodrun --gloo`` does, where nobody has: scripts read them before ``init``.
 
     Under MPI nothing is set: there Horovod's scripts look at MPI's own variables, and take HOROVOD_RANK for Gloo.
     """

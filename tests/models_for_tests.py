@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from dualtrain import DistributedOptimizer, buckets
+from dualtrain import DistributedOptimizer
+from dualtrain.gradients import layout
 
-DEFAULT_BUCKETS = buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES
+DEFAULT_BUCKETS = layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES
 SMALL_BUCKETS = 1 << 8, 1 << 11
 CLASSES = 5
 EXACT = {"rtol": 0, "atol": 0}
@@ -112,11 +113,11 @@ def same_on_all(backend, tensors: list[torch.Tensor]) -> bool:
 @contextmanager
 def small_buckets(sizes: tuple[int, int] = SMALL_BUCKETS) -> Iterator[None]:
     """Make buckets of a few parameters each. Ranks that are threads may enter it concurrently."""
-    buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES = sizes
+    layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES = sizes
     try:
         yield
     finally:
-        buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES = DEFAULT_BUCKETS
+        layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES = DEFAULT_BUCKETS
 
 
 def living_tensors() -> int:

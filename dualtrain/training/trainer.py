@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
-from dualtrain.buckets import Transfer
 from dualtrain.errors import DivergedError
+from dualtrain.gradients import Transfer
+from dualtrain.gradients.parameters import check_supported, warn_of_ddp
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.parameters import check_supported, warn_of_ddp
 from dualtrain.state import averaged_buffers, broadcast_parameters
 from dualtrain.training import checkpoint
 from dualtrain.training.objective import NAMES, Loss, Objective, added, as_objective, metrics
@@ -93,10 +93,10 @@ class Trainer:
             optimizer,
             model.named_parameters(),
             backend=backend,
-            carry=StepScalars.COUNT if self._piggyback else 0,
+            extra=StepScalars.COUNT if self._piggyback else 0,
             transfer=Transfer(dtype=None if self._piggyback else DTYPES[compress]),
         )
-        self._extra = self.optimizer.cargo.numpy()
+        self._extra = self.optimizer.extra.numpy()
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     def close(self) -> None:

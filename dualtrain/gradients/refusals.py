@@ -1,8 +1,8 @@
-"""Why a rank cannot average its gradients any more, and how all ranks learn of it.
+"""Why a rank cannot average its gradients any more, and how all ranks are told.
 
-What makes a rank refuse is known only there: the user changed a parameter or the optimizer after the buckets were made.
-It sends a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same
-error. No rank enters a collective alone.
+Only the rank itself can see that the user changed a parameter or the optimizer after the buckets were made. It sends a
+flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same error. No
+rank enters a collective alone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import NoReturn
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.buckets import Bucket
 from dualtrain.errors import BackendError
-from dualtrain.parameters import Forms
+from dualtrain.gradients.buckets import Bucket
+from dualtrain.gradients.parameters import Forms
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 _NEW_LAYOUT = (
@@ -29,22 +29,22 @@ _SAME_STEPS = "step or skip on all ranks alike, and call optimizer.zero_grad() a
 
 
 class Refusals:
-    """What a reducer checks in every exchange.
+    """The checks of a reducer in every exchange.
 
     The flag is NaN if this rank has a reason; else infinite, positive after an odd number of optimizer steps and negative
     after an even one. The sum over ranks of any size and dtype is NaN if a rank has a reason, or if some ranks have taken a
     step that others have not: by then their weights differ.
 
     Attributes:
-        optimizer: the one whose param_groups must not grow by themselves, if there is one.
-        known: ids of the reducer's parameters, which it keeps alive.
+        optimizer: the one whose param_groups must not get other parameters than ``known``; ``None`` for no check.
+        known: ids of the reducer's parameters, which the reducer keeps alive.
         steps: the number of steps that the optimizer has taken on this rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: set[int]) -> None:
         self.steps = 0
         self.optimizer: torch.optim.Optimizer | None = None
-        self.known: set[int] = set()
+        self.known = known
         self._forms = Forms([])
         self._in_groups: list[list[torch.Tensor]] = []  # the optimizer's parameters, when they were all known
         self._replaced: dict[tuple[int, str], str] = {}  # where modules have new parameters → name of the old one
@@ -52,18 +52,18 @@ class Refusals:
         self._late: _LateFlag | None = None
 
     def lay_out(self, named: Named, flag: torch.Tensor) -> None:
-        """Expect ``named`` parameters to stay what they are now; ``flag`` travels with their gradients."""
+        """Expect ``named`` parameters to stay what they are now; ``flag`` is sent with their gradients."""
         self._forms, self._flag, self._late = Forms(named), flag, None
 
     def replace(self, place: tuple[int, str], name: str | None) -> None:
-        """A module has a new parameter instead of ``name`` in ``place``, or one of ours (``None``)."""
+        """Note that a module has a new parameter instead of ``name`` in ``place``, or one of ours (``None``)."""
         if name is None:
             self._replaced.pop(place, None)
         else:
             self._replaced[place] = name
 
     def reason(self, buckets: Sequence[Bucket]) -> str | None:
-        """What changed on this rank since the buckets were made; ``None`` if nothing did."""
+        """Return what changed on this rank since the buckets were made; ``None`` if nothing did."""
         for bucket in buckets:
             if bucket.misplaced is not None:
                 name = bucket.misplaced.name
@@ -116,7 +116,7 @@ class Refusals:
         self._flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], host_waits: bool) -> bool:
-        """Whether a rank has refused in the exchange that has ended; the same on every rank.
+        """Return whether a rank has refused in the exchange that has ended; the same on every rank.
 
         On a GPU, where the host does not wait for the exchange anyway, raises BackendError instead: at once on the rank
         that has the reason, one step later on the others.
@@ -140,7 +140,7 @@ class Refusals:
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, host_waits: bool) -> None:
         """Complete an exchange of zeros in the layout that this rank leaves; ``sent`` of its buckets were sent before.
 
-        A rank that keeps the layout waits for that exchange, and learns from the flag that this one does not. Collective;
+        A rank that keeps the layout waits for that exchange, and sees from the flag that this one does not. Collective;
         blocks. Does nothing on a GPU where the host does not wait for the exchange, nor the other ranks for a reason.
 
         Raises:
@@ -151,7 +151,7 @@ class Refusals:
         for bucket in buckets[sent:]:
             bucket.clear()
         self._flag.fill_(math.nan)
-        backend.settle()
+        backend.drain()
         for bucket in buckets[sent:]:
             bucket.start(backend)
         for bucket in buckets:
@@ -160,7 +160,7 @@ class Refusals:
         if not all(reason == _NEW_LAYOUT for reason, _ in states):
             _raise_first(states)
 
-    def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> None:
+    def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:
         """Raise BackendError with the first reason of all ranks. Collective."""
         mine = self.reason(buckets)
         for bucket in buckets:
@@ -168,7 +168,7 @@ class Refusals:
         _raise_first(self._exchange_reasons(backend, mine))
 
     def _exchange_reasons(self, backend: Backend, mine: str | None) -> list[tuple[str | None, int]]:
-        """Every rank's reason, and the number of its optimizer's steps."""
+        """Return every rank's reason, and the number of its optimizer's steps. Collective; blocks."""
         return backend.allgather_object((mine, self.steps), name="refused parameters")
 
 
@@ -188,7 +188,7 @@ def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
 
 
 class _LateFlag:
-    """A flag on a GPU that is looked at one step later, when the host need not wait for it."""
+    """A flag on a GPU that the host reads one step later, so that it does not wait for it."""
 
     def __init__(self, flag: torch.Tensor) -> None:
         self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
@@ -200,6 +200,6 @@ class _LateFlag:
         self._copied.record(torch.cuda.current_stream(flag.device))
 
     def raised(self) -> bool:
-        """Whether it was set. Blocks until the last copy has ended."""
+        """Return whether it was set. Blocks until the last copy has ended."""
         self._copied.synchronize()
         return math.isnan(self._value.item())

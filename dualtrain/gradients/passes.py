@@ -9,10 +9,10 @@ import torch
 
 
 class EndOfPass:
-    """What runs at the end of a backward pass; of the outermost one, if it runs inside of others.
+    """A callback for the end of a backward pass; of the outermost one, if it runs inside of others.
 
-    Reentrant checkpointing has a pass of its own for every segment. To finish the reduction at the end of each would
-    send the caller's numbers, which are sums by then, once more.
+    Reentrant checkpointing runs a backward pass of its own for every segment. Finishing the reduction at the end of each
+    would send the extra scalars, which are sums by then, once more.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -20,6 +20,7 @@ class EndOfPass:
 
     def __call__(self) -> None:
         """Called by autograd at the end of the pass it was queued in."""
+        # Private in torch 2.5 to 2.15: no public name tells whether a backward pass runs inside of another.
         node = torch._C._current_autograd_node()
         if node is None:
             self._call()
@@ -28,12 +29,13 @@ class EndOfPass:
 
 
 def at_end_of_pass(call: Callable[[], None]) -> None:
-    """Has the backward pass that goes on end with ``call``: what DDP and FSDP use for the same purpose."""
+    """Call ``call`` at the end of the backward pass that is running."""
+    # Private in torch 2.5 to 2.15. DDP and FSDP use it for the same purpose; no public hook runs at a pass's end.
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _after_node(node: Any, call: Callable[[], None]) -> None:
-    """Has the backward pass that ``node`` belongs to end with ``call``."""
+    """Call ``call`` at the end of the backward pass that ``node`` belongs to."""
     calls = [call]
 
     def once(*_: object) -> None:

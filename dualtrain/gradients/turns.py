@@ -34,7 +34,7 @@ class Member(Protocol):
         """Whether it has sent a bucket already, or the backward pass that ends has given it gradients to send."""
 
     def exchange(self) -> None:
-        """Averages its gradients. Collective; blocks."""
+        """Average its gradients. Collective; blocks."""
 
 
 class Turns:
@@ -46,21 +46,21 @@ class Turns:
         self._first = 0  # whose buckets go before the others'
 
     def enter(self, member: Member) -> int:
-        """Registers a reducer, in the same order on every rank; gives its number, which one that has left may have had."""
+        """Register a reducer, in the same order on every rank; return its number, which one that left may have had."""
         number = next(each for each in itertools.count() if each not in self._members)
         self._members[number] = weakref.ref(member)
         return number
 
     def leave(self, number: int) -> None:
-        """Removes a reducer that was closed, on every rank; may be repeated. One that was collected leaves by itself."""
+        """Remove a reducer that was closed, on every rank; may be repeated. One that was collected leaves by itself."""
         self._members.pop(number, None)
 
     def may_send(self, number: int) -> bool:
-        """Whether this reducer may send buckets while backward goes on: it is the only one, or goes before the others."""
+        """Return whether this reducer may send buckets during backward: it is the only one, or goes before the others."""
         return number == self._first or len(self._members) < 2
 
     def due(self, number: int, member: Member) -> list[Member]:
-        """The reducers that exchange their gradients now that reducer ``number`` is to. Collective where there are several.
+        """Return the reducers that exchange gradients together with reducer ``number``. Collective if there are several.
 
         Raises:
             BackendError: the ranks are in different calls, or this one has dropped a reducer that another one uses.
@@ -104,7 +104,7 @@ class Turns:
             )
 
     def _refuse_other_order(self, wanted: int, odd: list[int]) -> None:
-        """The gradients of an optimizer belong to one step of it: ranks that are a step apart would average two steps."""
+        """Raise BackendError if ranks are a step apart: they would average the gradients of two steps."""
         if len({each & wanted for each in odd}) > 1:
             raise BackendError(
                 "the optimizers have not taken the same steps on every rank: step them in the same order on all ranks, or "
@@ -120,5 +120,5 @@ _TURNS: weakref.WeakKeyDictionary[Backend, Turns] = weakref.WeakKeyDictionary()
 
 
 def turns(backend: Backend) -> Turns:
-    """Those of ``backend``."""
+    """Return the reducers of ``backend``."""
     return _TURNS.setdefault(backend, Turns(backend))
