@@ -18,9 +18,9 @@ UNFINISHED: tuple[str, ...] = ()
 
 #: Deprecated names that still work: the version that removes each, and the files that define or test it.
 ALIASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "carry": ("0.2.0", ("dualtrain/optimizer.py", "dualtrain/gradients/reducer.py", "tests/gradients/test_optimizer.py")),
-    "cargo": ("0.2.0", ("dualtrain/optimizer.py", "dualtrain/gradients/reducer.py", "tests/gradients/test_optimizer.py")),
-    "news": ("0.2.0", ("dualtrain/training/step.py", "dualtrain/training/trainer.py", "tests/training/test_trainer.py")),
+    "carry": ("0.3.0", ("dualtrain/optimizer.py", "dualtrain/gradients/reducer.py", "tests/gradients/test_optimizer.py")),
+    "cargo": ("0.3.0", ("dualtrain/optimizer.py", "dualtrain/gradients/reducer.py", "tests/gradients/test_optimizer.py")),
+    "news": ("0.3.0", ("dualtrain/training/step.py", "dualtrain/training/trainer.py", "tests/training/test_trainer.py")),
     "settle": (
         "0.3.0",
         ("dualtrain/backends/collectives.py", "dualtrain/backends/watch.py", "tests/backends/test_watch.py"),

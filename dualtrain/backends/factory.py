@@ -83,6 +83,8 @@ def connect(
     """Join the world that this process was launched in. Collective; blocks until all processes have called it.
 
     torch.distributed's default process group stays as it is: a program may call ``init_process_group`` before or after.
+    For the whole process, two things change: this rank's GPU becomes the current one, and until the backend is closed
+    ``sys.excepthook`` and an exit handler report to the other ranks how this one ends (the earlier hook is still called).
 
     Args:
         name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for the one that the launcher implies.
@@ -255,6 +257,7 @@ def _take_device(backend: Backend) -> None:
         index = backend.device.index
         index = backend.world.local_rank % torch.cuda.device_count() if index is None else index
         backend.device = torch.device("cuda", index)
+        # For the whole process: what names no GPU, NCCL and Horovod included, would use GPU 0 on every rank.
         torch.cuda.set_device(backend.device)
         # Not its index: where each rank sees one GPU only, all have index 0.
         identifier = int(uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)))

@@ -56,6 +56,7 @@ class Watch:
         self._reported = threading.Event()
         self._sending = threading.Lock()
         self._leaving = False
+        self._unhook: Callable[[], None] = _do_nothing
         if connections:
             threading.Thread(target=self._receive_all, name="dualtrain-watch", daemon=True).start()
 
@@ -65,15 +66,27 @@ class Watch:
         return self.failure is not None and not self.failure.quiet
 
     def report_at_exit(self) -> None:
-        """Report an uncaught exception of this process to the other ranks, and its exit if it does not close."""
+        """Report an uncaught exception of this process to the other ranks, and its exit if it does not close.
+
+        For this it chains ``sys.excepthook`` and registers an exit handler, the only places where a library learns of
+        either: without them the other ranks would wait for a rank whose program failed outside of dualtrain, or know
+        only that its connection broke. The earlier hook is called too, and :meth:`leave` undoes both.
+        """
         earlier = sys.excepthook
 
         def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self.announce("".join(traceback.format_exception(kind, error, trace)).strip())
             earlier(kind, error, trace)
 
+        def unhook() -> None:
+            atexit.unregister(self.leave)
+            # A hook that was installed later keeps calling this one, which then only calls the earlier one.
+            if sys.excepthook is report_and_print:
+                sys.excepthook = earlier
+
         sys.excepthook = report_and_print
         atexit.register(self.leave)
+        self._unhook = unhook
 
     def announce(self, reason: str) -> None:
         """Report to the other ranks that this one stops for ``reason``: a message, or a formatted traceback."""
@@ -85,6 +98,8 @@ class Watch:
 
     def leave(self) -> None:
         """Report to the other ranks that this one leaves in good order."""
+        self._unhook()
+        self._unhook = _do_nothing
         if not self._leaving:
             self._leaving = True
             self.send(asdict(PeerFailure(self.rank, "has left the job", quiet=True)))
@@ -185,6 +200,10 @@ class Watch:
         """Deprecated name of :meth:`wait_for_report`."""
         _warn("Watch.settle", "Watch.wait_for_report")
         self.wait_for_report(seconds)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _warn(old: str, new: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -80,6 +81,30 @@ def test_connect_leaves_the_environment_and_the_signals_as_they_are(name):
         backend.group([0])
         assert state() == before
     assert state() == before
+
+
+def test_close_removes_the_hooks_for_the_end_of_the_process(monkeypatch):
+    handlers = []
+    monkeypatch.setattr(atexit, "register", handlers.append)
+    monkeypatch.setattr(atexit, "unregister", handlers.remove)
+    before = sys.excepthook
+    with connect("local", device="cpu") as backend:
+        assert sys.excepthook is not before
+        assert handlers == [backend.watch.leave]
+    assert sys.excepthook is before
+    assert handlers == []
+
+
+def test_close_keeps_a_hook_that_was_installed_later(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error))
+    with connect("local", device="cpu"):
+        chained = sys.excepthook
+        sys.excepthook = later = lambda *error: chained(*error)
+    assert sys.excepthook is later
+    error = ValueError("boom")
+    later(ValueError, error, None)
+    assert seen == [(ValueError, error, None)]
 
 
 def test_only_one_thread_at_a_time_changes_the_environment(monkeypatch):
