@@ -31,7 +31,7 @@ from dualtrain.rendezvous.http_store import HttpStore
 from dualtrain.rendezvous.meeting_point import names_by_server, within
 from dualtrain.rendezvous.placement import SAME_BACKEND, KeyValueStore
 
-_YIELDING_SECONDS = 0.01  # that a wait yields instead of sleeping
+_YIELDING_SECONDS = 0.01  # how long a wait yields the core between polls before it sleeps
 #: Makes the job's store and places the ranks: called with the world, the timeout, the backend's name, and this host's
 #: obstacle if any.
 Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]

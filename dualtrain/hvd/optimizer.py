@@ -92,7 +92,7 @@ class _Optimizer(NativeOptimizer):
         transfer: Transfer,
         process_set: ProcessSet,
     ) -> None:
-        """In place of ``__init__``, which the wrapped optimizer's class has arguments of its own for."""
+        """Initialize. Not as ``__init__``, which has the arguments of the wrapped optimizer's class."""
         self.optimizer = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
@@ -128,9 +128,10 @@ class _Optimizer(NativeOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """As the native optimizer's. GradScaler.step reads it before the gradients.
+        """The wrapped optimizer's value; GradScaler.step reads it before it looks for an overflow.
 
-        Those of one rank alone would have it skip a step that the others take.
+        Raises:
+            AssertionError: the gradients are not combined yet: an overflow on one rank would skip the step on it alone.
         """
         if self.reducer is not None and self.reducer.dirty:
             raise AssertionError(

@@ -61,7 +61,7 @@ def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def _check_form(tree: dict[str, Any]) -> None:
-    """Raise UserError for a file that has the format of a run's checkpoint, and not its parts."""
+    """Raise UserError for a file that is in the format of checkpoints but lacks the parts of a run's."""
     kinds = {"trainer": dict, "cursor": dict, "config": dict, "global_batch": int, "data": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(tree.get(name), kind)]
     try:

@@ -152,13 +152,13 @@ def test_mpi_that_is_not_the_launchers_is_refused(monkeypatch):
 
 
 def refusal(name, world):
-    """What ``connect`` says of this world."""
+    """Return the error message with which ``connect`` refuses this world."""
     with pytest.raises(UserError) as caught:
         connect(name, world=world)
     return str(caught.value)
 
 
-# Horovod takes part of its process with it, so these three, one after another, have a process of their own.
+# Horovod cannot be unloaded, so these three cases run one after another in a process of their own.
 HOROVODS = """
 import json, os, sys
 from importlib.util import find_spec
@@ -191,7 +191,7 @@ def busy_port():
 
 @pytest.fixture(scope="module")
 def horovods(busy_port):
-    """What a new process says of Horovod: missing, with its port in use, and found as a world of another size."""
+    """The errors of a new process without Horovod, with its port in use, and with it in a world of another size."""
     command = [sys.executable, "-c", HOROVODS, str(busy_port)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -250,7 +250,7 @@ def test_a_world_of_another_size_than_the_launchers_is_refused(name, request):
 
 
 class Seen:
-    """A backend as ``connect`` sees one that has just joined its world: what the ranks exchange is given."""
+    """Stand-in for a backend that has just joined: ``exchange`` returns ``rows``, with this rank's in place of ``None``."""
 
     transport = "nccl"
 
@@ -270,7 +270,7 @@ GPUS = [f"{number:08x}-0000-4000-8000-000000000000" for number in range(4)]
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Makes torch believe in the GPUs whose numbers it is called with."""
+    """Function that makes torch report the GPUs of these numbers."""
 
     def see(*numbers):
         properties = [SimpleNamespace(uuid=GPUS[number]) for number in numbers]

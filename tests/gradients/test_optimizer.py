@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: a torch optimizer like any other, to schedulers, scalers, checkpoints and users."""
+"""``DistributedOptimizer`` works as any torch optimizer does: with schedulers, scalers, checkpoints and closures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(model, optimizer, backend, steps, start=0):
 
 
 def alone(model, optimizer, backend, steps, start=0, before_step=lambda: None):
-    """The oracle: one process with the averages of all ranks."""
+    """Take the reference's step: in one process, with the average of all ranks' gradients."""
     for step in range(start, start + steps):
         keys = [key(backend, step, rank) for rank in range(backend.size)]
         losses = [lambda m, k=k: vector_loss(m, k) for k in keys]
@@ -265,7 +265,7 @@ def scheduled(backend, name, on_inner):
     model, oracle = perceptron(), perceptron()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of a step() that the scheduler has not seen
+        warnings.simplefilter("error")  # an error if the scheduler missed a step()
         if name == "sequential":
             warnings.filterwarnings("ignore", "The epoch parameter")
         early = SCHEDULES[name](inner) if on_inner else None
@@ -281,7 +281,7 @@ def scheduled(backend, name, on_inner):
             assert optimizer.param_groups[0]["lr"] == single.param_groups[0]["lr"]
     check(model, oracle)
     scheduler.load_state_dict(copy.deepcopy(scheduler.state_dict()))
-    if name != "lambda":  # a lambda cannot be pickled, whoever schedules
+    if name != "lambda":  # a lambda cannot be pickled, with any optimizer
         pickle.dumps(scheduler.state_dict())
 
 
@@ -345,7 +345,7 @@ FUSED = {
 
 
 def unscaled_by_the_step(backend):
-    """A fused step unscales and skips by itself. The last rank's gradients overflow in the second step."""
+    """A fused step unscales, and skips a step with overflow, by itself. The last rank's overflow in the second step."""
     for title, (build, options) in FUSED.items():
         for clip in (False, True):
             model, oracle = perceptron(), perceptron()
@@ -365,7 +365,7 @@ def unscaled_by_the_step(backend):
             check(model, oracle)
             assert scaler.get_scale() == 2.0**9
             assert same_on_all(backend, list(model.parameters()))
-            # Without a look at the gradients on the host.
+            # The inner optimizer gets found_inf as a tensor: no rank reads it on the host.
             assert set(seen) == {title != "takes scaler"}
             assert not hasattr(optimizer, "found_inf")
 
@@ -468,7 +468,7 @@ def test_a_group_added_later_is_reduced_too(spmd, named):
 
 
 def line_search(backend, as_number):
-    """Rank-local losses would send the ranks' line searches different ways."""
+    """The line search sees the averaged loss: with losses of their own, ranks would take different steps."""
     model, oracle = perceptron(), perceptron()
     options = {"max_iter": 6, "line_search_fn": "strong_wolfe"}
     optimizer = wrap(torch.optim.LBFGS(model.parameters(), **options), model, backend)

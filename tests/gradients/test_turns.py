@@ -18,7 +18,7 @@ from tests.short_waits import short_waits
 from tests.threads import run_threads
 
 SMALL = Transfer(bucket_bytes=64)
-#: Of what a rank's loss is made in a step: of models 0 and 1, in this order.
+#: The models (0, 1) whose outputs a rank sums into its loss in a step, in this order.
 PARTS = [(0, 1), (1,), (1, 0), (), (0,), (0, 1), (1,)]
 STEPS = 7
 
@@ -30,7 +30,7 @@ def wrapped(model, backend, transfer=SMALL):
 
 @torch.no_grad()
 def filled(model):
-    """The same weights on ranks that are threads, too, which share torch's random numbers."""
+    """Set the same weights on every rank. Not from torch's generator: ranks that are threads share it."""
     for number, p in enumerate(model.parameters()):
         p.copy_(torch.sin(torch.arange(p.numel()) * 0.7 + number).view_as(p) * 0.4)
     return model
@@ -47,7 +47,7 @@ def loss_of(models, rank, step):
 
 
 def alone(size):
-    """The weights that one process gives both models."""
+    """Return the weights of both models after the same training in one process."""
     models = two_models()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for step in range(STEPS):
@@ -154,7 +154,10 @@ def test_closed_reducers_need_no_agreement():
     order = turns(backend)
     assert [order.may_send(n) for n in (0, 1)] == [True, False]
     second.synchronize()
-    assert [order.may_send(n) for n in (0, 1)] == [False, True]  # whose buckets go first is who was last alone
+    assert [order.may_send(n) for n in (0, 1)] == [
+        False,
+        True,
+    ]  # second synchronized last, and alone: now its buckets go first
     first.reducer.close()
     first.reducer.close()
     assert len(order._members) == 1
@@ -201,7 +204,7 @@ def test_any_number_of_optimizers_may_be_made_and_closed_in_turn():
 
 
 def overflows_beside_no_sync(backend, fused):
-    """Nothing was averaged when GradScaler looks for an overflow, which one rank alone has."""
+    """Only rank 0's gradients overflow, and under ``no_sync`` nothing is averaged before GradScaler looks for it."""
     model = filled(nn.Linear(4, 2))
     inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend)

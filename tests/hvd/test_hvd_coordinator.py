@@ -1,4 +1,4 @@
-"""The coordinator alone: messages in, answers out, a clock that is set by hand."""
+"""The coordinator without connections: tests pass it messages, read its answers, and set its clock."""
 
 from __future__ import annotations
 
@@ -110,22 +110,22 @@ def test_joined_ranks_are_left_out_of_what_can_do_without_them():
 
 
 def test_joined_ranks_send_zeros_once_all_others_know_of_it():
-    """Who does not know that a rank has joined would not look at how many are to be left out of the average."""
+    """Until a rank knows that another has joined, it would count that one in the average."""
     desk = Desk(size=4)
     desk.say(3, "join", divide_by="active")
     desk.answers(3, "do")
     request = {"kind": "join_with_zeros", "channel": "p.1", "exchange": 2}
     desk.say(0, **request)
-    desk.say(0, **request)  # by each of two threads
+    desk.say(0, **request)  # a second request, from another thread of rank 0
     desk.say(1, **request)
     assert desk.answers(3, "do") == []
-    desk.say(2, "join", divide_by="initial")  # instead
+    desk.say(2, "join", divide_by="initial")  # rank 2 joins too, and does not request
     desk.answers(2, "do"), desk.answers(3, "do")
-    desk.say(1, **request)  # informed of it, those that have begun request it again
+    desk.say(1, **request)  # the ranks that have begun are told of the join, and request again
     for joined in (2, 3):
         assert desk.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
     assert desk.answers(1, "do") == [("absent",)] * 2
-    # The next exchange anew, and of a set only its members.
+    # Each exchange needs all requests again; for a process set, only those of its members count.
     desk.say(0, **request | {"exchange": 3})
     assert desk.answers(3, "do") == []
     desk.coordinator.sets[7] = [1, 3]
@@ -185,7 +185,7 @@ def test_stalls_end_the_world_where_the_settings_say_so():
     ]
     desk.say(0)
     desk.say(1)
-    assert desk.answers(1, "do") == []  # nothing is done any more
+    assert desk.answers(1, "do") == []  # after the shutdown, requests are ignored
 
 
 def test_gradients_that_wait_are_reported_too():
@@ -193,13 +193,13 @@ def test_gradients_that_wait_are_reported_too():
     said = {"kind": "waiting", "what": "gradients", "members": [0, 1, 2]}
     desk.coordinator.receive(0, {**said, "seconds": 12.0})
     assert desk.answers(2, "do", "what") == [("who", "gradients")]
-    desk.look(0.5)  # the others have not had the time to say so
+    desk.look(0.5)  # the other ranks have not had time to answer
     assert desk.answers(2, "do") == []
     desk.coordinator.receive(2, {**said, "seconds": 3.0})
     desk.look(1)
     [(text,)] = desk.answers(2, "text")
     assert text == "gradients: ranks 0, 2 waited 12 s for rank 1"
-    desk.look(10)  # they wait no more
+    desk.look(10)  # the report of the wait has expired
     assert desk.answers(2, "text") == []
 
 

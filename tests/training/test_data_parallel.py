@@ -1,4 +1,4 @@
-"""One process on several GPUs: sums that add up, a loss inside the model, and what a CPU is told."""
+"""One process on several GPUs: sums that add up, a loss inside the model, and the refusal on a CPU."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ class WorkerNotificationManager:
         self._listeners: set[State] = set()
 
     def init(self) -> None:
-        """Nothing to start; called by every :func:`run_fn`."""
+        """Do nothing: there is no service to start. Every :func:`run_fn` calls it, as Horovod's does."""
 
     def register_listener(self, listener: State) -> None:
-        """``listener.on_hosts_updated`` is called from now on."""
+        """Call ``listener.on_hosts_updated`` at each change from now on."""
         with self._lock:
             self._listeners.add(listener)
 
@@ -175,7 +175,7 @@ class ObjectState(State):
 
 
 def _copies(objects: Mapping[str, Any]) -> dict[str, Any]:
-    memo: dict[int, Any] = {}  # one for all: what two attributes share, their copies share too
+    memo: dict[int, Any] = {}  # one for all attributes: an object that two of them share stays shared in the copies
     copies = {}
     for name, value in objects.items():
         try:
@@ -189,7 +189,7 @@ def _copies(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[..., R]:
-    """``func(state, ...)`` as a function that outlives failed collectives and changes of hosts.
+    """Wrap ``func(state, ...)`` so that it goes on after failed collectives and changes of hosts.
 
     Args:
         func: trains from where its first argument, the :class:`State`, is. Starts with no collective of its own.
