@@ -193,7 +193,7 @@ def overridden_privates(files):
         for node, names in private_methods(path):
             bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
             local = {one.name for one, _ in private_methods(path)}
-            full = [f"{module(path)}.{base}" if base in local else known.get(base, base) for base in bases]
+            full = [f"{module(path)}.{base}" if base in local else imported(base, known) for base in bases]
             classes[f"{module(path)}.{node.name}"] = (path.parent, full, names)
 
     def ancestors(name):
@@ -206,6 +206,12 @@ def overridden_privates(files):
         for base in ancestors(name):
             if classes[base][0] != package:
                 yield from ((name, each, base) for each in sorted(names & classes[base][2]))
+
+
+def imported(name, known):
+    """The full name of what a file calls ``name``: an imported class, or one of an imported module (``module.Class``)."""
+    first, dot, rest = name.partition(".")
+    return known.get(first, first) + dot + rest
 
 
 def bindings(path):
@@ -227,6 +233,7 @@ def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
         "a/same.py": "from a.base import Base\nclass Same(Base):\n    def _f(self): ...\n",
         "b/other.py": "from a.same import Same as S\nclass Other(S):\n    def _f(self): ...\n    def g(self): ...\n"
         "    _x = 2\n",
+        "c/by_module.py": "from a import base\nclass Dotted(base.Base):\n    _x = 3\n",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -235,6 +242,7 @@ def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
         ("b.other.Other", "_f", "a.same.Same"),
         ("b.other.Other", "_f", "a.base.Base"),
         ("b.other.Other", "_x", "a.base.Base"),
+        ("c.by_module.Dotted", "_x", "a.base.Base"),
     ]
 
 
