@@ -79,6 +79,8 @@ class LoaderSource(Source):
     def close(self) -> None:
         """Stop the workers. An open stream cannot continue."""
         atexit.unregister(self.close)
+        # Private API of torch, seen in torch 2.13: no public function stops the workers. tests/data/test_private_torch.py
+        # fails when it is gone.
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             # Don't wait for garbage collection: an error's traceback may keep the iterator alive for too long.
