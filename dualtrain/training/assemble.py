@@ -157,8 +157,9 @@ def compiled(model: nn.Module) -> Forward:
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         try:
             outputs: torch.Tensor = fast(inputs)
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
-            reason = str(error).strip().partition("\n")[0]
+        except torch._dynamo.exc.TorchDynamoException as error:  # the base of Inductor's errors too
+            lines = str(error).strip().splitlines() or [""]  # "backend='inductor' raised:", and the reason below it
+            reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
             raise UserError(f"--compile does not work with this model here ({reason}): leave it out") from error
         return outputs
 
