@@ -1,7 +1,7 @@
 """One PyTorch training loop over two communication backends: torch.distributed and Horovod.
 
-The names below are the library's face. They are imported when first used: the command line answers a bad flag
-before it has loaded torch.
+The names below are the public interface. Each is imported at its first use, so that the command line can reject a bad flag
+without importing torch.
 """
 
 from importlib import import_module
@@ -36,7 +36,7 @@ __all__ = [
     "weights_sha256",
 ]
 
-_HOMES = {
+_MODULES = {
     "dualtrain.backends": ("Backend", "ReduceOp", "Work", "connect"),
     "dualtrain.heap": ("keep_freed_memory",),
     "dualtrain.optimizer": ("DistributedOptimizer",),
@@ -46,7 +46,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,10 +10,10 @@ from torch import nn
 
 from dualtrain import BackendError, DistributedOptimizer, weights_sha256
 from dualtrain.backends.local import LocalBackend
-from dualtrain.buckets import Transfer
+from dualtrain.batchnorm import synchronize_norms
+from dualtrain.gradients import Transfer
+from dualtrain.gradients.turns import turns
 from dualtrain.launchers import World
-from dualtrain.training.assemble import synchronize_norms
-from dualtrain.turns import turns
 from tests.short_waits import short_waits
 from tests.threads import run_threads
 

@@ -1,0 +1,29 @@
+"""Private parts of torch that the trainer and the bench use: a version without one of them is named here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+
+from dualtrain.training.assemble import compile_error
+
+
+def test_torch_has_the_base_class_of_the_errors_of_compile():
+    try:
+        base = compile_error()
+    except (ImportError, AttributeError) as error:
+        pytest.fail(
+            f"torch {torch.__version__} has no base class of torch.compile's errors where it was ({error}): name the new "
+            "one in training/assemble.py, so that --compile fails in one line"
+        )
+    own = getattr(importlib.import_module("torch._inductor.exc"), "InductorError", base)  # new in torch 2.7
+    assert issubclass(own, base), f"torch {torch.__version__} has an InductorError of another base: name both"
+
+
+def test_torch_has_the_module_that_its_optimizers_import():
+    assert importlib.util.find_spec("torch._dynamo"), (
+        f"torch {torch.__version__} has no torch._dynamo: leave its import out of bench/worker.py, which does not time it"
+    )
