@@ -20,6 +20,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 into=${DUALTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dualtrain}/versions
 install_minutes=60 tests_minutes=90 job_minutes=5   # no wait is longer
+found=''                                               # which Python it is
 work=''                                                # the temporary folder: copy of the tree, results
 running=''                                             # the process of the step that is under way
 export LC_ALL=C PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -34,7 +35,7 @@ read_arguments() {
       -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
       --into) [ -n "${2:-}" ] || refuse "--into takes a folder, and none was given"; into=$2; shift ;;
       -*) refuse "there is no option $1; --help shows the two that there are" ;;
-      *) versions+=("$1") ;;
+      *) [[ " ${versions[*]} " == *" $1 "* ]] || versions+=("$1") ;;
     esac
     shift
   done
@@ -58,8 +59,9 @@ PY
 check_versions() {
   local version oldest
   command -v "$python" >/dev/null || refuse "no interpreter '$python' found; install Python 3.11 or newer, or set PYTHON"
+  found=$("$python" --version 2>/dev/null) || refuse "the interpreter '$python' does not run; install Python 3.11 or newer, or set PYTHON to it"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    refuse "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to it"
+    refuse "$found is too old; install Python 3.11 or newer, or set PYTHON to it"
   oldest=$(requirements torch)
   oldest=${oldest#*>=}
   for version in "${versions[@]}"; do
@@ -106,25 +108,32 @@ bounded() {
 
 environment() { echo "$into/torch-$1-$tag"; }
 
-# Prints a hash of what is installed, and how; an environment is finished if its own hash is the same.
-wanted() { { requirements; requirements torch torchvision; grep -vE '^(torch|torchvision)==' "$root/launch/versions.txt"; } | sha256sum; }
+# Prints a hash of what is installed, and how; an environment is finished if its own hash is the same. Comments do not count.
+wanted() {
+  { requirements; requirements torch torchvision; grep '^[^#]' "$root/launch/versions.txt"; } |
+    grep -vE '^(torch|torchvision)==' | sort -u | sha256sum
+}
 
 finished() { [ "$(cat "$(environment "$1")/versions.done" 2>/dev/null)" = "$(wanted)" ]; }
 
 # check_index: fails if the index lacks a requested version for this Python.
 check_index() {
-  local version missing=() known='' folder=$work/index
+  local version missing=() known='' broken='' folder=$work/index
   for version in "${versions[@]}"; do finished "$version" || missing+=("$version"); done
   [ "${#missing[@]}" -gt 0 ] || return 0
   "$python" -m venv "$folder" >"$work/index.log" 2>&1 ||
     refuse "this Python cannot make virtual environments here ($(tail -n 1 "$work/index.log")); Debian: apt install python3-venv"
   bounded 5 "$work/index.log" "$folder/bin/python" -m pip index versions torch || true
   known=$(sed -n 's/^Available versions: //p' "$work/index.log" | tr -d ' ')
-  [ -n "$known" ] ||
-    refuse "the package index does not answer ($(grep -iE 'error|warning' "$work/index.log" | grep -v experimental | tail -n 1 | cut -c 1-200)); a proxy goes into HTTPS_PROXY, another index into pip's own settings (pip config)"
+  # Without an index pip still lists what lies in folders on this machine (find-links).
+  broken=$(grep -E 'after connection broken' "$work/index.log" | tail -n 1 | cut -c 1-200) || true
   for version in "${missing[@]}"; do
-    [[ ",$known," == *",$version,"* ]] ||
-      refuse "the package index has no torch $version for $("$python" --version); it has ${known//,/ }"
+    [[ ",$known," == *",$version,"* ]] && continue
+    if [ -z "$known$broken" ]; then broken=$(grep -iE 'error|warning' "$work/index.log" | grep -v experimental | tail -n 1 | cut -c 1-200) || true; fi
+    if [ -z "$known" ] || [ -n "$broken" ]; then
+      refuse "the package index does not answer (${broken:-no reason given}); a proxy goes into HTTPS_PROXY, another index into pip's own settings (pip config)"
+    fi
+    refuse "the package index has no torch $version for $found; it has ${known//,/ }"
   done
 }
 
@@ -141,9 +150,22 @@ install() {
   "${pip[@]}" --constraint "$2/constraints.txt" "torch==$1" "${needed[@]}"
 }
 
+# failure STATUS LOG: why an installation failed, in a few words; "space" if a disk is full, which not every tool says.
+failure() {
+  local free
+  free=$(df --output=avail --block-size=1M "$into" "$TMPDIR" 2>/dev/null | sed 1d | sort -n | head -n 1) || free=''
+  if [ "${free:-1000}" -lt 100 ] || grep -qE 'No space left on device|Errno 28|Disk quota exceeded' "$2"; then
+    echo space
+  elif [ "$1" = 124 ]; then
+    echo "it did not end within $install_minutes minutes"
+  else
+    { grep -E '^ERROR' "$2" || grep -vE '^ *$' "$2" || echo "exit status $1"; } | tail -n 1 | cut -c 1-200
+  fi
+}
+
 # make_environment VERSION: installs it, unless that is done. An unfinished environment is removed.
 make_environment() {
-  local folder log status=0 began=$SECONDS
+  local folder log reason status=0 began=$SECONDS
   folder=$(environment "$1")
   log=$work/install.log
   if finished "$1"; then say "torch $1: $folder is ready (delete it to install anew)"; return; fi
@@ -156,12 +178,13 @@ make_environment() {
       "$(declare -f install requirements); python='$python' root='$root'; install '$1' '$folder'" || status=$?
   fi
   if [ "$status" != 0 ]; then
-    cp "$log" "$into/install-$1.log" 2>/dev/null || true
+    reason=$(failure "$status" "$log")
     rm -rf "$folder"
-    if grep -qE 'No space left on device|Errno 28|Disk quota exceeded' "$log"; then
+    cp "$log" "$into/install-$1.log" 2>/dev/null || true
+    if [ "$reason" = space ]; then
       refuse "no space left on device for torch $1 in $into or $TMPDIR; an environment takes 6 GB: make room, or choose another folder by --into"
     fi
-    refuse "torch $1 could not be installed ($(grep '^ERROR' "$log" | tail -n 1 | cut -c 1-200)); $into/install-$1.log has it all"
+    refuse "torch $1 could not be installed ($reason); $into/install-$1.log has it all"
   fi
   wanted >"$folder/versions.done"
   say "torch $1: installed in $((SECONDS - began)) s, $(du -sh "$folder" | cut -f 1)"
@@ -170,8 +193,8 @@ make_environment() {
 copy_tree() {
   mkdir "$work/tree"
   local name
-  for name in .ci .dockerignore .gitignore .pre-commit-config.yaml .ruff.toml CHANGELOG.md LICENSE README.md docker dualtrain \
-    launch pyproject.toml setup.cfg tests; do
+  for name in .ci .dockerignore .gitignore .pre-commit-config.yaml .ruff.toml CHANGELOG.md LICENSE MANIFEST.in README.md \
+    docker dualtrain launch pyproject.toml setup.cfg tests; do
     if [ -e "$root/$name" ]; then cp -R "$root/$name" "$work/tree/"; fi
   done
 }
@@ -207,12 +230,18 @@ print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for nam
   say "torch $1: done in $((SECONDS - began)) s"
 }
 
-read_arguments "$@"
-check_versions
-tag=$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
-open_folders
-check_index
-copy_tree
-for version in "${versions[@]}"; do make_environment "$version"; done
-for version in "${versions[@]}"; do try_version "$version"; done
-"$python" "$root/tests/versions.py" "$work" "${versions[@]}"
+# A function, and exit on its last line: bash reads a script as it goes, and this file may change meanwhile.
+main() {
+  local tag version
+  read_arguments "$@"
+  check_versions
+  tag=$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
+  open_folders
+  check_index
+  copy_tree
+  for version in "${versions[@]}"; do make_environment "$version"; done
+  for version in "${versions[@]}"; do try_version "$version"; done
+  "$python" "$work/tree/tests/versions.py" "$work" "${versions[@]}"
+}
+
+main "$@"; exit

@@ -166,23 +166,23 @@ def compiled(model: nn.Module) -> Forward:
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         try:
             outputs: torch.Tensor = fast(inputs)
-        except compile_errors() as error:
-            reason = str(error).strip().partition("\n")[0]
+        except compile_error() as error:
+            lines = str(error).strip().splitlines() or [""]  # "backend='inductor' raised:", and the reason below it
+            reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
             raise UserError(f"--compile does not work with this model here ({reason}): leave it out") from error
         return outputs
 
     return forward
 
 
-def compile_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of torch.compile that are the user's to avoid.
+def compile_error() -> type[Exception]:
+    """Return the base class of the errors of torch.compile that are the user's to avoid, Inductor's among them.
 
-    Private in torch 2.13 to 2.15: the base classes of Dynamo's and Inductor's errors have no public name.
+    Private in torch 2.5 to 2.15: it has no public name.
     """
     from torch._dynamo.exc import TorchDynamoException
-    from torch._inductor.exc import InductorError
 
-    return TorchDynamoException, InductorError
+    return TorchDynamoException
 
 
 @contextmanager

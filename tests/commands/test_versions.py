@@ -113,6 +113,11 @@ def test_what_cannot_be_tried_is_refused_in_one_line_before_anything_is_built(ve
             "the package index does not answer (ERROR: Could not connect",
         ),
         (
+            'echo "WARNING: Retrying (Retry(total=0)) after connection broken by ProxyError"; '
+            + PIP.format(index=INDEX.replace("2.6.0, ", ""), install="true"),
+            "the package index does not answer (WARNING: Retrying",
+        ),
+        (
             PIP.format(index=INDEX, install='echo "[Errno 28] No space left on device"; exit 1'),
             "no space left on device for",
         ),
@@ -121,7 +126,7 @@ def test_what_cannot_be_tried_is_refused_in_one_line_before_anything_is_built(ve
             "torch 2.6.0 could not be installed (ERROR: no",
         ),
     ],
-    ids=["no network", "no space", "no wheel"],
+    ids=["no network", "no network, wheels in a folder", "no space", "no wheel"],
 )
 def test_a_failed_installation_is_one_line_and_leaves_no_half_environment(versions, pip, message):
     versions.set(pip=pip)
@@ -131,6 +136,23 @@ def test_a_failed_installation_is_one_line_and_leaves_no_half_environment(versio
     assert not list(versions.into.glob("torch-*"))
     versions.set(pip=PIP.format(index=INDEX, install="true"))
     assert versions.run("2.6.0")[0] == 0
+
+
+def test_a_full_disk_is_named_though_no_tool_names_it(versions):
+    # ensurepip's child reports an exit status and no reason.
+    versions.set(df="#!/bin/bash\necho Avail; echo 52; echo 90000", pip=PIP.format(index=INDEX, install="exit 1"))
+    (versions.folder / "df").chmod(0o755)
+    versions.env["PATH"] = f"{versions.folder}:{os.environ['PATH']}"
+    status, _, errors = versions.run("2.6.0")
+    assert (status, errors.count("\n")) == (2, 1)
+    assert errors.startswith("versions.sh: error: no space left on device for torch 2.6.0 in ")
+
+
+def test_a_failure_without_a_reason_gives_the_last_line_that_there_is(versions):
+    versions.set(pip=PIP.format(index=INDEX, install='echo "killed by a signal"; exit 9'))
+    status, _, errors = versions.run("2.6.0")
+    assert (status, errors.count("\n")) == (2, 1)
+    assert errors.startswith("versions.sh: error: torch 2.6.0 could not be installed (killed by a signal); ")
 
 
 def test_environments_are_made_once_and_the_table_has_a_row_for_each(versions):
@@ -148,10 +170,26 @@ def test_environments_are_made_once_and_the_table_has_a_row_for_each(versions):
     assert "skipped under torch 2.6.0: 1, needs Horovod" in table
     assert table[-1].startswith("same weights: yes")
     assert {path.name.rpartition("-cpython")[0] for path in versions.into.iterdir()} == {"torch-2.6.0", "torch-2.15.0"}
-    status, output, _ = versions.run("2.6.0")
-    assert (status, versions.calls()) == (0, [])
+    status, output, _ = versions.run("2.6.0", "2.6.0")
+    assert (status, versions.calls(), output.count("done in")) == (0, [], 1)
     assert f"{versions.into}/torch-2.6.0" in output
     assert "is ready" in output
+
+
+def test_an_interpreter_that_does_not_run_is_refused_in_one_line(versions):
+    (versions.folder / "python").write_text("#!/bin/bash\necho 'not installed' >&2; exit 127")
+    status, output, errors = versions.run("2.6.0")
+    assert (status, output, errors.count("\n")) == (2, "", 1)
+    assert "does not run; install Python 3.11 or newer" in errors
+
+
+def test_the_tests_run_on_all_that_belongs_to_the_tree(versions):
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout")
+    tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout.split()
+    versions.set(pytest='ls -A >"$here/names"')
+    versions.run("2.6.0")
+    assert set((versions.folder / "names").read_text().split()) == {name.partition("/")[0] for name in tracked}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dualtrain.batchnorm import RankNorm, synchronize_norms
 from dualtrain.config import parse
 from dualtrain.errors import DivergedError
 from dualtrain.models.freezing import freeze_backbone
-from dualtrain.training.assemble import determinism
+from dualtrain.training.assemble import compiled, determinism
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, optimizer_names, scaled_lr
 from dualtrain.training.precision import Precision
@@ -490,21 +490,45 @@ def test_reentrant_checkpointing_changes_neither_counts_nor_weights():
         torch.testing.assert_close(found, weights)
 
 
+def refuses_what_cannot_be_compiled():
+    """An error of the compiler is refused in one line; one of the model's own stays what it is."""
+
+    def failing(graph, inputs):
+        raise RuntimeError("no C++ compiler\nand more")
+
+    class Broken(nn.Module):
+        def forward(self, inputs):
+            raise KeyError("of the model's own")
+
+    plain = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda model: plain(model, backend=failing))
+        with pytest.raises(UserError) as refusal:
+            compiled(nn.Linear(3, 1))(torch.ones(2, 3))
+        patch.setattr(torch, "compile", lambda model: plain(model, backend="eager"))
+        with pytest.raises(KeyError, match="of the model's own"):
+            compiled(Broken())(torch.ones(2, 3))
+    cause = "backend='failing' raised: RuntimeError: no C++ compiler"
+    assert str(refusal.value) == f"--compile does not work with this model here ({cause}): leave it out"
+
+
 # Without code generation, which tests/launch/test_compile.py has: it takes seconds.
 COMPILED = """
 import sys
 from pathlib import Path
 import torch
-from tests.training.test_trainer import trains_compiled_as_plain
-compiled, plain = [], torch.compile
-torch.compile = lambda model: compiled.append(model) or plain(model, backend="eager")
-trains_compiled_as_plain(Path(sys.argv[1]))
-assert len(compiled) == 1
+from tests.training import test_trainer
+models, plain = [], torch.compile
+torch.compile = lambda model: models.append(model) or plain(model, backend="eager")
+test_trainer.trains_compiled_as_plain(Path(sys.argv[1]))
+assert len(models) == 1
+torch.compile = plain
+test_trainer.refuses_what_cannot_be_compiled()
 print("done")
 """
 
 
-def test_a_compiled_model_trains_the_same(tmp_path):
+def test_a_compiled_model_trains_the_same_and_what_cannot_be_compiled_is_refused(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     end = run(("-c", COMPILED, tmp_path), tmp_path, env=env)
     assert end.returncode == 0, end.stderr
