@@ -42,12 +42,13 @@ describe_build() {
 }
 
 # torch's headers need C++20 and Horovod's CMake files set C++14: this compiler overrules them. It leaves out -g, too:
-# debug information takes a third of the time, and no instruction depends on it.
+# debug information takes a third of the time, and no instruction depends on it. And it has the library look for MPI and
+# torch in the environment that it is installed in: mpicxx names the one that it was built in, which may be gone.
 write_compiler() {
   mkdir -p "$tools"
   cat >"$tools/c++" <<'COMPILER'
 #!/usr/bin/env bash
-given=()
+given=('-Wl,-rpath,$ORIGIN/../../../..:$ORIGIN/../../torch/lib')
 for each; do
   case $each in -g) ;; -std=*) given+=(-std=gnu++20) ;; *) given+=("$each") ;; esac
 done
