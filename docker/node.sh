@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One host of a cluster of containers (compose.yaml's profile "cluster"). Each serves ssh to the others; the first of
-# HOSTS trains on all of them with both backends, and shows a table.
+# One host of a cluster of containers (compose.yaml's profile "cluster"). Each runs sshd; the first of HOSTS trains on all
+# of them with both backends, and prints a table.
 #
 #   bash docker/node.sh [flags of dualtrain.main, for both runs]
 #
@@ -14,11 +14,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PORT=${PORT:-29400} HOSTS=${HOSTS:-}
 IFS=, read -ra names <<<"$HOSTS"
 names=("${names[@]%%:*}")
-[ "${#names[@]}" -gt 1 ] || refuse "HOSTS='$HOSTS' names no two hosts: set it to, say, node1:2,node2:2"
+[ "${#names[@]}" -gt 1 ] || refuse "HOSTS='$HOSTS' names fewer than two hosts: set it to, say, node1:2,node2:2"
 [[ " ${names[*]} " == *" $(hostname) "* ]] || refuse "this host's name, $(hostname), is not in HOSTS=$HOSTS: set its hostname"
 [ -w /keys ] || refuse "/keys cannot be written: mount there a volume that all hosts share"
 
-# The first container to come makes the keys, in the volume that all share: an image must not hold any.
+# The first container to start makes the keys, in the volume that all share: an image must not contain keys.
 umask 077
 (
   flock 9
@@ -34,7 +34,7 @@ mkdir -p ~/.ssh
 printf '%s\n' "Host ${names[*]}" 'Port 2222' 'IdentityFile /keys/user' 'UserKnownHostsFile /keys/known_hosts' \
   'StrictHostKeyChecking yes' 'LogLevel ERROR' >~/.ssh/config
 
-# Not as root: it can log in this user alone, which is all that is needed.
+# Without root, sshd can log in this user only, which is enough.
 serve=(/usr/sbin/sshd -D -e -f /dev/null -p 2222 -h /keys/host)
 for option in AuthorizedKeysFile=/keys/user.pub PasswordAuthentication=no KbdInteractiveAuthentication=no PidFile=none \
   LogLevel=ERROR "SetEnv=PATH=$PATH"; do serve+=(-o "$option"); done

@@ -1,17 +1,18 @@
 """One PyTorch training loop over two communication backends: torch.distributed and Horovod.
 
-The names below are the library's face. They are imported when first used: the command line answers a bad flag
-before it has loaded torch.
+The names below are the public interface. Each is imported at its first use, so that the command line can reject a bad flag
+without importing torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dualtrain.errors import BackendError, UserError
+from dualtrain.errors import BackendError, PeerFailedError, PeerFailure, UserError
 from dualtrain.version import __version__
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend, ReduceOp, Work, connect
+    from dualtrain.heap import keep_freed_memory
     from dualtrain.optimizer import DistributedOptimizer
     from dualtrain.state import average_buffers, broadcast_optimizer_state, broadcast_parameters, weights_sha256
     from dualtrain.training.trainer import Trainer
@@ -20,6 +21,8 @@ __all__ = [
     "Backend",
     "BackendError",
     "DistributedOptimizer",
+    "PeerFailedError",
+    "PeerFailure",
     "ReduceOp",
     "Trainer",
     "UserError",
@@ -29,11 +32,13 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "connect",
+    "keep_freed_memory",
     "weights_sha256",
 ]
 
-_HOMES = {
+_MODULES = {
     "dualtrain.backends": ("Backend", "ReduceOp", "Work", "connect"),
+    "dualtrain.heap": ("keep_freed_memory",),
     "dualtrain.optimizer": ("DistributedOptimizer",),
     "dualtrain.state": ("average_buffers", "broadcast_optimizer_state", "broadcast_parameters", "weights_sha256"),
     "dualtrain.training.trainer": ("Trainer",),
@@ -41,7 +46,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
+# Private in torch 2.5 to 2.15: the base class of BatchNorm1d, 2d and 3d, which no public name has.
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from dualtrain.backends import Backend
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -22,7 +27,7 @@ class SynchronizedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: Any, bias: Any, eps: float, gather: Exchange, total: Exchange
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The result, and the mean (C,), the variance (C,) and the number of samples () that it was made with."""
+        """Return the result, and the mean (C,), the variance (C,) and the number of samples () that it was made with."""
         x, dims = _wide(input), [0, *range(2, input.dim())]
         count = x.numel() / max(x.shape[1], 1)
         mean = x.mean(dims) if count else x.new_zeros(x.shape[1])
@@ -44,7 +49,7 @@ class SynchronizedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
-        """Gradients of the input over all ranks' samples; those of weight and bias are this rank's own part."""
+        """Return the gradients of the input over all ranks' samples; those of weight and bias are this rank's own part."""
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
         normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)
@@ -66,11 +71,11 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``row`` (n,), as (size, n)."""
+        """Return every rank's ``row`` (n,), as (size, n)."""
         raise NotImplementedError
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's ``values``."""
+        """Return the sum of every rank's ``values``."""
         raise NotImplementedError
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -101,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """``module`` with every BatchNorm layer in it replaced by this kind, parameters and state kept."""
+        """Return ``module`` with every BatchNorm layer in it replaced by this kind, parameters and state kept."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             made = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             made.weight, made.bias, made.training = module.weight, module.bias, module.training
@@ -119,3 +124,40 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+class RankNorm(SyncBatchNorm):
+    """BatchNorm over the samples of all ranks of ``backend``, a class attribute: copies of a layer share it.
+
+    The backend is a channel of its own: a rank without gradients for some layers sends its buckets at other times.
+    """
+
+    backend: Backend
+    title: str
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self.backend.allgather(row[None], name=f"{self.title}.statistics")
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self.backend.allreduce(values, "sum", name=f"{self.title}.gradient")
+
+
+def synchronize_norms(model: nn.Module, backend: Backend) -> None:
+    """Replace the BatchNorm layers of ``model`` that train, in place; frozen ones, which are of another class, stay.
+
+    Collective; blocks.
+    """
+    layers = [
+        (title, layer)
+        for title, layer in model.named_modules()
+        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    ]
+    if layers:
+        kind: Any = type("RankNorm", (RankNorm,), {"backend": backend.channel()})
+        for title, layer in layers:
+            made = kind.convert_sync_batchnorm(layer)
+            made.title = title
+            parent, _, name = title.rpartition(".")
+            setattr(model.get_submodule(parent), name, made)

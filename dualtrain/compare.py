@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.console import say, show
+from dualtrain.console import print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
@@ -33,7 +33,7 @@ def _item(summary: Any, name: str) -> Any:
 
 
 def read(folder: str) -> dict[str, Any]:
-    """The summary of a finished run.
+    """Read the summary of a finished run.
 
     Raises:
         UserError: the folder holds none.
@@ -50,7 +50,7 @@ def read(folder: str) -> dict[str, Any]:
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
-    """The runs as lines of text, then one line on their weights."""
+    """Format the runs as lines of text, then one line on their weights."""
     rows = [list(_COLUMNS), *([cell(summary) for cell in _COLUMNS.values()] for summary in summaries)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -67,7 +67,7 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; gives the exit status: 0, or 2 where a run cannot be read."""
+    """Print the table; return the exit status: 0, or 2 where a run cannot be read."""
     folders = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not folders or "--help" in folders or "-h" in folders:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0 if folders else 2
         show(table([read(folder) for folder in folders]))
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     return 0
 

@@ -1,19 +1,20 @@
-"""The kinds of failure that dualtrain raises itself, below everything else so that all rooms can use them."""
+"""Exceptions that dualtrain raises. Imports nothing of the package, so that every module can import it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-#: How torch says, in exceptions of several types, that memory is short or a size does not fit into 64 bits.
+#: Messages of torch's exceptions, of several types, for too little memory or a size beyond 64 bits.
 _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
 
 
 class UserError(ValueError):
-    """Something that the person who started the program can mend: the message says the fact, the cause and the cure.
+    """An error that the user can fix. The message states the fact, the cause and the cure.
 
-    ``shared`` where every rank raises the same one, so that one of them can speak for all.
+    ``shared`` is true if every rank raises the same error, so that one rank is enough to print it.
     """
 
     def __init__(self, message: str, *, shared: bool = False) -> None:
@@ -22,9 +23,9 @@ class UserError(ValueError):
 
 
 class RanksDifferError(UserError):
-    """The ranks were given different settings or data, or only some of them cannot do something; raised on every rank.
+    """Ranks differ in their settings, data or abilities. Raised on every rank.
 
-    Each of them says so: they may have been started by hand, in different places.
+    Every rank prints it, because the ranks may have been started by hand on different terminals.
     """
 
     def __init__(self, message: str) -> None:
@@ -32,22 +33,52 @@ class RanksDifferError(UserError):
 
 
 class BackendError(RuntimeError):
-    """A collective operation that did not happen: a mismatch between ranks, a lost rank, a wait that ran out.
+    """A collective operation failed: a mismatch between ranks, a failed rank, or a timeout.
 
-    The message names the operation, the rank that reports it and, where it is known, the rank at fault.
+    The message names the operation, the rank that reports the error and, if known, the rank at fault.
     """
 
 
+@dataclass(frozen=True)
+class PeerFailure:
+    """A rank that has left the job, and the reason.
+
+    Attributes:
+        rank: its rank in the job.
+        reason: one line, then the rank's traceback if it sent one.
+        quiet: whether it left in good order: an error only for operations that wait for it.
+    """
+
+    rank: int
+    reason: str
+    quiet: bool = False
+
+    def describe(self) -> str:
+        """``rank 3 stopped: ValueError: …``."""
+        return f"rank {self.rank} {self.reason}"
+
+
+class PeerFailedError(BackendError):
+    """A collective operation failed because another rank has left the job; ``failure`` says which one, and why."""
+
+    def __init__(self, message: str, failure: PeerFailure) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[PeerFailedError], tuple[str, PeerFailure]]:
+        return type(self), (str(self), self.failure)
+
+
 class DivergedError(RuntimeError):
-    """The loss became infinite or not a number; raised on every rank in the same step, before the weights take it."""
+    """The loss became infinite or NaN. Raised on every rank in the same step, before the weights are updated."""
 
 
 class NotSavedError(RuntimeError):
-    """The training ended, and its results could not be written; raised on every rank."""
+    """The training ended, but its results could not be written. Raised on every rank."""
 
 
 class StoppedError(RuntimeError):
-    """A signal, ``number``, ended the run after everything was saved; raised on every rank after the same step."""
+    """The signal ``number`` ended the run after a checkpoint was written. Raised on every rank after the same step."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -56,7 +87,7 @@ class StoppedError(RuntimeError):
 
 @contextmanager
 def enough_memory(cure: str) -> Iterator[None]:
-    """Turns the errors of sizes that are too large, and of memory that is short, into a UserError with ``cure``."""
+    """Convert errors from too large sizes or too little memory into a UserError whose message ends with ``cure``."""
     try:
         yield
     except BackendError:

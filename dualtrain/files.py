@@ -1,7 +1,7 @@
-"""Reading and writing of files: the one place that opens what a user names, and that replaces what a run has written.
+"""Reading and writing of files: the one place that opens files named by the user, and replaces files of a run.
 
-Only regular files are read: a FIFO, a terminal or ``/dev/zero`` would block a read, or never end it. A file is replaced
-as a whole: its new content is durable before it gets the name, and a temporary file never goes through a symbolic link.
+Only regular files are read: a read of a FIFO, a terminal or ``/dev/zero`` would block, or never end. A file is replaced
+as a whole: its new content is durable before the rename, and a temporary file is never opened through a symbolic link.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Opens a regular file for reading, without blocking.
+    """Open a regular file for reading, without blocking.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     try:
         _check_regular(path, os.stat(path).st_mode)  # without opening a device, which may act on it
@@ -50,7 +50,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def check_regular(path: str | Path) -> None:
-    """Raises OSError if ``path`` leads to no regular file, without opening it."""
+    """Raise OSError if ``path`` is not a regular file, without opening it."""
     _check_regular(path, os.stat(path).st_mode)
 
 
@@ -64,28 +64,28 @@ def _check_regular(path: str | Path, mode: int) -> None:
 
 @contextmanager
 def readable_path(path: str | Path) -> Iterator[str]:
-    """A path to the regular file ``path``, for libraries that open a path themselves; valid inside the block.
+    """Yield a path to the regular file ``path``, for libraries that open it themselves; valid inside the block.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     with open_regular(path) as file:
-        yield f"/proc/self/fd/{file.fileno()}"  # the file that was checked, whatever its name leads to by now
+        yield f"/proc/self/fd/{file.fileno()}"  # the file that was checked, even if the name is another file's by now
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """The text of a regular file. Raises OSError, or UnicodeDecodeError."""
+    """Read the text of a regular file. Raises OSError, or UnicodeDecodeError."""
     with open_regular(path) as file:
         return file.read().decode(encoding, errors)
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a regular file of JSON. Raises OSError, or ValueError where it is no JSON."""
+    """Read the value in a regular file of JSON. Raises OSError, or ValueError where it is not JSON."""
     return parse_json(read_text(path))
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError, also for one that is nested too deeply."""
+    """Parse a JSON text. Raises ValueError, also for one that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -94,7 +94,7 @@ def parse_json(text: str) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that replaces ``path`` at the end of the block, once its content is durable.
+    """Yield a new file that replaces ``path`` at the end of the block, once its content is durable.
 
     An error in the block, or a full disk, leaves ``path`` as it was.
 
@@ -117,18 +117,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file by ``data``: all of it or nothing. Raises OSError."""
+    """Replace a file by ``data``, whole or not at all. Raises OSError."""
     with replacing(path) as file:
         file.write(data)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replaces a file by ``value`` as JSON: all of it or nothing. Raises OSError."""
+    """Replace a file by ``value`` as JSON, whole or not at all. Raises OSError."""
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def link_whole(source: Path, target: Path) -> None:
-    """Makes ``target`` a second name of the file ``source``, or a copy where the file system has no links.
+    """Make ``target`` a hard link to ``source``, or a copy where the file system has no links.
 
     Raises:
         OSError: it cannot be written.
@@ -143,13 +143,13 @@ def link_whole(source: Path, target: Path) -> None:
     try:
         temporary.replace(target)
     finally:
-        # Two names of one file: a rename of one to the other does nothing.
+        # A rename between two links of one file does nothing.
         temporary.unlink(missing_ok=True)
     _sync_folder(target.parent)
 
 
 def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
-    """Removes what a process that was killed has left of writing files with these ``names``. Raises OSError."""
+    """Remove the temporary files that a killed process left of files with these ``names``. Raises OSError."""
     for path in folder.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
         if found and names.fullmatch(found["name"]) and stat.S_ISREG(path.lstat().st_mode):
@@ -157,7 +157,7 @@ def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the names in ``folder`` durable, where the file system can."""
+    """Make the names in ``folder`` durable, where the file system can."""
     descriptor = -1
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -16,7 +16,7 @@ from dualtrain.backends import Backend, ReduceOp
 
 
 def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
-    """The sum or average of every rank's ``tensor``. The gradient is the sum or average of all ranks' gradients.
+    """Return the sum or average of every rank's ``tensor``. The gradient is the sum or average of all ranks' gradients.
 
     Raises:
         ValueError: ``op`` is another one, whose gradient is not defined by the result.
@@ -27,19 +27,19 @@ def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = Reduc
 
 
 def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """Every rank's rows, in rank order. The gradient of this rank's rows is the sum of all ranks' gradients of them."""
+    """Return every rank's rows, in rank order. The gradient of this rank's rows is the sum of all ranks' for them."""
     result: torch.Tensor = _AllGather.apply(tensor, backend)  # type: ignore[no-untyped-call]
     return result
 
 
 def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Tensor:
-    """The root's ``tensor``. The gradient is the sum of all ranks' gradients at the root, zero elsewhere."""
+    """Return the root's ``tensor``. The gradient is the sum of all ranks' gradients at the root, zero elsewhere."""
     result: torch.Tensor = _Broadcast.apply(tensor, backend, root)  # type: ignore[no-untyped-call]
     return result
 
 
 def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
-    """This rank's rows of the sum or average. The gradient is every rank's, gathered; with AVERAGE over the size.
+    """Return this rank's rows of the sum or average. The gradient is every rank's, gathered; with AVERAGE over the size.
 
     Raises:
         ValueError: ``op`` is another one, or ``tensor`` has no dimension.
@@ -49,10 +49,10 @@ def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = R
 
 
 def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
-    """The rows that every rank has for this one. The gradients go back the way they came.
+    """Return the rows that every rank has for this one. The gradients go back the way they came.
 
     Raises:
-        ValueError: rows that cannot be dealt equally, or splits that do not fit.
+        ValueError: rows that cannot be split equally, or splits that do not fit.
     """
     result: torch.Tensor = _AllToAll.apply(tensor, backend, splits)  # type: ignore[no-untyped-call]
     return result

@@ -1,6 +1,6 @@
-"""Who started this process, and which place in the world did it get.
+"""Detection of the launcher that started this process, and of the process's rank in the world.
 
-The only file that reads the environment variables of launchers. Everything else is handed a :class:`World`.
+The only module that reads the environment variables of launchers. All others get a :class:`World`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from dualtrain.errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """The place of one process in a job, as its launcher describes it.
+    """Rank and size of one process's world, as its launcher describes them.
 
-    ``local_*`` count the processes on this host, ``cross_*`` the hosts that have a process with this local rank.
-    ``name`` tells a world of some of the job's processes from that of all.
-    ``rendezvous`` is the (host, port) of rank 0 where the launcher names one; rank 0 may take a later port, up to
-    ``ports`` of them, where the launcher cannot know which are free. ``secret`` is known to this job's processes alone,
-    as far as the launcher can hand one to them. ``evidence`` holds the variables that decided, as (name, value) pairs,
-    for error messages and reports.
+    Attributes:
+        local_rank, local_size: rank among the processes on this host, and their number.
+        cross_rank, cross_size: rank among the hosts that have a process with this local rank, and their number.
+        launcher: name of the launcher; "none" for a process that was started without one.
+        rendezvous: (host, port) of rank 0, if the launcher provides one.
+        ports: number of consecutive ports, from that of ``rendezvous``, that rank 0 may try. More than 1 if the launcher
+            cannot know which ports are free.
+        secret: shared by the processes of this job only, as far as the launcher can pass one to them.
+        evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
+        name: distinguishes a world of some of the job's processes from that of all; empty for all.
     """
 
     rank: int = 0
@@ -49,7 +53,7 @@ class World:
         return " ".join(f"{name}={value}" for name, value in self.evidence) or "no launcher variable is set"
 
     def placed(self, rank: int, hosts: Sequence[Hashable]) -> World:
-        """This world with the places that follow from ``hosts``, the host of each rank in rank order."""
+        """Return this world with rank, local and cross ranks computed from ``hosts``, the host of each rank."""
         host = hosts[rank]
         local_rank = hosts[:rank].count(host)
         # The hosts that have a process with this local rank, in the order of their first rank.
@@ -66,18 +70,18 @@ class World:
 
     @property
     def single_host(self) -> bool:
-        """Whether every rank is on this host."""
+        """True if every rank is on this host."""
         return self.local_size == self.size
 
 
 SPAWNED = "DUALTRAIN_SPAWNED"
-#: What a job's processes know each other by; the user's, or a launch script's, to set where a launcher has no such thing.
+#: Environment variable of the job's shared secret; the user or a launch script sets it if the launcher has none.
 SECRET = "DUALTRAIN_SECRET"
 _SRUN_PORTS = 16
 
 
 class _Variables:
-    """Reads a launcher's variables and remembers which ones were looked at."""
+    """A launcher's environment variables; records those that were read, as evidence."""
 
     def __init__(self, launcher: str, env: Mapping[str, str]) -> None:
         self.launcher = launcher
@@ -98,10 +102,10 @@ class _Variables:
     def needed(self, name: str) -> str:
         value = self.text(name)
         if value is None:
-            there = [other for other in sorted(self.env) if re.fullmatch(_PLACE[self.launcher], other)]
+            found = [other for other in sorted(self.env) if re.fullmatch(_VARIABLES[self.launcher], other)]
             raise UserError(
-                f"{name} is not set, but {', '.join(there)} {'is' if len(there) == 1 else 'are'}: the process has only a "
-                "part of its environment, and would train alone; pass all of it through, or unset the rest"
+                f"{name} is not set, but {', '.join(found)} {'is' if len(found) == 1 else 'are'}: the process has only "
+                "a part of its environment, and would train alone; pass all of it on, or unset the rest"
             )
         return value
 
@@ -110,11 +114,11 @@ class _Variables:
             return int(value)
         except ValueError:
             raise UserError(
-                f"{name}={self.env[name]!r} is not a whole number; {self.launcher} sets it, do not override it"
+                f"{name}={self.env[name]!r} is not a whole number; {self.launcher} sets it: do not override it"
             ) from None
 
     def rendezvous(self) -> tuple[str, int] | None:
-        """Where torch's processes are told to meet, if anywhere."""
+        """Return (MASTER_ADDR, MASTER_PORT), or None if they are not set."""
         host = self.text("MASTER_ADDR")
         if host is None:
             return None
@@ -126,7 +130,7 @@ class _Variables:
     def world(
         self, rank: int, size: int, local_rank: int, local_size: int, rendezvous: tuple[str, int] | None = None
     ) -> World:
-        """The world with hosts assumed to be filled in order; ``connect`` replaces that by what the hosts say."""
+        """Make the world, assuming that ranks fill the hosts in order; ``connect`` replaces that by the real hosts."""
         return World(
             rank=rank,
             size=size,
@@ -159,12 +163,12 @@ def _open_mpi(v: _Variables) -> World:
 
 
 def _pmi(v: _Variables) -> World:
-    # MPICH, Intel MPI and MVAPICH: Hydra sets PMI_*, and the local place in MPI_LOCAL*.
+    # MPICH, Intel MPI and MVAPICH: Hydra sets PMI_*, and the local rank and size in MPI_LOCAL*.
     size = v.number("PMI_SIZE")
     return v.world(v.number("PMI_RANK"), size, v.number("MPI_LOCALRANKID", 0), v.number("MPI_LOCALNRANKS", size))
 
 
-# From here on Slurm numbers what is no step of ranks: batch scripts, and the shells that salloc opens on a node.
+# Slurm uses step numbers from here on for batch scripts and for shells of salloc, which are not ranks.
 _SLURM_RESERVED_STEPS = 0xFFFF_FFF0
 
 
@@ -177,18 +181,18 @@ def _srun(v: _Variables) -> World:
     size = v.number("SLURM_NTASKS")
     per_node = v.text("SLURM_STEP_TASKS_PER_NODE") or str(size)  # such as 4(x2),3
     first = v.whole("SLURM_STEP_TASKS_PER_NODE", per_node.partition("(")[0].partition(",")[0])
-    place = v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), first
+    ranks = v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), first
     chosen = v.rendezvous()
     if chosen is not None:
-        return v.world(*place, chosen)
-    world = v.world(*place, _srun_rendezvous(v, single_host=first == size))
+        return v.world(*ranks, chosen)
+    world = v.world(*ranks, _srun_rendezvous(v, single_host=first == size))
     step = f"{v.env.get('SLURM_JOB_ID')}.{v.env.get('SLURM_STEP_ID')}"
-    # Other steps may try the same ports: the step is part of what its ranks know each other by.
+    # Other steps may try the same ports: the secret contains the step, so that ranks of different steps do not connect.
     return replace(world, ports=_SRUN_PORTS, secret=f"{step} {world.secret}")
 
 
 def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | None:
-    """The step's first host, and the first of some ports: srun offers no way to tell one another of a free one."""
+    """Return the step's first host and the first port to try: srun gives the ranks no way to exchange a free one."""
     hosts = v.text("SLURM_STEP_NODELIST") or v.text("SLURM_NODELIST")  # such as gpu[01-03,07],login
     if not single_host and hosts is None:
         return None
@@ -198,7 +202,7 @@ def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | N
 
 
 def _by_pmi(env: Mapping[str, str]) -> bool:
-    # srun may offer PMI too (--mpi=pmi2), with its own numbers; where a step's tasks start ranks, they differ.
+    # srun may set PMI_* too (--mpi=pmi2), equal to its own numbers. If they differ, an mpiexec inside the step set them.
     same = env.get("PMI_RANK") == env.get("SLURM_PROCID") and env.get("PMI_SIZE") == env.get("SLURM_NTASKS")
     return "PMI_RANK" in env and not (_in_a_step(env) and same)
 
@@ -209,18 +213,18 @@ def _environment(v: _Variables) -> World:
 
 
 def spawned(rank: int, size: int, rendezvous: tuple[str, int], secret: str) -> dict[str, str]:
-    """The variables that tell a process its place among ``size`` ranks that one command line starts on this host."""
+    """Return the variables of rank ``rank`` for a job whose ``size`` ranks one command line starts on this host."""
     host, port = rendezvous
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    return {SPAWNED: "1", "MASTER_ADDR": host, SECRET: secret} | {name: str(value) for name, value in place.items()}
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {SPAWNED: "1", "MASTER_ADDR": host, SECRET: secret} | {name: str(value) for name, value in numbers.items()}
 
 
-# The innermost launcher wins: torchrun inside an srun step is torchrun, a batch script inside Slurm is nobody.
-# horovodrun over MPI shows as mpirun, which is what it calls. Ranks are spawned where nothing above has launched:
-# with the variables of those, they have started one themselves.
+# The innermost launcher wins: torchrun inside an srun step counts as torchrun; a batch script inside Slurm has no
+# launcher. horovodrun over MPI calls mpirun and counts as mpirun. "spawn" comes after the launchers that a spawned rank
+# may start itself: it counts only if none of their variables is set.
 _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
     ("torchrun", lambda env: "TORCHELASTIC_RUN_ID" in env, _torchrun),
-    # The rank alone may be what dualtrain.hvd has published for the script.
+    # HOROVOD_RANK alone is not enough: dualtrain.hvd sets it for scripts that read it.
     ("horovodrun --gloo", lambda env: "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env and "HOROVOD_RANK" in env, _horovodrun),
     ("mpirun", lambda env: "OMPI_COMM_WORLD_RANK" in env, _open_mpi),
     ("mpiexec", _by_pmi, _pmi),
@@ -230,7 +234,7 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Var
 )
 
 
-# With these and no rank, a process that took itself for nobody's would train alone.
+# A process with one of these variables but no rank was launched with an incomplete environment; it must not train alone.
 _REMNANTS = {
     "horovodrun --gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR",),
     "mpirun": ("OMPI_COMM_WORLD_SIZE",),
@@ -240,10 +244,10 @@ _REMNANTS = {
 
 
 def detect_world(env: Mapping[str, str] | None = None) -> World:
-    """The world that the launcher of this process describes, or a world of one where nobody launched it.
+    """Detect this process's launcher and return the world that it describes; a world of one without a launcher.
 
     Raises:
-        UserError: a launcher is recognised but one of its variables is missing or no number.
+        UserError: a launcher is recognised, but one of its variables is missing or not a number.
     """
     env = os.environ if env is None else env
     for name, recognises, read in _LAUNCHERS:
@@ -255,9 +259,9 @@ def detect_world(env: Mapping[str, str] | None = None) -> World:
     return World()
 
 
-# The variables that say a process's place, by the launcher that sets them.
+# The variables that define a process's rank and world, by the launcher that sets them.
 _ENVIRONMENT = r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
-_PLACE = {
+_VARIABLES = {
     "torchrun": rf"{_ENVIRONMENT}|TORCHELASTIC_RUN_ID",
     "horovodrun --gloo": r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT))",
     "mpirun": r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)",
@@ -269,9 +273,9 @@ _PLACE = {
 
 
 def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that would tell a place in another launcher's world, and did not decide this one."""
-    own = _PLACE.get(world.launcher, "")
-    decided = {name for name, _ in world.evidence}
-    anyone = "|".join(_PLACE.values())
-    names = (name for name in sorted(env) if re.fullmatch(anyone, name) and not re.fullmatch(own, name))
-    return {name: env[name] for name in names if name not in decided}
+    """Return the variables of other launchers in ``env`` that did not determine ``world``."""
+    own = _VARIABLES.get(world.launcher, "")
+    used = {name for name, _ in world.evidence}
+    every = "|".join(_VARIABLES.values())
+    names = (name for name in sorted(env) if re.fullmatch(every, name) and not re.fullmatch(own, name))
+    return {name: env[name] for name in names if name not in used}

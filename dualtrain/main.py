@@ -17,26 +17,27 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, parse
-from dualtrain.console import leave, loading, refuse_alike, say, show
+from dualtrain.console import leave, loading, logging_to_stderr, print_error, refuse_on_all, show
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError
 from dualtrain.launchers import World, detect_world
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend
-    from dualtrain.backends.watch import Loss
+    from dualtrain.errors import PeerFailure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one process of a training job; gives its exit status: 0 done, 2 the user can mend it, 1 anything else."""
+    """Run one process of a training job; return its exit status: 0 success, 2 an error of the user's, 1 any other."""
     world = World()
     try:
         world = detect_world()
         config = parse(arguments)
-        if config.nproc is not None and world.launcher != "spawn":
-            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.nproc, world)
+        if config.run.nproc is not None and world.launcher != "spawn":
+            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run.nproc, world)
     except UserError as error:
-        return refuse_alike(error, world)
-    return _run(config, world)
+        return refuse_on_all(error, world)
+    with logging_to_stderr():
+        return _run(config, world)
 
 
 def _spawn(arguments: list[str], nproc: int, world: World) -> int:
@@ -47,88 +48,109 @@ def _spawn(arguments: list[str], nproc: int, world: World) -> int:
         )
     from dualtrain.spawn import spawn
 
-    return spawn(arguments, nproc)
+    return spawn(main, arguments, nproc)
 
 
 def _run(config: Config, world: World) -> int:
-    # What torch's C++ side warns of when a peer is gone, stack traces included, is said in one line here.
+    # When a peer has exited, torch's C++ code logs stack traces; we print one line instead.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Another program's process keeps its own ways.
+    # GC settings are changed only in a process of our own.
     with loading() if __name__ == "__main__" else nullcontext():
         from dualtrain.backends import connect
+        from dualtrain.heap import keep_freed_memory
         from dualtrain.training.loop import train
 
     try:
         backend = connect(
-            config.backend,
+            config.run.backend,
             world=world,
-            device=config.device,
-            timeout=config.timeout,
+            device=config.run.device,
+            timeout=config.run.timeout,
             groups=False,
-            transport=config.transport,
+            transport=config.run.transport,
         )
     except (UserError, BackendError) as error:
-        say(error, world.rank, world.size)
+        print_error(error, world.rank, world.size)
         return 2 if isinstance(error, UserError) else 1
+    if backend.device.type == "cpu":
+        keep_freed_memory()
     said = threading.Event()
     if backend.watch is not None:
-        backend.watch.on_loss = lambda loss: _mourn(loss, backend, said)
-    earlier = signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(said))
+        backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, said)
+    earlier = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(said)),
+        signal.SIGINT: signal.signal(signal.SIGINT, _interrupt),
+    }
     try:
         train(config, backend)
     except BaseException as error:
         return _give_up(error, backend)
     finally:
-        signal.signal(signal.SIGTERM, earlier)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
     backend.close()
     return 0
 
 
 def _give_up(error: BaseException, backend: Backend) -> int:
-    """Says what ended the run, tells the other ranks, and leaves without waiting for them."""
+    """Print what ended the run, send it to the other ranks, and close the backend without waiting for them."""
     status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, StoppedError):
         status = 128 + error.number
     if isinstance(error, DivergedError | StoppedError | NotSavedError) or (isinstance(error, UserError) and error.shared):
         if backend.rank == 0 or isinstance(error, RanksDifferError):
-            say(error, backend.rank, backend.size)
+            print_error(error, backend.rank, backend.size)
         _wait_for_all(backend)
     elif isinstance(error, BackendError):
-        lost = backend.watch is not None and backend.watch.loss is not None and not backend.watch.loss.quiet
-        if not lost:  # otherwise the watch has said it
-            say(error, backend.rank, backend.size)
+        if backend.watch is None or not backend.watch.peer_failed:  # otherwise it is reported already
+            print_error(error, backend.rank, backend.size)
     elif isinstance(error, UserError | KeyboardInterrupt):
-        say(error if str(error) else "interrupted", backend.rank, backend.size)
+        print_error(error if str(error) else "interrupted", backend.rank, backend.size)
     else:
         show(traceback.format_exc().rstrip(), sys.stderr)
-        say(f"{type(error).__name__}: {error}", backend.rank, backend.size)
+        print_error(f"{type(error).__name__}: {error}", backend.rank, backend.size)
     backend.abort("".join(traceback.format_exception(error)).strip())
     return status
 
 
 def _wait_for_all(backend: Backend) -> None:
-    """All ranks have the same reason to leave: none goes before rank 0 has said it."""
+    """Wait until rank 0 has printed the error, which all ranks share: a launcher ends all with the first that exits."""
     try:
         backend.barrier()
         backend.close()
     except BackendError:
-        pass  # a rank that is gone already need not be waited for
+        pass  # a rank that has exited already need not be waited for
 
 
-def _mourn(loss: Loss, backend: Backend, said: threading.Event) -> None:
-    """Says at once that a rank is gone: a launcher may end this process before the loop notices."""
-    first, _, rest = loss.describe().partition("\n")
-    say(f"stopping, since {first}", backend.rank, backend.size)
-    speaker = 0 if loss.rank else 1
+def _report_peer_failure(failure: PeerFailure, backend: Backend, said: threading.Event) -> None:
+    """Print at once that a rank has failed: a launcher may end this process before the loop notices."""
+    first, _, rest = failure.describe().partition("\n")
+    print_error(f"stopping, since {first}", backend.rank, backend.size)
+    speaker = 0 if failure.rank else 1
     if rest and backend.rank == speaker:
         show(rest, sys.stderr)
     said.set()
 
 
 def _leave_on_sigterm(said: threading.Event) -> None:
-    """Launchers end all processes the moment that one dies: the news of which one must still be said."""
-    said.wait(0.9)  # mpirun sends SIGKILL after one second
-    os._exit(128 + signal.SIGTERM)
+    """Exit on SIGTERM, which launchers send when a rank has failed; print first which one."""
+    if not _is_stopping():
+        said.wait(0.9)  # mpirun sends SIGKILL after one second
+        os._exit(128 + signal.SIGTERM)
+
+
+def _interrupt(*_: object) -> None:
+    if not _is_stopping():
+        raise KeyboardInterrupt
+
+
+def _is_stopping() -> bool:
+    """Whether the run has been saved for a signal, and is about to end.
+
+    The same signal often comes twice, from the launcher and from who sends it to the whole job: the second one must not
+    keep the first rank from saying what was saved, nor make the others report it as lost.
+    """
+    return isinstance(sys.exc_info()[1], StoppedError)
 
 
 if __name__ == "__main__":

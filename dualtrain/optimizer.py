@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.buckets import AVERAGE, Transfer
 from dualtrain.errors import BackendError
-from dualtrain.gradients import GradientReducer, Unused
+from dualtrain.gradients import AVERAGE, GradientReducer, Transfer, Unused
+from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 
 
 def _of_wrapped(name: str) -> Any:
-    """An attribute of the wrapped optimizer: read, set and deleted there."""
+    """Return an attribute of the wrapped optimizer: read, set and deleted there."""
     return property(
         lambda self: getattr(self.optimizer, name),
         lambda self, value: setattr(self.optimizer, name, value),
@@ -46,8 +46,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
             does the same by hand.
-        carry: see :class:`~dualtrain.gradients.GradientReducer`; the numbers are ``cargo``.
+        extra: how many scalars of the caller's own are sent along and summed over ranks (see :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
+        carry: the former name of ``extra``; deprecated.
 
     Raises:
         ValueError: names that are missing or appear twice, or an option out of its bounds.
@@ -61,16 +62,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backend: Backend,
         unused: Unused = "zero",
         backward_passes_per_step: int = 1,
-        carry: int = 0,
+        extra: int = 0,
         transfer: Transfer = AVERAGE,
+        carry: int | None = None,
     ) -> None:
         # Not Optimizer.__init__, which would make groups of its own: what an unpickled optimizer gets instead.
         self.optimizer = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self.backend = backend
         named = _name_all(optimizer, named_parameters)
-        passes = backward_passes_per_step
-        self.reducer = GradientReducer(named, backend, unused=unused, passes=passes, carry=carry, transfer=transfer)
+        passes, extra = backward_passes_per_step, renamed_option("carry", carry, "extra", extra)
+        self.reducer = GradientReducer(named, backend, unused=unused, passes=passes, extra=extra, transfer=transfer)
         self.reducer.follow(optimizer)
 
     @property
@@ -98,23 +100,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._unscales_itself()
 
     def _unscales_itself(self) -> bool:
-        """Whether the wrapped optimizer's step unscales gradients, and skips itself after an overflow."""
+        """Return whether the wrapped optimizer's step unscales gradients, and skips itself after an overflow."""
         if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             return False
         # The older contract passes the scaler as an argument: without it, GradScaler unscales before the step.
         return "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
 
     @property
+    def extra(self) -> torch.Tensor:
+        """Set before backward: the extra scalars of this rank. After it: their sums over ranks. float64, on the CPU."""
+        return self.reducer.extra
+
+    @property
     def cargo(self) -> torch.Tensor:
-        """Set before backward: ``carry`` numbers of this rank. After it: their sum over ranks. float64, on the CPU."""
-        return self.reducer.cargo
+        """The former name of :attr:`extra`; deprecated."""
+        warn_renamed("cargo", "extra")
+        return self.reducer.extra
 
     def close(self) -> None:
-        """Stops averaging: backward gives this rank's own gradients from then on. May be called again."""
+        """Stop averaging: backward gives this rank's own gradients from then on. May be called again."""
         self.reducer.close()
 
     def synchronize(self) -> None:
-        """Makes every gradient the average over ranks, if backward has not done so. Collective; blocks; idempotent.
+        """Make every gradient the average over ranks, if backward has not done so. Collective; blocks; idempotent.
 
         Raises:
             BackendError: see :meth:`GradientReducer.reduce <dualtrain.gradients.GradientReducer.reduce>`.
@@ -128,7 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step, on averaged gradients. Collective.
+        """Run the wrapped optimizer's step, on averaged gradients. Collective.
 
         A ``closure`` may be called several times (LBFGS); the optimizer sees its loss, a tensor of one element or a
         number, averaged over ranks, so that every rank takes the same decisions.
@@ -136,6 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only.
         """
+        # Private in torch 2.5 to 2.15: no public name tells whether an optimizer has step hooks.
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return _with_hooks(self) if closure is None else _with_hooks(self, closure)
         return self._step(closure)
@@ -163,23 +172,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped optimizer's own. Gradients that were averaged for a step that was not taken are forgotten."""
+        """Zero the gradients as the wrapped optimizer does; averages for a step that was not taken are dropped."""
         self.reducer.renew()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the wrapped optimizer and reduces its gradients from the next backward on. On every rank."""
+        """Add a group to the wrapped optimizer and reduce its gradients from the next backward on. On every rank."""
         self.optimizer.add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]["params"]
         self.reducer.add((f"group {number} parameter {i}", p) for i, p in enumerate(added))
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's own: it loads into the bare optimizer, and into this one on any backend."""
+        """Return the wrapped optimizer's state: it loads into the bare optimizer, and into this one on any backend."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's own."""
+        """Load the wrapped optimizer's state."""
         self.optimizer.load_state_dict(state_dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -196,7 +205,7 @@ _with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step
 
 @torch.no_grad()
 def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a closure returned, combined over the ranks if it is a number; otherwise unchanged. Collective; blocks.
+    """Return what a closure returned, combined over the ranks if it is a number; otherwise unchanged. Collective; blocks.
 
     Args:
         loss: a tensor of one element or a real number; or anything else, on every rank.

@@ -1,7 +1,7 @@
-"""``python -m dualtrain.predict RUN IMAGE [IMAGE …]``: the classes that a trained model sees in image files.
+"""``python -m dualtrain.predict RUN IMAGE [IMAGE …]``: the likeliest classes of image files, by a trained model.
 
-An image goes through what the run's evaluation images went through, after it has been brought to their size and channels
-(digits and mnist are light on dark; nothing is inverted). All images are read before the first answer.
+An image is converted to the size and channels of the dataset's images, then transformed as for evaluation (digits and
+mnist are light on dark; nothing is inverted). All images are read before the first line is printed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualtrain.console import parser_of, say, show
+from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError, enough_memory
 from dualtrain.files import read_json
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 SHOWN = 5  # classes
-TOGETHER = 64  # images
-# How PIL calls the channels of the datasets that live in memory, and the side of their images.
+BATCH = 64  # images
+# PIL's mode of the datasets that are held in memory, and the side of their images.
 IMAGES = {"digits": ("L", 8), "mnist": ("L", 28), "fashion-mnist": ("L", 28), "cifar10": ("RGB", 32)}
 
 
 def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[tuple[str, float]]]:
-    """For each image file its likeliest classes, at most five, with their probabilities, the likeliest first.
+    """Return, for each image file, at most five classes with their probabilities, the likeliest first.
 
     Args:
         run: the run's folder.
         files: images, of the formats that ``data.decode`` names.
-        best: take the weights of the best evaluation, not those of the end.
+        best: use the weights of the best evaluation, not those of the last step.
 
     Raises:
         UserError: the run has no weights or does not classify images, or an image cannot be read.
@@ -47,9 +47,9 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
     titles = task.get("class_names")
     names = dict(enumerate(titles if isinstance(titles, list) else ()))
     answers = []
-    for start in range(0, len(inputs), TOGETHER):
+    for start in range(0, len(inputs), BATCH):
         with torch.inference_mode():
-            chances = model(torch.cat(inputs[start : start + TOGETHER])).softmax(1)
+            chances = model(torch.cat(inputs[start : start + BATCH])).softmax(1)
         values, numbers = chances.topk(min(SHOWN, chances.shape[1]), 1)
         for row in zip(numbers.tolist(), values.tolist(), strict=True):
             answers.append([(str(names.get(number, number)), value) for number, value in zip(*row, strict=True)])
@@ -57,7 +57,7 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
 
 
 def _describe(folder: Path, best: bool) -> tuple[dict[str, Any], dict[str, Any], Path]:
-    """The run's settings, its task, and the file of its weights."""
+    """Return the run's settings, its task, and the file of its weights."""
     config = _read_json(folder / "config.json", f"{str(folder)!r} is no run's folder")
     task = _read_json(folder / "task.json", f"{str(folder)!r} does not say what its model takes")
     if task.get("kind") != "classes" or not _is_shape(task.get("shape")) or not _is_shape([task.get("classes")] * 3):
@@ -105,17 +105,17 @@ def _load(weights: Path, name: str, task: dict[str, Any]) -> nn.Module:
 
 
 def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
-    """From an image file to the model's input, float32 (1, c, h, w), as in the run's evaluation."""
+    """Return a function from an image file to the model's input, float32 (1, c, h, w), as in the run's evaluation."""
     import torch
 
-    from dualtrain.config import FIELDS
+    from dualtrain.config import SETTINGS
     from dualtrain.data.catalog import transforms_of
     from dualtrain.data.files import geometries
     from dualtrain.data.images import ImageFiles
     from dualtrain.data.options import NAMES, Options
 
     given = {name: config[name] for name in NAMES if config.get(name) is not None}
-    wrong = [name for name, value in given.items() if type(value).__name__ not in str(FIELDS[name].type)]
+    wrong = [name for name, value in given.items() if not SETTINGS[name].is_valid(value)]
     if wrong:
         raise UserError(f"the run's config.json has {wrong[0]} = {given[wrong[0]]!r}: name a run's folder")
     options = Options(**given)
@@ -140,7 +140,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
 
 
 def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
-    """The image as the dataset would hold it, (1, c, side, side): uint8, but digits float32 from 0 to 1."""
+    """Convert the image to the dataset's form, (1, c, side, side): uint8, but digits float32 from 0 to 1."""
     import numpy
     import torch
     from PIL import Image
@@ -149,8 +149,6 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
     from dualtrain.data.digits import LARGEST_PIXEL
 
     image = read_image(file)
-    if image.mode.startswith(("I", "F")):
-        raise UserError(f"the image {file!r} has pixels of more than 8 bits, mode {image.mode}: convert it to 8 bits")
     small = image.convert(mode)
     small = small if small.size == (side, side) else small.resize((side, side), Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(numpy.array(small)).reshape(side, side, len(mode)).permute(2, 0, 1)[None]
@@ -160,7 +158,7 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints one line for each image; gives the exit status: 0, or 2 where the user can mend it."""
+    """Print one line for each image; return the exit status: 0, or 2 for an error of the user's."""
     parser = parser_of("dualtrain.predict", str(__doc__))
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="an image file")
@@ -171,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with enough_memory("check the run's task.json and config.json"):
             answers = predict(given.run, given.images, best=given.best)
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     for file, classes in zip(given.images, answers, strict=True):
         if given.json:

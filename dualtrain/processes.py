@@ -1,7 +1,7 @@
-"""The helper processes of Python's multiprocessing, which belong to a job and get the signals that are sent to all of it.
+"""The helper processes of Python's multiprocessing, which receive the signals that are sent to a whole job.
 
 ``timeout``, systemd and batch systems send SIGTERM to every process of a job. Its ranks save and stop; the resource tracker
-and the server that worker processes are forked from must outlive that, since the next batches come through them.
+and the fork server must survive the signal, since the last batches are read by its worker processes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker, util
 from types import FrameType
 
-#: The signals that are for ranks alone: to save and stop, the first two; to save, the last one.
+#: The signals that only ranks act on: save and stop (the first two), save (the last one).
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
 _OWN_FOLDER = "dualtrain own folder"
 
 
 def start_tracker() -> None:
-    """Starts the resource tracker, if it is not there yet, with the job's signals blocked."""
-    # What a killed process leaves it removes: it need not warn of that. It takes the filters of the command line.
+    """Start the resource tracker, if it does not run yet, with the job's signals blocked."""
+    # It removes what a killed process leaves behind, and need not warn of it. It inherits the command line's filters.
     filters, sys.warnoptions = sys.warnoptions, [*sys.warnoptions, "ignore:resource_tracker:UserWarning"]
     try:
         with _blocked():
@@ -35,11 +35,11 @@ def start_tracker() -> None:
 
 
 def start_forkserver(preload: Sequence[str]) -> None:
-    """Starts the server that worker processes are forked from, if it is not there yet.
+    """Start the server that worker processes are forked from, if it does not run yet.
 
-    It imports ``preload``. It and its workers have the job's signals blocked, until :func:`begin_worker`.
+    It imports ``preload``. The job's signals are blocked in it, and in its workers until :func:`begin_worker`.
     """
-    start_tracker()  # before the block, which its start would end
+    start_tracker()  # before the signals are blocked: starting it would unblock them
     _note_own_folder()
     with _blocked():
         forkserver.set_forkserver_preload(list(preload))
@@ -47,19 +47,19 @@ def start_forkserver(preload: Sequence[str]) -> None:
 
 
 def begin_worker() -> None:
-    """Makes a worker process ignore the job's signals, and end when the process that has started it ends."""
+    """Make this worker process ignore the job's signals, and exit when its parent exits."""
     for number in JOB_SIGNALS:
         signal.signal(number, _ignore)
-        signal.siginterrupt(number, False)  # reads of C libraries go on
+        signal.siginterrupt(number, False)  # do not interrupt reads of C libraries
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
     threading.Thread(target=_end_with_parent, name="dualtrain-parent", daemon=True).start()
 
 
 def _note_own_folder() -> None:
-    """Notes which temporary folder of multiprocessing's this process made itself, if any; its workers inherit the note."""
+    """Record which temporary folder of multiprocessing this process made itself, if any; its workers inherit the record."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get(_OWN_FOLDER, (None, None))[0] != os.getpid():
-        # A process that multiprocessing has started uses the folder of the program above it, which still needs it.
+        # A process that multiprocessing has started uses its parent's folder, which the parent still needs.
         inherited = config.get("tempdir") is not None
         config[_OWN_FOLDER] = os.getpid(), None if inherited else util.get_temp_dir()
 
@@ -69,20 +69,20 @@ def _end_with_parent() -> None:
     if parent is None:
         return
     parent.join()
-    _remove_own_folder(parent.pid)  # a killed parent leaves it behind
+    _remove_own_folder(parent.pid)  # which a killed parent leaves behind
     os._exit(0)
 
 
 def _remove_own_folder(pid: int | None) -> None:
-    """Removes the folder that process ``pid``, this one or the one that has started it, made itself, if any."""
+    """Remove the folder that process ``pid``, this one or its parent, made itself, if any."""
     owner, folder = multiprocessing.current_process()._config.get(_OWN_FOLDER, (None, None))  # type: ignore[attr-defined]
     if owner == pid and folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def release() -> None:
-    """Removes what multiprocessing has in the file system, for a process that ends without its exit handlers."""
-    # In a thread, since some of them wait for other threads or processes, which may never end.
+    """Remove multiprocessing's files, for a process that exits without its exit handlers."""
+    # In a thread: some finalizers wait for other threads or processes, which may never end.
     thread = threading.Thread(target=_run_finalizers, name="dualtrain-release", daemon=True)
     thread.start()
     thread.join(RELEASE_SECONDS)
@@ -95,12 +95,12 @@ def _run_finalizers() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """A handler and not SIG_IGN, which programs inherit."""
+    """Ignore a signal; unlike SIG_IGN, this is not inherited by programs that the worker starts."""
 
 
 @contextmanager
 def _blocked() -> Iterator[None]:
-    """Blocks the job's signals in this thread, and so in the processes that it starts."""
+    """Block the job's signals in this thread, and so in the processes that it starts."""
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield

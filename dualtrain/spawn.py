@@ -1,7 +1,7 @@
 """``--nproc N``: N ranks on this host without a launcher, as processes of the command line that was given.
 
 The parent takes no part in the training. It serves the store that the ranks meet in, passes signals on to them, and
-ends those that are left when one has failed. That a rank is gone they notice, and say, by themselves.
+ends the remaining ones when one has failed. The ranks detect and report a failed rank by themselves.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
-from dualtrain.console import say
+from dualtrain.console import print_error
 from dualtrain.errors import UserError
 from dualtrain.launchers import spawned
 from dualtrain.processes import release, start_tracker
@@ -28,22 +27,30 @@ from dualtrain.training.signals import ignore_late_requests, note_early_requests
 
 # torch and what imports it come later: a rank imports this file before it is tied to its parent.
 
+Body = Callable[[list[str]], int]
+
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = (*STOPPING, signal.SIGUSR1)
-GRACE_SECONDS = 6.0  # the other ranks notice a failed one, say why they stop, and end
-END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from that to giving up
-REPORT_SECONDS = 0.5  # from a failed rank's end to the report of one that was killed before it
-IMPATIENT_SECONDS = 2.0  # a signal may come twice at once, to a process and to its group; a person repeats it later
+GRACE_SECONDS = 6.0  # for the other ranks to detect a failed one, print it, and exit
+END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
+REPORT_SECONDS = 0.5  # to wait for the exit status of a rank that was killed before the failed one
+REPEAT_SECONDS = 2.0  # a signal may come twice at once, to a process and to its group; a person repeats it later
 RANKS_PER_CORE = 16
 _PR_SET_PDEATHSIG = 1
 
 
-def spawn(arguments: Sequence[str], nproc: int) -> int:
-    """Runs ``dualtrain.main.main(arguments)`` in ``nproc`` new processes and gives the job's exit status.
+def spawn(body: Body, arguments: Sequence[str], nproc: int) -> int:
+    """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
-    Blocks until all have ended; for how long is up to them, until one fails, or a second SIGTERM or SIGINT comes. Each
-    sees itself as a rank of the launcher ``"spawn"``. Call it in the main thread. A program other than dualtrain's own
-    command line needs ``if __name__ == "__main__":`` around the call, since every rank imports it again.
+    Blocks until all have exited: without a limit as long as all run, for a few seconds once one has failed or a second
+    SIGTERM or SIGINT was received. Each process is a rank of the launcher ``"spawn"``. Call it in the main thread. A
+    program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since every
+    rank imports it again.
+
+    Args:
+        body: a function at the top of a module; returns a process's exit status.
+        arguments: of ``body``.
+        nproc: the number of processes.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first one that did not, 128 + N if signal N has ended it;
@@ -59,16 +66,16 @@ def spawn(arguments: Sequence[str], nproc: int) -> int:
             f"do not get through their start; give {RANKS_PER_CORE * cores} at most"
         )
     with _signals() as inbox:
-        from dualtrain.backends.store import StoreServer, listen
+        from dualtrain.rendezvous.store import StoreServer, listen
 
         secret = secrets.token_hex(32)
-        # The port is ours from here on: between a free one's number and its use, another program could take it.
+        # Listen before the port is published: another program could bind a port that was only found free.
         listening = listen("127.0.0.1", [0], nproc)
         rendezvous = listening.getsockname()
         store = StoreServer(listening, nproc, secret)
         job = _Job(inbox)
         try:
-            job.start(arguments, [spawned(rank, nproc, rendezvous, secret) for rank in range(nproc)])
+            job.start(body, arguments, [spawned(rank, nproc, rendezvous, secret) for rank in range(nproc)])
             return job.wait()
         finally:
             job.kill()
@@ -76,36 +83,36 @@ def spawn(arguments: Sequence[str], nproc: int) -> int:
 
 
 class _Job:
-    """The ranks of one job, as their parent sees them."""
+    """The processes of one job, as seen by their parent."""
 
     def __init__(self, inbox: int) -> None:
         self._inbox = inbox
         self._processes: list[BaseProcess] = []
-        self._status: int | None = None  # once a rank has failed
+        self._status: int | None = None  # the job's, once a rank has failed
         self._save = False  # whether that was asked for when no rank was there
-        self._told: tuple[int, float] | None = None  # the signal that asked to stop, and when
-        self._means = [signal.SIGTERM, signal.SIGKILL]  # that are left to end the ranks with
-        self._deadline: float | None = None  # for using the next of them
+        self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
+        self._means = [signal.SIGTERM, signal.SIGKILL]  # left to end the ranks with, in order
+        self._deadline: float | None = None  # for the next of them
 
-    def start(self, arguments: Sequence[str], places: Sequence[Mapping[str, str]]) -> None:
-        """Starts a rank with each place's variables; returns before they have done anything."""
+    def start(self, body: Body, arguments: Sequence[str], places: Sequence[Mapping[str, str]]) -> None:
+        """Start a rank with the environment variables of each of ``places``. Does not wait for them."""
         from torch.multiprocessing import get_context
 
-        from dualtrain.backends.hosts import variables
+        from dualtrain.rendezvous.hosts import variables
 
         context = get_context("spawn")
-        # A Python that is starting up answers a signal with a traceback: a rank has them held back until it can do
-        # better. The tracker comes before, since its start ends the block.
+        # A Python interpreter that is starting up exits on a signal with a traceback: block signals until the rank has
+        # handlers. The tracker is started before, since starting it unblocks them.
         start_tracker()
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
             for rank, place in enumerate(places):
                 self._listen(0.0)
-                if self._told is not None:
-                    self._status = 128 + self._told[0]
+                if self._stopped is not None:
+                    self._status = 128 + self._stopped[0]
                 if self._status is not None:
-                    break  # those that have started are told, or end since one has failed
-                process = context.Process(target=_rank, args=(list(arguments), os.getpid()), name=f"rank {rank}")
+                    break  # those that were started get the signal, or exit since one has failed
+                process = context.Process(target=_rank, args=(body, list(arguments), os.getpid()), name=f"rank {rank}")
                 with variables(place):
                     process.start()
                 self._processes.append(process)
@@ -121,16 +128,16 @@ class _Job:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
     def wait(self) -> int:
-        """Until all ranks have ended, or cannot be ended: the job's status."""
+        """Wait until all ranks have exited, or cannot be ended; return the job's status."""
         while self._alive():
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             self._listen(left)
-            if self._deadline is not None and time.monotonic() >= self._deadline and not self._press():
+            if self._deadline is not None and time.monotonic() >= self._deadline and not self._escalate():
                 break
         return self._status or 0
 
     def kill(self) -> None:
-        """Ends what is left at once; blocks for a few seconds at most."""
+        """Kill the remaining ranks; blocks for a few seconds at most."""
         left = self._alive()
         self._send(signal.SIGKILL)
         for process in left:
@@ -145,52 +152,52 @@ class _Job:
             os.kill(process.pid, number)  # exists until exitcode has collected it
 
     def _listen(self, seconds: float | None) -> None:
-        """Takes in what has happened, or does within ``seconds``."""
+        """Handle the signals that have come, or come within ``seconds``."""
         if select.select([self._inbox], [], [], seconds)[0]:
             for number in os.read(self._inbox, 1024):
-                self._hear(number)
+                self._handle(number)
         self._note_failure()
 
-    def _hear(self, number: int) -> None:
+    def _handle(self, number: int) -> None:
         if number == signal.SIGCHLD:
-            return  # wakes the loop, which looks at all ranks
-        if number in STOPPING and self._told is None:
-            self._told = number, time.monotonic()
-        elif number in STOPPING and self._told is not None:
-            if time.monotonic() > self._told[1] + IMPATIENT_SECONDS:
+            return  # wakes the loop, which checks all ranks
+        if number in STOPPING and self._stopped is None:
+            self._stopped = number, time.monotonic()
+        elif number in STOPPING and self._stopped is not None:
+            if time.monotonic() > self._stopped[1] + REPEAT_SECONDS:
                 self._deadline = time.monotonic()
             return
         self._save = self._save or number == signal.SIGUSR1
         self._send(number)
 
     def _failed(self) -> dict[int, int]:
-        """The rank of each exit status that is not 0; -N if signal N ended it."""
+        """Return the rank of each exit status that is not 0; -N if signal N ended the process."""
         return {process.exitcode: rank for rank, process in enumerate(self._processes) if process.exitcode}
 
     def _note_failure(self) -> None:
         failed = self._failed()
         if self._status is not None or not failed:
             return
-        if self._told is not None:
-            self._status = 128 + self._told[0]
-            return  # they stop as they were told to, in their own time
-        # A rank can notice that another one was killed, and end, before the system reports the killed one.
+        if self._stopped is not None:
+            self._status = 128 + self._stopped[0]
+            return  # they were asked to stop, and take the time that they need
+        # A rank can detect that another one was killed, and exit, before the system reports the killed one.
         deadline = time.monotonic() + REPORT_SECONDS
         while min(failed) > 0 and self._alive() and time.monotonic() < deadline:
             time.sleep(0.01)
             failed = self._failed()
-        code = min(failed)  # a killed one (below 0) is why the others stop
+        code = min(failed)  # below 0: a killed one, which is why the others stop
         self._status = code if code > 0 else 128 - code
         self._deadline = time.monotonic() + GRACE_SECONDS
         if code < 0:
             by = signal.Signals(-code).name
-            say(f"rank {failed[code]} of {len(self._processes)} was ended by {by}; the job stops")
+            print_error(f"rank {failed[code]} of {len(self._processes)} was ended by {by}; the job stops")
 
-    def _press(self) -> bool:
-        """Uses the next means to end the ranks; False if none is left."""
+    def _escalate(self) -> bool:
+        """Send the next stronger signal to the ranks; return False if none is left."""
         if not self._means:
             left = ", ".join(f"{process.name} (process {process.pid})" for process in self._alive())
-            say(f"{left} did not end within {END_SECONDS:g} s of SIGKILL: the system holds it; see its state in ps")
+            print_error(f"{left} did not end within {END_SECONDS:g} s of SIGKILL: the system holds it; see its state in ps")
             self._status = self._status or 128 + signal.SIGKILL
             return False
         self._send(self._means.pop(0))
@@ -200,12 +207,12 @@ class _Job:
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """Has the signals that come, and those of ended children, be bytes that can be read from a pipe."""
+    """Deliver signals, including SIGCHLD, as bytes on a self-pipe."""
     inbox, outbox = os.pipe()
     os.set_blocking(outbox, False)
 
     def note(number: int, frame: FrameType | None) -> None:
-        """Nothing: Python's own part of the handler has written the number, even where this one comes too late."""
+        """Do nothing: Python has written the number to the pipe before it calls this handler."""
 
     earlier = {number: signal.signal(number, note) for number in (*PASSED_ON, signal.SIGCHLD)}
     earlier_outbox = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
@@ -219,17 +226,16 @@ def _signals() -> Iterator[int]:
         os.close(outbox)
 
 
-def _rank(arguments: list[str], parent: int) -> None:
-    """The life of a spawned rank."""
+def _rank(body: Body, arguments: list[str], parent: int) -> None:
+    """Run ``body`` as a spawned rank."""
     _die_with(parent)
-    # A session of its own: a terminal's Ctrl-C comes once, from the parent, and not from the terminal too.
+    # A session of its own: a Ctrl-C is received once, from the parent, and not from the terminal too.
     os.setsid()
-    multiprocessing.set_start_method(None, force=True)  # that of its data workers is any process's, not its own
+    multiprocessing.set_start_method(None, force=True)  # its data workers use the default method
     note_early_requests()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-        # By name: main stands above this file, and calls it.
-        status: int = import_module("dualtrain.main").main(arguments)
+        status = body(arguments)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except Exception:
@@ -240,11 +246,11 @@ def _rank(arguments: list[str], parent: int) -> None:
     sys.stderr.flush()
     if status:
         release()
-        os._exit(status)  # as main does: exit handlers would wait for ranks that are gone
+        os._exit(status)  # as main does: exit handlers would wait for ranks that have exited
 
 
 def _die_with(parent: int) -> None:
-    """Has the system kill this process when its parent ends, however that happens."""
+    """Ask the kernel to kill this process when its parent exits, for whatever reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it has ended before it could matter
+        os._exit(1)  # the parent exited before the call

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.backends.agreement import agree_on_list
+from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.wire import as_bytes, from_bytes
 
 _CHUNK_BYTES = 25 << 20
@@ -20,7 +20,7 @@ Params = torch.nn.Module | Mapping[str, Any] | Iterable[torch.Tensor] | Iterable
 
 @torch.no_grad()
 def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> None:
-    """Gives every rank rank ``root``'s values of ``params``, in place. Collective; blocks.
+    """Copy rank ``root``'s values of ``params`` to every rank, in place. Collective; blocks.
 
     Args:
         params: a module (its parameters and buffers), a ``state_dict()``, or an iterable of tensors or of
@@ -30,7 +30,7 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 
     Raises:
         ValueError: ``root`` is no rank.
-        BackendError: the ranks have other tensors, a rank was lost, or the time ran out.
+        BackendError: the ranks have other tensors, a rank failed, or the time ran out.
     """
     tensors = _named_tensors(params)
     agree_on_list(backend, "parameters", [f"{name} ({t.dtype}, {tuple(t.shape)})" for name, t in tensors])
@@ -42,7 +42,7 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend, root: int = 0) -> None:
-    """Gives every rank rank ``root``'s optimizer state and options (learning rates and so on). Collective; blocks.
+    """Copy rank ``root``'s optimizer state and options (learning rates and so on) to every rank. Collective; blocks.
 
     Never steps, creates what a rank lacks, and takes options along when there is no state yet. (Horovod's function of
     this name steps a fresh optimizer with zero gradients, which moves weights under weight decay and starts Adam at
@@ -50,17 +50,41 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 
     Raises:
         TypeError: on the root, if an option is neither a plain value nor a tensor; BackendError on the others.
-        BackendError: a rank was lost, or the time ran out.
+        BackendError: a rank failed, or the time ran out.
     """
     state = optimizer.state_dict() if backend.rank == root else None
     received = backend.broadcast_object(state, root, name="optimizer state")
-    # On the root too: loading casts to the parameter's dtype, and must do so on all or none.
-    optimizer.load_state_dict(received)
+    load_optimizer_state(optimizer, received)
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a ``state_dict()``, and keep the dtypes in it.
+
+    ``optimizer.load_state_dict`` casts to the parameter's dtype: float32 averages of bfloat16 parameters would lose bits.
+    """
+    optimizer.load_state_dict(state)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in zip(numbers, params, strict=True):
+        if number in state["state"] and p in optimizer.state:
+            optimizer.state[p] = _with_dtypes(optimizer.state[p], state["state"][number])
+
+
+def _with_dtypes(loaded: Any, given: Any) -> Any:
+    """``loaded`` with those tensors of ``given`` that have another dtype there, copied to the device of the loaded one."""
+    if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
+        return loaded if loaded.dtype == given.dtype else given.detach().to(loaded.device, copy=True)
+    if isinstance(loaded, dict) and isinstance(given, dict):
+        for key in loaded.keys() & given.keys():
+            loaded[key] = _with_dtypes(loaded[key], given[key])
+    elif isinstance(loaded, list) and isinstance(given, list) and len(loaded) == len(given):
+        loaded[:] = map(_with_dtypes, loaded, given)
+    return loaded
 
 
 @torch.no_grad()
 def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
-    """Averages the floating-point buffers (running statistics) of ``model`` over the ranks, in place. Collective.
+    """Average the floating-point buffers (running statistics) of ``model`` over the ranks, in place. Collective.
 
     Each rank's BatchNorm has seen its own samples: this is what makes one model of them, before an evaluation or a
     checkpoint.
@@ -73,7 +97,7 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
 
 
 def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The floating-point buffers (running statistics): each rank's follow its own samples."""
+    """Return the floating-point buffers (running statistics): each rank's follow its own samples."""
     return [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
 
 
@@ -91,7 +115,7 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]
 
 
 def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
-    """A hash of a model's, or a ``state_dict()``'s, tensors (parameters, persistent buffers), in name order.
+    """Return a hash of a model's, or a ``state_dict()``'s, tensors (parameters, persistent buffers), in name order.
 
     Equal exactly where they are equal bit for bit.
     """

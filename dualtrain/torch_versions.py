@@ -12,9 +12,9 @@ import torch
 
 
 def asynchronous(options: Any) -> Any:
-    """``options`` of a collective operation, set so that the caller waits for the operation by its handle.
+    """Set ``options`` of a collective operation so that it is asynchronous, and return them.
 
-    Before 2.8 the options of all-reduce, all-gather and all-to-all have no such setting: they always wait by the handle.
+    Before 2.8 the options of all-reduce, all-gather and all-to-all have no such field: they are always asynchronous.
 
     Can go in torch 2.8: set ``asyncOp`` directly.
     """
@@ -35,9 +35,9 @@ def shut_down(nccl: Any) -> None:
 
 
 def grad_dtype(p: torch.Tensor) -> torch.dtype | None:
-    """The dtype that the gradient of ``p`` must have; None if it may have any.
+    """Return the dtype that the gradient of ``p`` must have; None if it may have any.
 
-    Before 2.10 it is that of ``p`` itself: an attribute ``grad_dtype`` would be the program's own, without an effect.
+    Before 2.10 it is the dtype of ``p``: torch does not know the attribute ``grad_dtype`` there.
 
     Can go in torch 2.10: use ``p.grad_dtype``.
     """

@@ -1,4 +1,4 @@
-"""Import of torchvision, also where its compiled operators do not load beside a CPU build of torch."""
+"""Import of torchvision, also if its compiled operators do not load beside a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def torchvision() -> Any:
 
 
 def with_torchvision_shim(load: Callable[[], T]) -> T:
-    """Return ``load()``, which imports torchvision; where that fails, declare its missing operators and call it again.
+    """Return ``load()``, which imports torchvision. If that fails, declare the missing operators and call it again.
 
     PyPI's wheel is the CUDA build. Beside a CPU build of torch its compiled operators do not load, and its import ends
     in ``operator torchvision::nms does not exist`` (seen with torchvision 0.28.0 and torch 2.13.0). Declaring the two
@@ -39,4 +39,4 @@ def _declare_operators() -> torch.library.Library:
     library = torch.library.Library("torchvision", "FRAGMENT")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library  # the declarations live as long as this object, which the cache keeps
+    return library  # the declarations exist as long as this object, which the cache keeps

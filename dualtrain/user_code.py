@@ -1,4 +1,4 @@
-"""Functions of the user's own code, named ``pkg.mod:build`` on the command line."""
+"""Calls of the user's own functions, named ``pkg.mod:build`` on the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dualtrain.torchvision_shim import with_torchvision_shim
 
 
 def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
-    """Call ``path`` (``pkg.mod:build``) with ``arguments``, or with none where it takes none, and return its result.
+    """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without any if it takes none, and return its result.
 
     Raises:
         UserError: the module or the callable does not exist, or takes other arguments than ``takes`` says. The message

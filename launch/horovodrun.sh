@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Training by horovodrun, over Gloo. Started on one host; it reaches the other HOSTS by ssh, and chooses free ports.
+# Trains under horovodrun over Gloo. Start it on one host; it reaches the other HOSTS by ssh and chooses free ports.
 #
 #   bash launch/horovodrun.sh [flags of dualtrain.main]
 #
 # NPROC  ranks on each host (default: 2)
-# HOSTS  host,host:slots,… where slots are a host's own number of ranks (default: this host alone)
-# IFACE  network interface that the ranks talk through (default: their libraries choose)
+# HOSTS  host,host:slots,… where slots is the number of ranks on that host (default: this host only)
+# IFACE  network interface of the ranks (default: the libraries choose)
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Training by mpirun (Open MPI). Started on one host; it reaches the other HOSTS by ssh, and chooses free ports.
+# Trains under mpirun (Open MPI). Start it on one host; it reaches the other HOSTS by ssh and chooses free ports.
 #
 #   bash launch/mpirun.sh [flags of dualtrain.main]
 #
 # NPROC  ranks on each host (default: 2)
-# HOSTS  host,host:slots,… where slots are a host's own number of ranks (default: this host alone)
-# IFACE  network interface that the ranks talk through (default: their libraries choose)
+# HOSTS  host,host:slots,… where slots is the number of ranks on that host (default: this host only)
+# IFACE  network interface of the ranks (default: the libraries choose)
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -13,11 +13,11 @@ count_ranks
 
 options=(--oversubscribe --bind-to none -x PATH -x OMP_NUM_THREADS) # ranks may outnumber cores
 if [ "$(id -u)" = 0 ]; then options+=(--allow-run-as-root); fi
-# The network's end ends the job on all hosts, within 6 s: mpirun alone was still waiting after 60 s.
+# With these keepalive times, a broken network ends the job on all hosts within 6 s; with the defaults mpirun still waited after 60 s.
 options+=(--mca oob_tcp_keepalive_time 3 --mca oob_tcp_keepalive_intvl 1 --mca oob_tcp_keepalive_probes 3)
 if [ -n "${IFACE:-}" ]; then
   options+=(--mca btl_tcp_if_include "$IFACE" --mca oob_tcp_if_include "$IFACE")
   options+=(-x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x HOROVOD_GLOO_IFACE)
 fi
-# By its full path: it then looks for its parts at the same place on the other hosts.
+# Started by its full path, mpirun uses the same path on the other hosts.
 exec "$(command -v mpirun)" "${options[@]}" -np "$ranks" --host "$hosts" python -m dualtrain.main "$@"

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Makes the environment that dualtrain runs in: torch, torchvision, Open MPI, mpi4py and Horovod built
-# against them, all below one folder, without root. Safe to run again: a finished set-up is left as it is, a second
-# call waits for one that is running, and what was interrupted is made again (downloads and built wheels are kept).
+# Creates the environment that dualtrain runs in: torch, torchvision, Open MPI, mpi4py and Horovod built
+# against them, all below one folder, without root. It can be run again: a finished set-up is left unchanged, a second
+# call waits for one that is running, and an interrupted set-up is repeated (downloads and built wheels are kept).
 #
 #   bash launch/setup.sh && source .venv/bin/activate
 #
-# DUALTRAIN_VENV   where the environment goes        (default: .venv beside setup.cfg)
-# DUALTRAIN_CACHE  where built wheels are kept       (default: ~/.cache/dualtrain)
-# DUALTRAIN_WITH   dev: this tree and its tests' tools; tree: this tree alone, also where dev is; run: dualtrain
-#                  built from it; none               (default: dev)
-# DUALTRAIN_GPU    nccl: Horovod with NCCL, for NVIDIA GPUs; cpu: without (default: nccl where there is a GPU).
-#                  nccl needs no GPU and no CUDA toolkit to build; launch/cuda_from_wheels.sh has its variables
+# DUALTRAIN_VENV   folder of the environment         (default: .venv beside setup.cfg)
+# DUALTRAIN_CACHE  folder of built wheels            (default: ~/.cache/dualtrain)
+# DUALTRAIN_WITH   what of dualtrain to install      (default: dev). dev: this tree, editable, and the tools for its
+#                  tests; tree: this tree, editable (a finished dev will do); run: a copy of it; none: nothing
+# DUALTRAIN_GPU    nccl: Horovod with NCCL, for NVIDIA GPUs; cpu: without (default: nccl if there is a GPU).
+#                  nccl needs no GPU and no CUDA toolkit to build; launch/cuda_from_wheels.sh lists its variables
 # DUALTRAIN_TORCH  torch's version, such as 2.15.0   (default: that of launch/versions.txt)
 # PYTHON           the interpreter, 3.11 or newer    (default: python3)
 set -euo pipefail
@@ -25,8 +25,8 @@ log=$venv/setup.log
 stamp=$venv/setup.done
 lock=$venv/setup.lock
 lock_minutes=30
-constraints=$venv/setup.constraints # the pins, with the torch that is asked for
-build_began=''         # when it began, in seconds of this shell, for the step that reports it
+constraints=$venv/setup.constraints # the pins, with the requested torch
+build_began=''         # start of Horovod's build, in seconds of this shell, for the step that reports it
 export LC_ALL=C        # one language for the messages that report_failure looks for
 no_network='Temporary failure in name resolution|Name or service not known|Network is unreachable|No route to host|Connection refused|Connection reset by peer|Read timed out|Connect timeout|Cannot connect to proxy|CERTIFICATE_VERIFY_FAILED'
 
@@ -36,13 +36,13 @@ refuse() { printf 'setup: error: %s\n' "$*" >&2; exit 2; }
 source "$root/launch/build_horovod.sh"
 source "$root/launch/cuda_from_wheels.sh"
 
-# free_space: "12 MB on /tmp, 345 MB on /home": the file systems that a set-up writes to.
+# free_space: prints "12 MB on /tmp, 345 MB on /home", for the file systems that a set-up writes to.
 free_space() {
   df -Pm "$venv" "$cache" "${TMPDIR:-/tmp}" "$HOME" 2>/dev/null |
     awk 'NR > 1 && !seen[$6]++ { printf "%s%s MB on %s", comma, $4, $6; comma = ", " }'
 }
 
-# disk_is_full OUTPUT: a command said so, or a file of 1 MB cannot be written: what the command said may be lost.
+# disk_is_full OUTPUT: true if a command's output says so, or if a file of 1 MB cannot be written (then the output may be lost).
 disk_is_full() {
   if grep -qE 'No space left on device|Errno 28|Disk quota exceeded' <<<"$1"; then return 0; fi
   local folder file status=1
@@ -54,7 +54,7 @@ disk_is_full() {
   return "$status"
 }
 
-# reason_in OUTPUT CURE: why a command failed and the cure, if the output has a known reason; our own commands write "reason: …".
+# reason_in OUTPUT CURE: prints why a command failed, and the cure, if the reason is known; our own commands write "reason: …".
 reason_in() {
   local found
   found=$(sed -n 's/^reason: //p' <<<"$1" | tail -n 1)
@@ -66,7 +66,7 @@ reason_in() {
   return 1
 }
 
-# report_failure WHAT CURE OUTPUT: one line if the reason is known, else the output's last lines and the cure.
+# report_failure WHAT CURE OUTPUT: prints one line if the reason is known, else the output's last lines and the cure, and exits.
 report_failure() {
   local reason
   if disk_is_full "$3"; then
@@ -79,13 +79,13 @@ report_failure() {
   exit 1
 }
 
-# step WHAT CURE COMMAND…: runs the command into the log; on failure names the step, its last lines and the cure.
+# step WHAT CURE COMMAND…: runs the command with its output in the log; reports a failure.
 step() {
   local what=$1 cure=$2 began=${build_began:-$SECONDS} status=0 output
   shift 2
   printf 'setup: %s … ' "$what"
-  # A subshell with its own -e, outside any condition: else a step would go on behind a command that failed.
-  # Its output is kept here too: a full disk has no room for the log.
+  # A subshell with its own -e, outside any condition: otherwise a step would go on after a command that failed.
+  # The output is kept in a variable too, because a full disk has no room for the log.
   set +e
   output=$({ printf '\n=== %s: %s\n' "$what" "$*"; (set -e; "$@"); } 2>&1 </dev/null |
     tee -a "$log" 2>/dev/null; exit "${PIPESTATUS[0]}")
@@ -112,7 +112,7 @@ check_settings() {
     refuse "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to it"
 }
 
-# What only making an environment needs: an image that holds a finished one has no compiler.
+# check_machine: checks what only a new environment needs; an image with a finished one has no compiler.
 check_machine() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     refuse "this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)"
@@ -121,7 +121,7 @@ check_machine() {
   command -v make >/dev/null || refuse "no make found, and Horovod is built with it; install it (Debian: apt install make), or for torch alone: pip install ."
 }
 
-# An unfinished environment is removed. So refuse a folder with files that are not this script's.
+# check_folder: refuses a folder with other files than this script's, because an unfinished environment is deleted.
 check_folder() {
   local reason
   if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && ! compgen -G "$venv/setup.*" >/dev/null; then
@@ -132,7 +132,7 @@ check_folder() {
 }
 
 # try_lock SECONDS: locks the open file 9; exit status 3 if another process holds the lock for longer.
-# Python's, since flock(1) is not on every system. On a file system without locks there is none.
+# It uses Python, because not every system has flock(1). On a file system without locks it succeeds without one.
 try_lock() {
   "$python" - "$1" <<'PY'
 import fcntl, sys, time
@@ -152,7 +152,7 @@ while True:
 PY
 }
 
-# One set-up at a time. The steps' commands inherit the lock: if this script is killed, the next call waits for them.
+# take_lock: allows one set-up at a time. The steps' commands inherit the lock: if this script is killed, the next call waits.
 take_lock() {
   local holder
   exec 9>>"$lock"
@@ -165,18 +165,18 @@ take_lock() {
   { echo "$$" >"$lock"; } 2>/dev/null || true
 }
 
-# pip takes a package that is half there for a whole one: nothing of an interrupted set-up can be used.
+# remove_unfinished: deletes an interrupted environment, because pip takes an incomplete package for a complete one.
 remove_unfinished() { find "$venv" -mindepth 1 -maxdepth 1 ! -name "${lock##*/}" -exec rm -rf {} +; }
 
-# What decides whether an environment is finished: the pins, this script, our metadata, the interpreter, the GPU.
-# Of the interpreter not the patch level: an environment outlives it.
+# fingerprint: prints a hash of everything that determines the environment: the pins, these scripts, the metadata, the
+# interpreter without its patch level (which may change in an environment), the GPU mode and torch's version.
 fingerprint() {
   { cat "$pins" "$root"/launch/{setup,build_horovod,cuda_from_wheels}.sh "$root/setup.cfg" "$root/pyproject.toml"
     "$python" -c 'import sys; print(sys.implementation.cache_tag, sys.base_prefix)'
     echo "$mode $torch ${HOROVOD_BUILD_CUDA_CC_LIST:-} $root"; } | sha256sum | cut -d' ' -f1
 }
 
-# The environment is complete, for what is asked for or for more.
+# finished: true if the environment is complete for this request.
 finished() {
   [ -f "$stamp" ] || return 1
   case $with in
@@ -185,12 +185,12 @@ finished() {
   esac
 }
 
-# Renamed into place: a stamp is whole or absent.
+# write_stamp: a rename makes the stamp appear complete.
 write_stamp() { echo "$wanted $with" >"$stamp.new" && mv "$stamp.new" "$stamp"; }
 
 pip_install() { "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$constraints" "$@"; }
 
-# The constraints are the pins, without torchvision's where another torch is asked for: pip finds the torchvision for it.
+# make_environment: the constraints are the pins; with another torch, pip chooses the torchvision that fits it.
 make_environment() {
   "$python" -m venv "$venv"
   if [ "$torch" = "$(pin torch)" ]; then cp "$pins" "$constraints"; return; fi
@@ -198,21 +198,21 @@ make_environment() {
   echo "torch==$torch" >>"$constraints"
 }
 
-# One wheel's CPU build if it can be had (a local wheel, then PyTorch's own index), PyPI's build otherwise.
+# install_torch NAME: installs the CPU build in mode cpu if it is available (a local wheel, then PyTorch's index), else PyPI's.
 install_torch() {
   local name=$1 version
   version=$(sed -n "s/^$name==//p" "$constraints")
   if [ "$mode" = cpu ] && [ -n "$version" ] && [[ $version != *+* ]]; then
-    # Into the log alone: it is no error if there is none.
+    # Only the log gets the output: a missing CPU build is not an error.
     { "$venv/bin/python" -m pip install --no-deps "$name==$version+cpu" ||
       "$venv/bin/python" -m pip install --no-deps --retries 0 --timeout 5 \
         --index-url https://download.pytorch.org/whl/cpu "$name==$version+cpu"; } >>"$log" 2>&1 || true
   fi
-  # Fills in the dependencies of a CPU build, or installs PyPI's build whole.
+  # Installs the dependencies of a CPU build, or PyPI's build.
   pip_install "$name"
 }
 
-# The tree without its extra "horovod": all of that but Horovod is there already.
+# install_dualtrain: leaves out the extra "horovod", whose packages are installed by other steps.
 install_dualtrain() {
   case $with in
     dev) pip_install --no-build-isolation --editable "$root[dev]" ;;

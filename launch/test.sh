@@ -7,8 +7,8 @@
 #   bash launch/test.sh PYTEST-ARGUMENTS…     the tests that these select, such as tests/gradients -k sparse
 #   bash launch/test.sh --help                this text
 #
-# What cannot run on this machine is listed at the end as skipped, with the reason. A failure ends with the command
-# that repeats the test alone. tests/README.md says what each folder of tests is for.
+# Tests that cannot run on this machine are listed at the end as skipped, with the reason. After a failure, the last lines
+# are the commands that repeat the failed tests. tests/README.md says what each folder of tests is for.
 set -euo pipefail
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
@@ -26,7 +26,7 @@ checks() {
   mypy
 }
 
-# Names what this script does not run, or cannot run here.
+# not_run: prints the tests that this script does not run or cannot run here.
 not_run() {
   local missing=''
   for program in ip sshd; do command -v "$program" >/dev/null || [ -x "/usr/sbin/$program" ] || missing+=" $program"; done
@@ -39,7 +39,7 @@ not_run() {
   fi
 }
 
-# Two processes share the tests: worlds of ranks run in one of them, tests of one process beside them.
+# Two pytest processes: one runs all tests of worlds of ranks, the other the tests of a single process.
 tests=(pytest -n 2 --dist loadgroup)
 
 case ${1:-} in

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Training by torchrun. With several HOSTS, start it on each of them, with the same variables: they meet at the first one.
+# Trains under torchrun. With several HOSTS, start it on each of them with the same variables; the first runs the rendezvous.
 #
 #   bash launch/torchrun.sh [flags of dualtrain.main]
 #
 # NPROC  ranks on each host (default: 2)
-# HOSTS  host,host:slots,… where slots are a host's own number of ranks (default: this host alone)
-# PORT   a port that is free on the first host (with several hosts only; on one, a free one is chosen)
-# IFACE  network interface that the ranks talk through (default: their libraries choose)
+# HOSTS  host,host:slots,… where slots is the number of ranks on that host (default: this host only)
+# PORT   port that is free on the first host (needed with several hosts only)
+# IFACE  network interface of the ranks (default: the libraries choose)
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The comparison that tutorials make, on this machine in one go: one process, nn.DataParallel, ranks by torchrun, by
-# --nproc and by horovodrun, and mixed precision; the same job each time, and a table of what came out.
+# Compares the ways of data parallelism on this machine: trains the same job in one process, with nn.DataParallel, on ranks
+# started by torchrun, --nproc and horovodrun, and with mixed precision, and prints a table of the results.
 #
 #   bash launch/ways.sh [flags of dualtrain.main, for all runs]
 #
-# NPROC  ranks of the ways that have several (default: 2)
-# RUNS   where the run folders go (default: a new folder below runs/)
+# NPROC  number of ranks, where there are several (default: 2)
+# RUNS   folder of the runs (default: a new folder below runs/)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,16 +16,16 @@ source "${DUALTRAIN_VENV:-$root/.venv}/bin/activate"
 nproc=${NPROC:-2}
 runs=${RUNS:-$root/runs/ways-$(date +%Y%m%d-%H%M%S)-$$}
 mkdir -p "$runs"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it, and say so in five lines
-# The ways have the same global batch, so that they take the same steps.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it and print five lines about it
+# All runs have the same global batch, so that they take the same steps.
 done_runs=()
 
-# way NAME COMMAND…: runs one way, and remembers it if it came to its end.
+# way NAME COMMAND…: runs the command, and adds its run to done_runs if it succeeded.
 way() {
   local name=$1
   shift
   printf '\n== %s ==\n' "$name"
-  if "$@" --run-dir "$runs/$name"; then done_runs+=("$runs/$name"); else echo "($name: not here, see above)"; fi
+  if "$@" --run-dir "$runs/$name"; then done_runs+=("$runs/$name"); else echo "($name: not possible here, see above)"; fi
 }
 
 main=(python -m dualtrain.main)

@@ -1,4 +1,4 @@
-"""Forked processes that begin as a new interpreter does, for tests of code that starts one by multiprocessing."""
+"""Forked processes in the state of a new interpreter, for tests of code that starts processes by multiprocessing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dualtrain.training.signals import take_early_request
 
 
 class AfreshContext:
-    """In place of multiprocessing's ``spawn`` context: what ``exec`` would reset in a process is reset in a forked one."""
+    """Replacement of multiprocessing's ``spawn`` context: forks, and resets what ``exec`` would reset."""
 
     def Process(  # noqa: N802 - multiprocessing's name
         self, target: Callable[..., Any], args: tuple[Any, ...], name: str
@@ -35,6 +35,6 @@ def _begin(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
             if each not in kept and fcntl.fcntl(each, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 os.close(each)
         except OSError:
-            pass  # the one that the folder was read by
+            pass  # the descriptor of the folder itself, closed by now
     multiprocessing.set_start_method("spawn", force=True)
     target(*args)

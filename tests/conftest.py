@@ -1,4 +1,4 @@
-"""Worlds for tests: ``spmd`` runs a test body on all ranks of each of them."""
+"""Fixtures of worlds: ``spmd`` runs a test body on all ranks of a world."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ THREADS = [("threads", 2), ("threads", 3)]
 REAL = [(name, size) for name in ("torch", "horovod") for size in (2, 3, 4)]
 SHARED = [("shm", size) for size in (2, 3)]  # torch, with reductions through shared memory
 WORLDS = LOCAL + THREADS + REAL + SHARED
-# The sizes are spread over the kinds: each library is there twice; each size on both is what `real` is for.
+# Not every size with every kind of world; the fixture `real` has all sizes on both libraries.
 SPREAD = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 2), ("shm", 2)]
 TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 3), ("shm", 3)]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
-# A thread that waits for the others of its rank leaves the core to another rank.
+# A waiting OpenMP thread sleeps, so that another rank can use the core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-torch.set_num_threads(1)  # as in the workers: the same sums, and no crowd on a small machine
+torch.set_num_threads(1)  # as in the worker processes: the same sums, and no more threads than cores
 
 
 class Spmd:
-    """``spmd(fn, *args)``: the results of ``fn(backend, *args)`` in rank order; ``fn`` stands at the top of a module."""
+    """``spmd(fn, *args)`` returns the results of ``fn(backend, *args)`` in rank order; ``fn`` is at the top of a module."""
 
     def __init__(self, name: str, size: int, pool: Pool | None) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class Spmd:
         self._pool = pool
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        reference(fn)  # on every world alike
+        reference(fn)  # refuses a local function on every kind of world
         if self._pool is not None:
             self._pool.connect(self.name, self.size)
             return self._pool.run(fn, *args)
@@ -51,24 +51,24 @@ class Spmd:
             return [fn(backend, *args)]
 
     def leave(self) -> None:
-        """Ends the world, if it is one that lasts, after a test that others cannot follow in it."""
+        """Close a world of processes after a test that leaves it unusable for other tests."""
         if self._pool is not None:
             self._pool.disconnect()
 
 
 def require_horovod() -> None:
-    """Skips where Horovod is missing; in CI, where it must not be, fails."""
+    """Skip the test if Horovod is missing; in CI, fail."""
     if importlib.util.find_spec("horovod") is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Horovod: bash launch/setup.sh")
 
 
-#: The processes, once a test has asked for them.
+#: The pool of processes, once a test has used it.
 _POOLS: list[Pool] = []
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """The processes of all worlds of processes."""
+    """The worker processes of all worlds of processes."""
     pool = Pool(max(size for _, size in WORLDS))
     _POOLS.append(pool)
     yield pool
@@ -77,7 +77,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def no_idle_world(request: pytest.FixtureRequest) -> None:
-    """Close an open world before a test that may start ranks of its own: its threads poll, and take the cores."""
+    """Close an open world before a test that may start its own ranks: the world's threads poll and use the cores."""
     if _place(request.node) < 0:
         for pool in _POOLS:
             pool.disconnect()
@@ -114,7 +114,7 @@ def many(request: pytest.FixtureRequest) -> Spmd:
 
 @pytest.fixture(**_worlds([("torch", 3), ("horovod", 2)]))
 def processes(request: pytest.FixtureRequest) -> Spmd:
-    """A world of processes on each library, for what takes seconds."""
+    """A world of processes on each library, for tests that take seconds."""
     return _spmd(request)
 
 
@@ -131,7 +131,7 @@ def real(request: pytest.FixtureRequest) -> Spmd:
 
 
 def _place(item: pytest.Item) -> int:
-    """The number of the world that a test runs in; tests that use several count as of the first with processes."""
+    """Return the index of a test's world in ``WORLDS``, -1 without a world; a test of ``pool`` has the first real one's."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
     if used:
@@ -140,17 +140,17 @@ def _place(item: pytest.Item) -> int:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """With pytest-xdist's ``--dist loadgroup``, the tests of all worlds of processes run in one process, in turn.
+    """Put the tests of all worlds of processes into one group of pytest-xdist's ``--dist loadgroup``.
 
-    The others run beside them: both cores are busy, and no two worlds compete for them. Here, since xdist reads the
-    marks when all is collected, and not in an order with other hooks.
+    They run in one process, one after another, and the other tests beside them: two worlds never compete for the cores.
+    This hook is the right one, because xdist reads the marks as soon as all tests are collected.
     """
     if _place(item) >= WORLDS.index(REAL[0]):
         item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of one world together: opening another takes a moment."""
+    """Sort the tests by world, because opening a world takes time."""
     spread = "PYTEST_XDIST_WORKER" in os.environ
     items.sort(key=lambda item: (spread and _place(item) < 0, _place(item)))
 
@@ -161,7 +161,7 @@ def _launcher_variables() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def no_environment_leaks() -> Iterator[None]:
-    """A launcher variable left behind would make the next test another rank of another world."""
+    """Fail a test that leaves launcher variables changed: they would be those of the next test's rank."""
     before = _launcher_variables()
     yield
     after = _launcher_variables()

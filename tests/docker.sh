@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds docker/'s images, runs all of compose.yaml that needs no GPU, and checks the results. Takes a quarter of
 # an hour, and as much again to build the first time.
-# It leaves the images dualtrain and dualtrain:test behind, with GPU=1 dualtrain:gpu, and nothing else.
+# It leaves only the images dualtrain and dualtrain:test behind, with GPU=1 dualtrain:gpu.
 #
 #   bash tests/docker.sh [base image]
 #
@@ -9,13 +9,13 @@
 # TORCH              torch's version in the images (default: that of launch/versions.txt)
 # ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch has; fewer are faster)
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
-# COMPOSE            the command (default: docker compose, or docker-compose where there is no other)
-# TESTS              what launch/test.sh gets in its image (default: three quick files; empty: nothing, so all tests)
-# WEIGHTS            what two ranks' weights must begin with (default: what the other backend gets; it depends on the CPU)
+# COMPOSE            the command of Compose (default: docker compose, else docker-compose)
+# TESTS              arguments of launch/test.sh in its image (default: three quick files; empty: all tests)
+# WEIGHTS            expected beginning of two ranks' weights_sha256 (default: that of the other backend; it depends on the CPU)
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }
-# reason FILE: the last line that says something; the client adds a pointer to its help.
+# reason FILE: prints the last line of the output, without the client's reference to its help.
 reason() { grep -v -e '^$' -e "^Run 'docker" "$1" | tail -n 1 | cut -c 1-300; }
 fail() { echo "docker.sh: FAILED: $* (outputs: $logs)" >&2; exit 1; }
 
@@ -48,7 +48,7 @@ clean_up() {
 }
 trap clean_up EXIT
 
-# check WHAT COMMAND…: runs it with its output in a file, $out.
+# check WHAT COMMAND…: runs the command with its output in the file $out.
 check() {
   local what=$1 began=$SECONDS status=0
   shift
@@ -63,7 +63,7 @@ inside() { docker run --rm "$@"; }
 look() { docker exec "$looker" "$@"; }
 service() { compose run --rm -T "$@"; }
 
-# trained RANKS: both runs in $out have that many ranks, an accuracy of 0.97 and equal weights. Prints them.
+# trained RANKS: checks that both runs in $out have that many ranks, an accuracy of 0.97 and equal weights. Prints the weights.
 trained() {
   local table
   table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')
@@ -76,7 +76,7 @@ trained() {
   sed 's/^/  /' <<<"$table"
 }
 
-# learned: the run in $out has an accuracy of 0.97. Sets weights.
+# learned: checks that the run in $out has an accuracy of 0.97. Sets weights.
 learned() {
   local line
   line=$(tr -d '\r' <"$out" | grep -oE 'done: val accuracy [0-9.]+.*weights [0-9a-f]{16}' | tail -n 1)
@@ -115,7 +115,7 @@ healthy() {
   [ "$state" = healthy ]
 }
 
-# check_contents IMAGE: what is and is not in it.
+# check_contents IMAGE: checks which files and programs the image contains.
 check_contents() {
   local label
   echo "  $1: $(($(docker image inspect -f '{{.Size}}' "$1") / 1000000)) MB"
@@ -173,7 +173,7 @@ learned
 [ "$weights" = "$horovod" ] || fail "torch's weights are $weights, Horovod's $horovod"
 check "mpirun" inside --shm-size 1g "$IMAGE" bash launch/mpirun.sh
 learned
-# As restricted as a pod can be: no capabilities, and nothing writable but /tmp and the runs.
+# As restricted as a pod can be: without capabilities; only /tmp and the runs are writable.
 check "one process, restricted" inside --cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp \
   --mount type=volume,destination=/opt/dualtrain/runs "$IMAGE"
 learned

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what tests need beyond what launch/setup.sh brings, so that none of them is skipped for the lack of it.
-# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. Safe to run again: what is there is left as it is.
-# It starts no daemon: the tests start their own, but Docker's (systemctl start docker).
+# Installs the programs that some tests need beyond launch/setup.sh, so that no test is skipped because of a missing one.
+# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. It can be run again: installed packages are not changed.
+# It starts no daemon. The tests start their own, except for Docker's (systemctl start docker).
 #
 #   bash tests/extras.sh [PART…]     all parts without an argument
 #
@@ -10,7 +10,7 @@
 # k8s     tests/commands/test_k8s.py: kubeflow-training, into the environment of launch/setup.sh
 # docker  tests/docker.sh: docker.io, docker-compose
 #
-# DUALTRAIN_VENV  the environment that launch/setup.sh has made (default: .venv beside setup.cfg)
+# DUALTRAIN_VENV  environment made by launch/setup.sh (default: .venv beside setup.cfg)
 set -euo pipefail
 
 refuse() { printf 'extras.sh: error: %s\n' "$*" >&2; exit 2; }
@@ -32,7 +32,7 @@ for part in "${parts[@]}"; do
   esac
 done
 
-# installed PACKAGE: it is there, configured.
+# installed PACKAGE: true if the package is installed and configured.
 installed() { [ "$(dpkg-query -W -f '${Status}' "$1" 2>/dev/null)" = 'install ok installed' ]; }
 
 missing=()

@@ -1,7 +1,7 @@
-"""Processes forked from a server that has torch loaded: a start takes milliseconds, not the seconds of an import.
+"""Processes forked from a server that has imported torch: they start in milliseconds, while the import takes seconds.
 
-For tests of what ranks do, wherever the launcher that starts them is not what is tested. :func:`run` replaces
-``subprocess.run`` for Python programs, :class:`Forked` is one such process.
+Use them in tests of ranks, unless the launcher itself is tested. :func:`run` replaces ``subprocess.run`` for Python
+programs, :class:`Forked` is one such process.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from dualtrain.processes import JOB_SIGNALS, start_forkserver
 
 ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_PDEATHSIG = 1
-#: Loaded once, in the server.
+#: Modules that the server imports.
 PRELOADED = ["tests.warm"]
 
 
 @cache
 def server() -> ForkServerContext:
-    """The context whose processes are forked from the server; the server starts with the first of them."""
-    # As a run starts it for its data: the server is the same in a process, and must outlive a job's signals.
+    """Return the context whose processes are forked from the server. The first process starts the server."""
+    # Start it as a run does for its data workers: a process has only one such server, which must survive a job's signals.
     start_forkserver(PRELOADED)
     return multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
 class End:
-    """Exit status of one process, -N if signal N ended it, and what it has printed."""
+    """Exit status of one process (-N if signal N ended it) and its output."""
 
     returncode: int
     stdout: str
@@ -50,9 +50,9 @@ class End:
 
 
 class Forked:
-    """A running process that does what ``python PROGRAM ARGUMENTS`` would, in ``env`` and ``cwd``.
+    """A running process, equivalent to ``python COMMAND`` in ``env`` and ``cwd``.
 
-    ``program`` is ``("-m", module)``, ``("-c", source)`` or ``(script,)``, the arguments behind it. Its output goes to
+    ``command`` is ``("-m", module)``, ``("-c", source)`` or ``(script,)``, followed by arguments. The output is written to
     files below ``folder``.
     """
 
@@ -84,7 +84,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.process.exitcode is None:
-            with suppress(ProcessLookupError):  # the server has seen its end before we have
+            with suppress(ProcessLookupError):  # it has exited, and the server has reaped it
                 os.kill(self.pid, number)
 
     def poll(self) -> int | None:
@@ -105,7 +105,7 @@ class Forked:
             self.kill()
 
     def kill(self) -> None:
-        """Kill it and what it has started."""
+        """Kill it and the processes that it has started."""
         self.send_signal(signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -125,7 +125,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> list[End]:
-    """Run a world of so many ranks on loopback, or of ranks with these variables, to their ends, in rank order."""
+    """Run ``command`` on this number of ranks on loopback, or on ranks with these variables; return them in rank order."""
     given = places(ranks) if isinstance(ranks, int) else ranks
     running = [Forked(command, folder, env={**(os.environ if env is None else env), **each}, cwd=cwd) for each in given]
     try:
@@ -136,7 +136,7 @@ def run_ranks(
 
 
 def places(size: int, **more: str) -> list[dict[str, str]]:
-    """The launcher variables of each rank of a world of ``size`` on loopback."""
+    """Return the launcher variables of each rank of a world of ``size`` on loopback."""
     from tests.pool import free_port
 
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), **more}
@@ -145,7 +145,7 @@ def places(size: int, **more: str) -> list[dict[str, str]]:
 
 @contextmanager
 def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
-    """The variables that torchrun gives each rank of a world of ``size`` on loopback, while its agent's store is served."""
+    """Yield torchrun's variables for each rank of a world of ``size`` on loopback, while the agent's store is running."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -179,11 +179,11 @@ def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: st
     os.environ.update(env)
     os.chdir(cwd)
     multiprocessing.set_start_method(None, force=True)
-    multiprocessing.current_process()._config.pop("tempdir", None)  # the tests' own
+    multiprocessing.current_process()._config.pop("tempdir", None)  # that folder belongs to the tests
     status = _run(command)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    atexit._run_exitfuncs()  # a process of multiprocessing ends without them
+    atexit._run_exitfuncs()  # os._exit does not run them
     os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Small models with reproducible weights and batches, and the gradients that all ranks together should get."""
+"""Small models with reproducible weights and batches, and the expected averages of their gradients."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from dualtrain import DistributedOptimizer, buckets
+from dualtrain import DistributedOptimizer
+from dualtrain.gradients import layout
 
-DEFAULT_BUCKETS = buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES
+DEFAULT_BUCKETS = layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES
 SMALL_BUCKETS = 1 << 8, 1 << 11
 CLASSES = 5
 EXACT = {"rtol": 0, "atol": 0}
 
 
 def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
-    """``model`` with weights from a generator of its own: the ranks of a world of threads share torch's."""
+    """Initialize ``model`` from its own generator, because the ranks of a world of threads share torch's."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -29,7 +30,7 @@ def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def conv_net(seed: int = 0) -> nn.Module:
-    """Images (n, 3, 8, 8) to logits; several small buckets' worth of weights."""
+    """Build a network from images (n, 3, 8, 8) to logits, with weights for several small buckets."""
     return seeded(
         nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1),
@@ -46,7 +47,7 @@ def conv_net(seed: int = 0) -> nn.Module:
 
 
 def perceptron(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Vectors (n, 4) to (n, 3)."""
+    """Build a network from vectors (n, 4) to (n, 3)."""
     return seeded(nn.Sequential(nn.Linear(4, 6, dtype=dtype), nn.Tanh(), nn.Linear(6, 3, dtype=dtype)), seed)
 
 
@@ -80,9 +81,9 @@ def sgd(model: nn.Module, backend, momentum: float = 0.9, weight_decay: float = 
 
 
 def mean_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch.Tensor] | None]) -> list[torch.Tensor]:
-    """The oracle: each rank's gradients (``None``: it has no backward) of a copy of ``model``, averaged.
+    """Compute the expected gradients: those of each rank's loss on a copy of ``model``, averaged and dense.
 
-    Dense and zero where there are none.
+    A rank with the loss ``None`` has no backward; its gradients are zero, as are those of unused parameters.
     """
     totals = [torch.zeros(p.shape, dtype=p.dtype) for p in model.parameters()]
     for loss in losses:
@@ -98,12 +99,12 @@ def mean_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch.Te
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of the gradients, dense."""
+    """Return dense copies of the gradients."""
     return [p.grad.to_dense().clone() for p in model.parameters()]
 
 
 def same_on_all(backend, tensors: list[torch.Tensor]) -> bool:
-    """Whether every rank has these tensors, bit for bit."""
+    """Return whether every rank has these tensors, bit for bit."""
     mine = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
     rows = backend.allgather(mine[None])
     return bool((rows == rows[0]).all())
@@ -111,12 +112,12 @@ def same_on_all(backend, tensors: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def small_buckets(sizes: tuple[int, int] = SMALL_BUCKETS) -> Iterator[None]:
-    """Buckets of a few parameters each. Threads may overlap here, as long as they train together."""
-    buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES = sizes
+    """Make buckets of a few parameters each. Ranks that are threads may enter it concurrently."""
+    layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES = sizes
     try:
         yield
     finally:
-        buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES = DEFAULT_BUCKETS
+        layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES = DEFAULT_BUCKETS
 
 
 def living_tensors() -> int:
@@ -125,7 +126,7 @@ def living_tensors() -> int:
 
 
 def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A classifier with BatchNorm and dropout, as ``--model tests.models_for_tests:dropping``."""
+    """Build a classifier with BatchNorm and dropout, for ``--model tests.models_for_tests:dropping``."""
     inputs = torch.Size(shape).numel()
     return nn.Sequential(
         nn.Flatten(), nn.Linear(inputs, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, classes)
@@ -133,5 +134,5 @@ def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def enormous(shape, classes):
-    """More weights than any machine has memory for."""
+    """Build a layer with more weights than fit into memory."""
     return nn.Linear(2**31, 2**29)

@@ -1,10 +1,10 @@
 """Worker processes that are started once and run many test bodies, as the ranks of one world after another.
 
-A test body is a function ``fn(backend, *args)`` at the top level of a module. It travels as its module's name and its
-own; arguments and results travel as pickles. One world is open at a time, since torch and Horovod have no more than
-one in a process. A body that fails on any rank ends all processes: what is left of its world is of no use to others.
+A test body is a module-level function ``fn(backend, *args)``. It is sent by its name; arguments and results are pickled.
+Only one world is open at a time, because a process can be in only one world of torch and Horovod. If a body fails on any
+rank, all processes are ended, because the world is no longer usable.
 
-No wait is without a bound, and no worker outlives the process that started it: its end of the pipe then closes.
+Every wait has a timeout. A worker exits when the process that started it has exited, because the pipe between them closes.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from dualtrain.processes import JOB_SIGNALS
 from tests.forked import server
 
 ROOT = Path(__file__).resolve().parent.parent
-OPEN_SECONDS = 90.0  # importing torch and Horovod on a busy machine, and meeting
-CALL_SECONDS = 120.0  # more than a backend's own timeout, so that its error is what is seen
-AFTER_FAILURE_SECONDS = 15.0  # for the other ranks to notice that one has failed
+OPEN_SECONDS = 90.0  # importing torch and Horovod on a busy machine, and the rendezvous
+CALL_SECONDS = 120.0  # longer than a backend's own timeout, so that the backend's error is reported
+AFTER_FAILURE_SECONDS = 15.0  # for the other ranks to detect that one has failed
 EXIT_SECONDS = 10.0
 TIMEOUT = 60.0
 
 
 class RankError(AssertionError):
-    """A test body raised, or its process died, on at least one rank: the message holds every failed rank's traceback."""
+    """A test body raised, or its process died, on at least one rank. The message has every failed rank's traceback."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one call on one rank: its value, or ``error``: a traceback, or how the process ended."""
+    """Result of one call on one rank: its value, or in ``error`` a traceback or how the process ended."""
 
     rank: int
     value: Any = None
@@ -60,18 +60,18 @@ def free_port() -> int:
 
 
 def reference(fn: Callable[..., Any]) -> tuple[str, str]:
-    """The names that another process finds ``fn`` by."""
+    """Return the names by which another process finds ``fn``."""
     if "<" in getattr(fn, "__qualname__", "<"):
         raise TypeError(f"{fn!r} cannot be sent to other processes: test bodies are functions at the top of a module")
     return fn.__module__, fn.__qualname__
 
 
 class _Worker:
-    """The parent's end of one process."""
+    """The parent's side of one worker process."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
-        # Horovod ends with a segmentation fault when it starts again with two of its tuning variables set.
+        # Horovod crashes with a segmentation fault if it is initialized again with two of its tuning variables set.
         env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
         self.process = server().Process(target=_work, args=(theirs, env), daemon=True)
         self.process.start()
@@ -81,7 +81,7 @@ class _Worker:
         try:
             self.connection.send_bytes(pickle.dumps(message))
         except OSError:
-            pass  # it died: the answer says so
+            pass  # it died: answer() reports that
 
     def answer(self) -> tuple[Any, str | None]:
         try:
@@ -108,16 +108,16 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run now."""
+        """Ids of the running processes."""
         return [worker.process.pid for worker in self._workers]
 
     def start(self) -> None:
-        """Starts the processes, unless they run."""
+        """Start the processes, unless they run."""
         if not self._workers:
             self._workers = [_Worker() for _ in range(self.processes)]
 
     def connect(self, name: str, size: int) -> None:
-        """Opens the world of ``size`` ranks on the backend ``name``, unless it is open."""
+        """Open the world of ``size`` ranks on the backend ``name``, unless it is open."""
         if self.open == (name, size):
             return
         self.disconnect()
@@ -127,18 +127,18 @@ class Pool:
         self.open = name, size
 
     def disconnect(self) -> None:
-        """Closes the open world; the processes stay."""
+        """Close the open world; the processes keep running."""
         if self.open is not None:
             name, size = self.open
             self._demand(self._call(size, "close", what=f"closing the {name} world of {size}"))
             self.open = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """``fn(backend, *args)`` on every rank of the open world: the results in rank order."""
+        """Run ``fn(backend, *args)`` on every rank of the open world; return the results in rank order."""
         return self._demand(self.outcomes(fn, *args))
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, seconds: float = CALL_SECONDS) -> list[Outcome]:
-        """As :meth:`run`, with failures as values. Anything but success on all ranks ends the processes."""
+        """Like :meth:`run`, but return failures as values. A failure on any rank ends the processes."""
         assert self.open is not None
         outcomes = self._call(self.open[1], "call", *reference(fn), args, what=fn.__qualname__, seconds=seconds)
         if any(outcome.error for outcome in outcomes):
@@ -146,7 +146,7 @@ class Pool:
         return outcomes
 
     def close(self) -> None:
-        """Ends the processes, in good order where they can. None is left afterwards."""
+        """End the processes; kill those that do not exit by themselves."""
         workers, self._workers, self.open = self._workers, [], None
         for worker in workers:
             worker.connection.close()
@@ -179,7 +179,7 @@ class Pool:
             if not ready:
                 for rank in waiting.values():
                     with suppress(ProcessLookupError):
-                        os.kill(workers[rank].process.pid, signal.SIGUSR1)  # prints its stacks
+                        os.kill(workers[rank].process.pid, signal.SIGUSR1)  # it then prints its stack traces
                     outcomes[rank] = Outcome(rank, error=f"no answer in time while waiting for {what}; see stderr")
                 time.sleep(0.5)
                 break
@@ -196,13 +196,13 @@ def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
     except (EOFError, OSError):
         inbox.put(None)
     time.sleep(EXIT_SECONDS / 2)
-    os._exit(1)  # the main thread is stuck, and there is nobody left to tell
+    os._exit(1)  # the main thread is blocked, and the parent has exited
 
 
 def _explain(error: BaseException) -> str:
     try:
         return "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
-    except Exception:  # a local variable that cannot be shown
+    except Exception:  # the repr of a local variable failed
         return "".join(traceback.format_exception(error))
 
 
@@ -241,18 +241,18 @@ def _serve(connection: Connection) -> None:
         try:
             connection.send_bytes(answer)
         except OSError:
-            break  # nobody listens any more
+            break  # the parent has exited
     if backend is not None:
         backend.close()
 
 
 def _work(connection: Connection, env: dict[str, str]) -> None:
-    """The life of a worker."""
+    """Main function of a worker."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
     os.environ.clear()
     os.environ.update(env)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _serve(connection)
     atexit._run_exitfuncs()

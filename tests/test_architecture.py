@@ -1,8 +1,9 @@
-"""Who may import whom, read from the source, so that the order of the rooms stays what it says it is."""
+"""Imports between packages: each imports only those below it."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 
@@ -16,39 +17,61 @@ ROOMS = [
     "errors",
     "files",
     "launchers",
+    "horovod_variables",
     "processes",
-    "console",
+    "differences",
+    "rendezvous",
     "torch_versions",
     "backends",
-    "turns",
-    "parameters",
-    "buckets",
-    "passes",
-    "refusals",
+    # Above the backends: connect() must not change a setting of the whole process.
+    "heap",
     "gradients",
+    "buckets",
     "optimizer",
     "state",
     "functional",
     "batchnorm",
+    # The rooms above it print; those below log.
+    "console",
 ]
 ROOMS += ["torchvision_shim", "user_code"]
-ROOMS += ["models", "data", "config", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
+ROOMS += ["config", "models", "data", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
 ROOMS += ["doctor", "bench"]
-BACKENDS = [
-    {"base"},
-    {"lines"},
-    {"watch", "agreement", "wire", "serial", "objects", "http_store", "store", "hosts", "semaphores", "heap"},
-    {"segment", "shards", "comparison"},
-    {"memory"},
-    {"rendezvous", "reach"},
-    {"collectives"},
-    {"local", "torch", "horovod"},
-    {"factory"},
-]
+#: The files of these packages, from the bottom to the top: each imports from lower layers only.
+LAYERS = {
+    "rendezvous": [
+        {"hosts", "http_store", "connection"},
+        {"store", "reachability"},
+        {"meeting_point", "placement"},
+    ],
+    "backends": [
+        {"watch", "objects"},
+        {"base"},
+        {"wire", "serial", "agreement", "shm.semaphores"},
+        {"shm.segment", "shm.shards"},
+        {"shm.reductions"},
+        {"collectives"},
+        {"comparison", "local", "torch", "horovod", "shm.backend"},
+        {"shm"},
+        {"factory"},
+    ],
+    "gradients": [
+        {"parameters", "passes", "turns", "deprecated"},
+        {"layout"},
+        {"buckets"},
+        {"schedule", "sparse", "hooks", "refusals"},
+        {"exchange"},
+        {"reducer"},
+    ],
+}
 HEAVY = ["horovod", "torchvision", "sklearn", "tensorboard", "matplotlib", "mpi4py", "yaml", "tqdm"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Other people's training scripts, which the bench measures.
 SCRIPTS = PACKAGE / "bench" / "contenders"
+
+
+def files_of(package):
+    return sorted((PACKAGE / package).rglob("*.py"))
 
 
 def module(path):
@@ -84,19 +107,27 @@ def room(name):
     return parts[1] if parts[0] == "dualtrain" and len(parts) > 1 and parts[1] in ROOMS else None
 
 
-def layer(name):
-    parts = name.split(".")
-    found = [
-        number for number, names in enumerate(BACKENDS) if parts[:2] == ["dualtrain", "backends"] and parts[2] in names
-    ]
-    return found[0] if found else None
+def layer_of(name, package):
+    """The number of the layer of a module, or of what is imported from it; ``None`` for the package itself."""
+    inner = name.removeprefix(f"dualtrain.{package}").removeprefix(".").split(".")
+    numbers = {each: number for number, names in enumerate(LAYERS[package]) for each in names}
+    modules = (".".join(inner[:count]) for count in range(len(inner), 0, -1))
+    return next((numbers[each] for each in modules if each in numbers), None)
+
+
+def type_imports(path):
+    """As :func:`imports`, with those that only type checkers see."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_every_file_belongs_to_a_room():
     unknown = [module(path) for path in FILES if module(path) != "dualtrain" and room(module(path)) is None]
     assert unknown in ([], ["dualtrain.__main__"])
-    inside = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__"}
-    assert inside == set().union(*BACKENDS)
+    for package, layers in LAYERS.items():
+        inside = {module(path).removeprefix(f"dualtrain.{package}").removeprefix(".") for path in files_of(package)}
+        assert inside - {""} == set().union(*layers)
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if room(module(path))], ids=module)
@@ -111,18 +142,100 @@ def test_rooms_import_one_way(path):
         )
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "backends").glob("[!_]*.py")), ids=module)
-def test_inside_the_backends_imports_run_one_way(path):
-    own = layer(module(path))
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[:2] != ["dualtrain", "backends"]:
-            continue
-        others = [name] if layer(name) is not None else [f"dualtrain.backends.{parts[2]}.{part}" for part in parts[3:]]
-        others = others or [f"dualtrain.backends.{parts[2]}.x"]
-        for other in others:
-            beside = module(path) == "dualtrain.backends.horovod" and other.startswith("dualtrain.backends.torch.")
-            assert layer(other) < own or beside, f"{path.name} imports {name}"
+@pytest.mark.parametrize(
+    ("package", "path"), [(package, path) for package in LAYERS for path in files_of(package)], ids=str
+)
+def test_inside_a_package_imports_run_one_way(package, path):
+    """Also those that only type checkers see: a layer does not know the ones above it."""
+    own = layer_of(module(path), package)
+    for name in type_imports(path):
+        if own is not None and name.startswith(f"dualtrain.{package}."):
+            assert layer_of(name, package) < own, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", files_of("rendezvous"), ids=module)
+def test_the_rendezvous_imports_no_torch(path):
+    assert not [name for name in type_imports(path) if name.partition(".")[0] == "torch"]
+
+
+def test_the_rendezvous_loads_no_torch():
+    program = "import sys\n"
+    program += "\n".join(f"import {module(path)}" for path in files_of("rendezvous"))
+    program += "\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+#: GradScaler looks for this name on optimizers: torch's convention, not ours.
+CONVENTIONS = {"_step_supports_amp_scaling"}
+
+
+def private_methods(path):
+    """Of each class of a file: its bases as the file names them, and the methods and attributes of a private name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            names = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+            names |= {
+                target.id
+                for item in node.body
+                if isinstance(item, ast.Assign | ast.AnnAssign)
+                for target in (item.targets if isinstance(item, ast.Assign) else [item.target])
+                if isinstance(target, ast.Name)
+            }
+            yield node, {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def overridden_privates(files):
+    """``(class, private name, class that has it)`` where the two are in files of different packages."""
+    classes = {}  # by full name: the package, the bases' full names, the private names
+    for path in files:
+        known = dict(bindings(path))
+        for node, names in private_methods(path):
+            bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
+            local = {one.name for one, _ in private_methods(path)}
+            full = [f"{module(path)}.{base}" if base in local else known.get(base, base) for base in bases]
+            classes[f"{module(path)}.{node.name}"] = (path.parent, full, names)
+
+    def ancestors(name):
+        for base in classes[name][1]:
+            if base in classes:
+                yield base
+                yield from ancestors(base)
+
+    for name, (package, _, names) in classes.items():
+        for base in ancestors(name):
+            if classes[base][0] != package:
+                yield from ((name, each, base) for each in sorted(names & classes[base][2]))
+
+
+def bindings(path):
+    """The names that a file imports, and where from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_no_class_overrides_a_private_name_of_another_package():
+    found = [each for each in overridden_privates(FILES) if each[1] not in CONVENTIONS]
+    assert [f"{name} overrides {each} of {base}" for name, each, base in found] == []
+
+
+def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    for name, text in {
+        "a/base.py": "class Base:\n    _x: int = 1\n    def _f(self): ...\n    def g(self): ...\n",
+        "a/same.py": "from a.base import Base\nclass Same(Base):\n    def _f(self): ...\n",
+        "b/other.py": "from a.same import Same as S\nclass Other(S):\n    def _f(self): ...\n    def g(self): ...\n"
+        "    _x = 2\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = list(overridden_privates(sorted(tmp_path.rglob("*.py"))))
+    assert found == [
+        ("b.other.Other", "_f", "a.same.Same"),
+        ("b.other.Other", "_f", "a.base.Base"),
+        ("b.other.Other", "_x", "a.base.Base"),
+    ]
 
 
 def uses_of(path, library):
@@ -159,3 +272,28 @@ def test_importing_the_package_loads_nothing_optional():
     program = f"import sys, dualtrain; print(*sorted(set({HEAVY}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_only_the_loop_takes_the_whole_configuration():
+    """What it calls is given sections: a function shows in its signature which settings it depends on."""
+    users = {
+        path.name
+        for path in (PACKAGE / "training").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name | ast.alias) and "Config" in (getattr(node, "id", ""), getattr(node, "name", ""))
+    }
+    assert users == {"loop.py"}
+
+
+def test_no_module_of_the_command_imports_one_that_imports_it():
+    """Lazy imports and those for type checkers count."""
+    names = {module(path): path for path in FILES}
+    graph = {}
+    for name, path in names.items():
+        if room(name) in ("config", "training", "spawn", "main"):
+            found = set()
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            graph[name] = {other for other in found & names.keys() if other != name}
+    tuple(graphlib.TopologicalSorter(graph).static_order())

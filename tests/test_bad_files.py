@@ -1,6 +1,6 @@
-"""Every path that reads a file, given a FIFO, a device, a loop of links, a folder, nothing, or half of a file.
+"""Every reader of files, given a FIFO, a device, a loop of links, a folder, an empty file, or half of a file.
 
-Each is refused in one line that names it, and none blocks, or reads without end.
+Each of these is refused with one line that names it. No reader blocks or reads without end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -42,7 +43,7 @@ from dualtrain.data.mnist import read_mnist
 from dualtrain.data.options import Options
 from dualtrain.errors import UserError
 from dualtrain.horovodize.check import check
-from dualtrain.horovodize.run import load_script
+from dualtrain.horovodize.run_script import load_script
 from dualtrain.models import build, classifiers
 from dualtrain.models.weights import load_weights, read_state
 from dualtrain.report.runs import read_runs
@@ -51,12 +52,12 @@ from dualtrain.training.run_dir import MetricsFile, step_of, write_weights
 from tests.data.test_data_sources import write_cifar, write_mnist
 from tests.forked import server
 
-LIMIT = 5  # seconds of the processor, or asleep in one and the same call of the system, for a read of milliseconds
+LIMIT = 5  # seconds of processor time, or of sleep in one system call; a good read takes milliseconds
 KINDS = ("FIFO", "device", "loop of links", "folder", "empty", "half")
 
 
 def replace(path: Path, kind: str) -> None:
-    """Puts something else in the place of a good file."""
+    """Replace a good file by a bad one of the given kind."""
     content = path.read_bytes()
     path.unlink()
     if kind == "FIFO":
@@ -73,7 +74,7 @@ def replace(path: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """One path that reads ``file``, below a folder that ``make`` fills; ``fine``: kinds that it may take."""
+    """A function that reads ``file`` in a folder that ``make`` fills; ``fine``: kinds of bad files that it may accept."""
 
     make: Callable[[Path], Any]
     file: str
@@ -82,7 +83,7 @@ class Reader:
 
 
 def status(command: Callable[[list[str]], int], *arguments: str) -> None:
-    """Runs a command; its one line on standard error becomes a UserError."""
+    """Run a command; raise a UserError with its line on standard error if it fails."""
     errors = StringIO()
     with redirect_stderr(errors), redirect_stdout(StringIO()):
         end = command(list(arguments))
@@ -184,9 +185,7 @@ READERS = {
     "text": Reader(
         make_text, "words.txt", lambda folder: load_data("text", text_file=str(folder / "words.txt"), sequence_length=3)
     ),
-    "cifar": Reader(
-        write_cifar, BIN + "data_batch_2.bin", lambda folder: read_cifar10(str(folder)), fine=("empty", "half")
-    ),
+    "cifar": Reader(write_cifar, BIN + "data_batch_2.bin", lambda folder: read_cifar10(str(folder)), fine=("half",)),
     "mnist images": Reader(write_mnist, RAW + "train-images-idx3-ubyte", read_mnist_of),
     "mnist labels": Reader(write_mnist, RAW + "t10k-labels-idx1-ubyte", read_mnist_of),
     "predict's image": Reader(make_run, "image.png", predicted),
@@ -218,7 +217,7 @@ def make_data(folder: Path) -> None:
     (folder / "data").write_text("data")
 
 
-#: Readers as they must not be.
+#: Readers that hang, to test the check itself.
 CARELESS = {
     "wait for a writer": Reader(make_data, "data", wait_for_writer),
     "read in parts": Reader(make_data, "data", read_in_parts),
@@ -226,11 +225,11 @@ CARELESS = {
 
 
 class HangsError(Exception):
-    """A read takes more than its limit of the processor, or waits."""
+    """A read uses more processor time than its limit, or blocks."""
 
 
 def read_each(results: Connection, name: str, folders: list[Path], limit: int) -> None:
-    """In a process of its own: reads each folder, and sends the refusal, or None, or the traceback of another error."""
+    """Read each folder, in a process of its own; send (refusal or None, traceback of another error or "") for each."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for folder in folders:
         used = time.process_time()
@@ -247,9 +246,9 @@ def read_each(results: Connection, name: str, folders: list[Path], limit: int) -
 
 
 def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str | None]:
-    """What the reader says of each folder, or None; it reads in another process, which a read may hold for ever.
+    """Yield the reader's refusal of each folder, or None. It reads in another process, which may hang.
 
-    A busy machine makes a read slow, and gives it no processor time; it does not keep it asleep.
+    On a busy machine a read is slow, but it gets no processor time then and does not sleep in one system call.
 
     Raises:
         HangsError: a read reaches its limit.
@@ -279,7 +278,7 @@ def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str
 
 
 def asleep_in(pid: int) -> str:
-    """What tells one sleep of a process from the next; empty while it runs, or could."""
+    """Return a value that differs for each sleep of a process; empty while it runs or is runnable."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -288,8 +287,8 @@ def asleep_in(pid: int) -> str:
     return values["voluntary_ctxt_switches"] if values["State"].startswith("S") else ""
 
 
-def spoiled(name: str, folder: Path) -> list[Path]:
-    """A good folder for a reader, and one with each kind of bad file."""
+def good_and_bad_folders(name: str, folder: Path) -> list[Path]:
+    """Make a good folder for a reader, and one with each kind of bad file."""
     reader, good = (READERS | CARELESS)[name], folder / "good"
     good.mkdir()
     reader.make(good)
@@ -300,12 +299,12 @@ def spoiled(name: str, folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_no_good_file_is_refused_at_once_and_in_one_line(name, tmp_path):
+def test_a_bad_file_is_refused_at_once_and_in_one_line(name, tmp_path):
     reader = READERS[name]
-    good, *folders = spoiled(name, tmp_path)
-    said = refusals(name, [good, *folders])
-    assert next(said) is None
-    for kind, folder, refusal in zip(KINDS, folders, said, strict=True):
+    good, *folders = good_and_bad_folders(name, tmp_path)
+    results = refusals(name, [good, *folders])
+    assert next(results) is None
+    for kind, folder, refusal in zip(KINDS, folders, results, strict=True):
         if refusal is None:
             assert kind in reader.fine, kind
             continue
@@ -318,21 +317,21 @@ def test_what_is_no_good_file_is_refused_at_once_and_in_one_line(name, tmp_path)
     ("name", "kind", "how"),
     [("wait for a writer", "FIFO", "waits"), ("read in parts", "device", f"ends by signal {int(signal.SIGXCPU)}")],
 )
-def test_a_reader_that_hangs_is_found(name, kind, how, tmp_path):
-    good, *folders = spoiled(name, tmp_path)
-    said = refusals(name, [good, folders[KINDS.index(kind)]], limit=1)
-    assert next(said) is None
+def test_a_reader_that_hangs_is_detected(name, kind, how, tmp_path):
+    good, *folders = good_and_bad_folders(name, tmp_path)
+    results = refusals(name, [good, folders[KINDS.index(kind)]], limit=1)
+    assert next(results) is None
     with pytest.raises(HangsError, match=f"{name} {how}: {kind}"):
-        next(said)
+        next(results)
 
 
-def test_a_download_does_not_touch_what_is_no_regular_file(tmp_path):
+def test_a_download_does_not_touch_links_and_other_special_files(tmp_path):
     files, archives = [tmp_path / "a", tmp_path / "b"], [tmp_path / "a.gz"]
     assert missing(files, archives)
     (tmp_path / "target").write_text("")
     files[0].symlink_to("target")
     files[1].write_text("")
-    assert not missing(files, archives)  # links to files that are there are fine
+    assert not missing(files, archives)  # links to existing files are fine
     files[1].unlink()
     with pytest.raises(UserError, match="delete it first"):
         missing(files, archives)
@@ -342,17 +341,17 @@ def test_a_download_does_not_touch_what_is_no_regular_file(tmp_path):
         missing(files, archives)
 
 
-def test_a_link_to_a_folder_above_is_no_endless_tree(tmp_path):
+def test_a_link_to_a_parent_folder_is_refused(tmp_path):
     make_images(tmp_path)
     (tmp_path / "val" / "cat" / "more").symlink_to(tmp_path / "train" / "cat")
     assert len(load_files(str(tmp_path), Options()).val) == 2  # a link to another folder is followed
     for name in ("one", "two"):
         (tmp_path / "train" / "cat" / name).symlink_to("..")
-    with pytest.raises(UserError, match="a link to a folder that it is in"):
+    with pytest.raises(UserError, match="a link to a folder that contains it"):
         load_files(str(tmp_path), Options())
 
 
-def test_formats_are_found_by_content_and_none_of_them_starts_a_program(tmp_path):
+def test_formats_are_detected_by_content_and_none_of_them_starts_a_program(tmp_path):
     path = tmp_path / "photo.jpg"
     path.write_text(
         "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(" + str(tmp_path) + "/made) (w) file\n"
@@ -372,7 +371,7 @@ def refuse(*args: Any, **options: Any) -> None:
 
 
 def test_an_image_that_would_fill_the_memory_is_refused(tmp_path):
-    # A PNG of 60000 × 60000 pixels in its header, and none in its data.
+    # A PNG whose header says 60000 × 60000 pixels, without pixel data.
     header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
     content = b"".join(
@@ -381,6 +380,23 @@ def test_an_image_that_would_fill_the_memory_is_refused(tmp_path):
     (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
     with pytest.raises(UserError, match=r"bomb\.png.*decompression bomb"):
         decode(tmp_path / "bomb.png")
+
+
+def test_a_thin_image_that_would_fill_the_memory_when_scaled_is_refused(tmp_path):
+    Image.new("L", (1, 20000)).save(tmp_path / "thin.png")
+    sample = [(str(tmp_path / "thin.png"), 0)]
+    refusal = ImageFiles(sample, Geometry(224, 256)).__getitems__(([0], 0))
+    assert isinstance(refusal, UserError)
+    assert "1 × 20000 pixels, which become 1310720000 when scaled to 256" in str(refusal)
+    assert not isinstance(ImageFiles(sample, Geometry(224, 256, "imagenet")).__getitems__(([0], 0)), UserError)
+    assert not isinstance(ImageFiles(sample, Geometry(8, 8)).__getitems__(([0], 0)), UserError)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])
+def test_an_image_of_more_than_8_bits_is_refused_and_not_made_white(tmp_path, dtype):
+    Image.fromarray(numpy.full((4, 4), 300, dtype=dtype)).save(tmp_path / "deep.tiff")
+    with pytest.raises(UserError, match=r"deep\.tiff' has pixels of more than 8 bits, mode .*: convert it to 8 bits"):
+        decode(tmp_path / "deep.tiff")
 
 
 def test_names_with_newlines_do_not_break_the_line(tmp_path):
@@ -408,7 +424,7 @@ def test_names_with_newlines_do_not_break_the_line(tmp_path):
         (lambda: {"model": {"state_dict": torch.ones(1), 2: torch.ones(1)}}, "which is not text"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, of these kinds of tensors
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, about these kinds of tensors
 def test_weights_that_cannot_be_copied_into_a_model_are_refused(tmp_path, state, part):
     torch.save(state(), tmp_path / "w.pt")
     with pytest.raises(UserError) as refusal:
@@ -420,11 +436,11 @@ def test_weights_that_cannot_be_copied_into_a_model_are_refused(tmp_path, state,
 @pytest.mark.parametrize(
     ("what", "change", "part"),
     [
-        ("images", lambda data: data[:2] + b"\x0d" + data[3:], "no idx file of uint8 values in 3 dimensions"),
-        ("images", lambda data: data[:3] + b"\x01" + data[4:], "no idx file of uint8 values in 3 dimensions"),
+        ("images", lambda data: data[:2] + b"\x0d" + data[3:], "not an idx file of uint8 values in 3 dimensions"),
+        ("images", lambda data: data[:3] + b"\x01" + data[4:], "not an idx file of uint8 values in 3 dimensions"),
         ("images", lambda data: data[:8] + struct.pack(">II", 14, 56) + data[16:], r"the shape \(40, 14, 56\)"),
-        ("images", lambda data: data[:4] + b"\xff" * 12 + data[16:], "is said to have the shape"),
-        ("images", lambda data: data + b"\0", "bytes and is said"),
+        ("images", lambda data: data[:4] + b"\xff" * 12 + data[16:], "its header says the shape"),
+        ("images", lambda data: data + b"\0", "bytes, but its header says"),
         ("images", lambda data: data[:4] + struct.pack(">I", 39) + data[8:-784], "39 images and .* 40 labels"),
         ("labels", lambda data: data[:-1] + b"\x0a", "labels that are not from 0 to 9"),
         ("labels", lambda data: data[:4] + b"\0\0\0\0", "40 images and .* 0 labels"),

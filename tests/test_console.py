@@ -1,10 +1,11 @@
-"""What the commands print: no character of a file or class name controls the terminal."""
+"""Printed output: control characters in names of files and classes are escaped."""
 
 from __future__ import annotations
 
+import logging
 import sys
 
-from dualtrain.console import printable, say, show
+from dualtrain.console import logging_to_stderr, print_error, printable, show
 
 
 def test_control_characters_are_escaped_and_text_is_kept():
@@ -17,7 +18,7 @@ def test_control_characters_are_escaped_and_text_is_kept():
 
 
 def test_messages_and_output_are_printed_safely(capsys):
-    say("the image cat\x1b]0;owned\x07.jpg cannot be read", rank=1, size=2)
+    print_error("the image cat\x1b]0;owned\x07.jpg cannot be read", rank=1, size=2)
     show("class \x1b[31mred")
     show("to stderr \x08", sys.stderr)
     printed = capsys.readouterr()
@@ -26,3 +27,12 @@ def test_messages_and_output_are_printed_safely(capsys):
         r"dualtrain: error (rank 1 of 2): the image cat\x1b]0;owned\x07.jpg cannot be read",
         r"to stderr \x08",
     ]
+
+
+def test_a_command_prints_the_warnings_of_the_library_and_nothing_less(capsys):
+    log = logging.getLogger("dualtrain.some.part")
+    with logging_to_stderr():
+        log.warning("memory cannot be shared (%s): going on", "\x1b[31m")
+        log.info("a detail")
+    log.warning("after the command")
+    assert capsys.readouterr().err.splitlines() == [r"dualtrain: warning: memory cannot be shared (\x1b[31m): going on"]

@@ -1,4 +1,4 @@
-"""Files are replaced as a whole, durable before they get their name, and never through a link."""
+"""Writing of files: they are replaced atomically, durable before they get their name, and never through a link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_temporary_name_is_never_followed(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(precious)
     files.write_json(tmp_path / "config.json", {"a": 1})
     assert files.read_json(tmp_path / "config.json") == {"a": 1}
-    monkeypatch.setattr(files.secrets, "token_hex", lambda count: "0" * 16)  # even if it could be foreseen
+    monkeypatch.setattr(files.secrets, "token_hex", lambda count: "0" * 16)  # even a predicted name is not followed
     for write in (
         lambda path: files.write_whole(path, b"x"),
         lambda path: files.link_whole(tmp_path / "config.json", path),
@@ -54,7 +54,7 @@ def test_content_is_durable_before_the_name_and_the_name_before_the_end(tmp_path
     assert order == ["content", "name", "folder"]
 
 
-def test_a_link_becomes_a_copy_where_there_are_none(tmp_path, monkeypatch):
+def test_a_hard_link_becomes_a_copy_if_links_are_not_supported(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"content")
 
     def refuse(path, target):
@@ -69,7 +69,7 @@ def test_a_link_becomes_a_copy_where_there_are_none(tmp_path, monkeypatch):
         (tmp_path / "b").unlink()
 
 
-def test_only_what_a_killed_process_left_is_removed(tmp_path):
+def test_only_temporary_files_of_a_killed_process_are_removed(tmp_path):
     left = [".a.json.tmp", f".a.json.{'0f' * 8}.tmp"]
     kept = ["a.json", ".b.json.tmp", ".a.json.swp", ".tmp", f".a.json.{'0f' * 8}.tmp.txt"]
     for name in [*left, *kept]:

@@ -1,4 +1,4 @@
-"""What is published: the files in wheel and sdist, the metadata, and that a plain installation needs little."""
+"""The published package: files in wheel and sdist, metadata, and the dependencies of a plain installation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.pool import ROOT
 pytestmark = pytest.mark.xdist_group("package")  # built once
 
 REQUIRED = {"numpy", "safetensors", "torch", "torchvision", "tqdm"}
-#: What no plain installation may bring, by the names of distributions and of modules.
+#: Distributions and modules that a plain installation must not contain.
 HEAVY = {"matplotlib", "pyyaml", "scikit-learn", "scipy", "torchinfo"}
 HEAVY_MODULES = ["matplotlib", "scipy", "sklearn", "torchinfo", "yaml"]
 BUILD = "import sys; out = sys.argv[1]; from setuptools import build_meta as b; b.build_sdist(out); b.build_wheel(out)"
@@ -31,7 +31,7 @@ BUILD = "import sys; out = sys.argv[1]; from setuptools import build_meta as b; 
 
 @dataclass(frozen=True)
 class Built:
-    """Wheel and sdist, and the names of the files in them, below ``dualtrain-VERSION/`` in the sdist."""
+    """Wheel and sdist, and the names of their files; those in the sdist are relative to ``dualtrain-VERSION/``."""
 
     wheel: Path
     in_wheel: set[str]
@@ -41,7 +41,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Built from a copy, since setuptools writes beside the sources."""
+    """Build from a copy, because setuptools writes beside the sources."""
     pytest.importorskip("setuptools", "77", reason="needs setuptools 77: pip install -U setuptools")
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
     for folder in ("dualtrain", "tests"):
@@ -74,7 +74,7 @@ def test_wheel_and_sdist_hold_every_file_of_the_package(built):
     assert {name for name in built.in_sdist if name.startswith("tests/")} == set()
 
 
-def test_the_licenses_of_code_and_data_are_named_and_in_it(built):
+def test_the_licenses_of_code_and_data_are_named_and_included(built):
     assert built.metadata["License-Expression"] == "Apache-2.0 AND CC-BY-4.0"
     files = built.metadata.get_all("License-File")
     assert files == ["LICENSE", "dualtrain/data/digits.LICENSE"]
@@ -83,7 +83,7 @@ def test_the_licenses_of_code_and_data_are_named_and_in_it(built):
         assert file in built.in_sdist
 
 
-def test_the_metadata_say_where_it_runs(built):
+def test_the_metadata_name_platform_and_python_versions(built):
     assert built.metadata["Requires-Python"] == ">=3.11"
     assert built.metadata["Platform"] == "Linux"
     assert built.metadata["Keywords"]
@@ -93,7 +93,7 @@ def test_the_metadata_say_where_it_runs(built):
 
 
 def requirements(lines: list[str] | None) -> set[str]:
-    """Names of the distributions that ``Requires-Dist`` lines ask for here, without extras."""
+    """Return the distributions that ``Requires-Dist`` lines require here, without extras."""
     from packaging.requirements import Requirement
 
     wanted = [Requirement(line) for line in lines or []]
@@ -111,11 +111,11 @@ def test_a_plain_installation_is_small(built):
         try:
             todo |= requirements(importlib.metadata.requires(name)) - needed
         except importlib.metadata.PackageNotFoundError:
-            continue  # of torch's own, for another build of it than the one that is installed
+            continue  # a dependency of another build of torch than the installed one
     assert needed & HEAVY == set()
 
 
-def test_what_tests_and_reports_need_are_extras(built):
+def test_packages_for_tests_and_reports_are_extras(built):
     assert {"bench", "dev", "horovod", "report", "summary", "tensorboard"} == set(built.metadata.get_all("Provides-Extra"))
     extra = {line.partition(";")[0].strip().lower(): line for line in built.metadata.get_all("Requires-Dist")}
     assert extra["scikit-learn"].endswith('extra == "dev"')
@@ -123,7 +123,7 @@ def test_what_tests_and_reports_need_are_extras(built):
 
 
 def test_the_wheel_trains_predicts_and_reports_without_them(built, tmp_path):
-    """Far from the tree, with the heavy modules out of reach: the report alone asks for one of them, in one line."""
+    """Outside the tree and without the heavy modules: only the report needs one of them, and says so in one line."""
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")
     program = (

@@ -1,4 +1,4 @@
-"""The test infrastructure itself: what all other tests rely on."""
+"""The test infrastructure: worlds of threads and processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.pool import Pool, RankError
 from tests.threads import run_threads
 
 
-def place(backend, word):
-    return word, backend.rank, backend.size
+def rank_and_size(backend, text):
+    return text, backend.rank, backend.size
 
 
 def fails_on_the_last(backend):
@@ -30,7 +30,7 @@ def unmatched_primitives(backend):
 
 
 def await_end(pids, seconds):
-    """Whether none of these processes runs any more, within ``seconds``."""
+    """Wait up to ``seconds`` until none of these processes runs; return whether that is so."""
     deadline = time.monotonic() + seconds
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -38,17 +38,17 @@ def await_end(pids, seconds):
 
 
 def test_results_come_in_rank_order(spmd):
-    assert spmd(place, "word") == [("word", rank, spmd.size) for rank in range(spmd.size)]
+    assert spmd(rank_and_size, "text") == [("text", rank, spmd.size) for rank in range(spmd.size)]
 
 
-def test_a_failure_shows_the_rank_and_its_traceback_and_poisons_nothing():
+def test_a_failure_shows_the_rank_and_its_traceback_and_the_pool_stays_usable():
     pool = Pool(2)
     try:
         pool.connect("torch", 2)
         with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*fails_on_the_last.*KeyError: 'lost key'"):
             pool.run(fails_on_the_last)
         pool.connect("torch", 2)
-        assert pool.run(place, "again") == [("again", rank, 2) for rank in range(2)]
+        assert pool.run(rank_and_size, "again") == [("again", rank, 2) for rank in range(2)]
         pids = pool.pids
     finally:
         pool.close()
@@ -61,7 +61,7 @@ def test_workers_end_with_their_parent():
         pool.connect("torch", 2)
         pids = pool.pids
         for worker in pool._workers:
-            worker.connection.close()  # as the system does when the parent has ended, however it did
+            worker.connection.close()  # as the system does when the parent exits
         assert await_end(pids, 60)
     finally:
         pool.close()

@@ -1,4 +1,4 @@
-"""Helper processes: they outlive the signals that a job gets, and do not outlive the job."""
+"""Helper processes: they survive the job's signals and exit with the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def work(ready):
     time.sleep(600)
 
 if __name__ == "__main__":
-    if "ABOVE" in os.environ:  # as in a process that a program has started by multiprocessing
+    if "ABOVE" in os.environ:  # as in a process started by multiprocessing
         multiprocessing.current_process()._config["tempdir"] = os.environ["ABOVE"]
     start_forkserver([])
     helpers = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
@@ -81,7 +81,7 @@ def gone(helpers: list[int], folder: Path | None = None) -> bool:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_helpers_outlive_signals_and_nothing_outlives_a_job_that_fails_or_is_killed(tmp_path, killed):
+def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp_path, killed):
     with started(tmp_path) as (process, folder, helpers):
         assert len(helpers) == 4
         assert folder.parent == tmp_path
@@ -93,7 +93,7 @@ def test_helpers_outlive_signals_and_nothing_outlives_a_job_that_fails_or_is_kil
         assert gone(helpers, folder)
 
 
-def test_the_folder_of_the_program_above_stays(tmp_path):
+def test_the_folder_of_the_parent_program_is_kept(tmp_path):
     above = tmp_path / "above"
     above.mkdir()
     with started(tmp_path, ABOVE=str(above)) as (process, folder, helpers):

@@ -1,4 +1,4 @@
-"""What the README shows is run."""
+"""The programs in the README work, and the files that it names exist."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def test_the_library_examples_learn(tmp_path, ranks, program):
 
 
 @pytest.mark.parametrize("path", re.findall(r"`((?:launch|tests|backends|training)/[\w./-]+\w)`", README))
-def test_the_files_that_are_named_exist(path):
+def test_the_files_that_it_names_exist(path):
     assert (ROOT / path).exists() or (ROOT / "dualtrain" / path).exists()

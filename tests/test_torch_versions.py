@@ -1,4 +1,4 @@
-"""The differences between versions of torch: each does what it says, and goes when setup.cfg no longer needs it."""
+"""The functions for differences between versions of torch: each works, and is removed when setup.cfg no longer needs it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENTRIES = [value for _, value in inspect.getmembers(torch_versions, inspect.isfu
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
-def test_an_entry_goes_when_no_supported_torch_needs_it(entry):
+def test_a_function_is_removed_when_no_supported_torch_needs_it(entry):
     (version,) = re.findall(r"^ *Can go in torch (\d+\.\d+): ", entry.__doc__, re.MULTILINE)
     assert Version(version) > oldest("torch"), f"{entry.__name__} can go: setup.cfg requires torch {oldest('torch')}"
 
@@ -35,13 +35,13 @@ def test_this_torch_is_supported():
     assert Version(torch.__version__) >= oldest("torch")
 
 
-def test_a_group_ends_by_the_name_that_its_torch_has_for_it():
+def test_shut_down_calls_the_public_or_the_private_method():
     for name in ("_shutdown", "shutdown"):
         ended = []
         torch_versions.shut_down(SimpleNamespace(**{name: lambda ended=ended: ended.append(True)}))
         assert ended == [True]
 
 
-def test_options_are_made_asynchronous_where_they_can_be():
+def test_options_are_made_asynchronous_if_they_have_the_field():
     assert torch_versions.asynchronous(SimpleNamespace(asyncOp=False)).asyncOp is True
     assert vars(torch_versions.asynchronous(SimpleNamespace(timeout=1))) == {"timeout": 1}

@@ -19,19 +19,13 @@ from typing import Any
 
 import torch
 
-from dualtrain.backends.base import REDUCIBLE, ReduceOp, Work
+from dualtrain.backends.base import FOLD, REDUCIBLE, ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.watch import Loss, Watch
+from dualtrain.backends.watch import Message, Watch
 from dualtrain.errors import BackendError
 from dualtrain.launchers import World
 
 TIMEOUT = 20.0
-_FOLD = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
 
 
 class _Meeting:
@@ -51,7 +45,7 @@ class Room:
         self.changed = threading.Condition()
         self.meetings: dict[tuple[str, int], _Meeting] = {}
         self.rooms: dict[tuple[Any, ...], Room] = {}
-        self.lines: dict[int, Watch] = {}
+        self.watches: dict[int, Watch] = {}
         self.mismatch: str | None = None
 
     def arrive(self, rank: int, key: tuple[str, int], signature: tuple[Any, ...], tensors: Any, last: Callable) -> _Meeting:
@@ -72,24 +66,18 @@ class Room:
             return meeting
 
 
-class _Lifelines(Watch):
+class _ThreadsWatch(Watch):
     """A watch without sockets: the threads call one another."""
 
     def __init__(self, backend: Backend, room: Room) -> None:
-        self.backend, self.room = backend, room
-        self.loss, self.on_loss, self.waiting = None, None, {}
-        self._heard, self._leaving, self._lines = threading.Event(), False, []
-        room.lines[backend.rank] = self
+        self.room = room
+        self.start(backend.rank, [])
+        room.watches[backend.rank] = self
 
-    def report_wait(self, what: str, *, ended: bool = False) -> None:
-        for rank, line in list(self.room.lines.items()):
-            if rank != self.backend.rank:
-                line._note_wait(self.backend.rank, what, ended)
-
-    def _tell(self, loss: Loss) -> None:
-        for rank, line in list(self.room.lines.items()):
-            if rank != loss.rank:
-                line._note(loss)
+    def send(self, message: Message) -> None:
+        for rank, watch in list(self.room.watches.items()):
+            if rank != message["rank"]:
+                watch.note(message)
 
 
 class _ThreadsWork(Work[None]):
@@ -123,10 +111,10 @@ class ThreadsBackend(Backend):
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         assert tensor.dtype in REDUCIBLE | self.narrow
-        assert op in _FOLD
+        assert op in FOLD
 
         def last(tensors: list[torch.Tensor]) -> None:
-            total = reduce(_FOLD[op], tensors).clone()
+            total = reduce(FOLD[op], tensors).clone()
             for each in tensors:
                 each.copy_(total)
 
@@ -166,11 +154,11 @@ class ThreadsBackend(Backend):
 
         return self._start("alltoall", (name,), (output, tensor, list(received), list(sent)), last)
 
-    def exchange(self, row: torch.Tensor) -> torch.Tensor:
-        assert row.dtype is torch.int64
+    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
+        assert vector.dtype is torch.int64
         rows: list[torch.Tensor] = []
         # One list for all: the meeting keeps what each rank brought, and every rank reads it from there.
-        work = self._start("exchange", (row.shape,), row, lambda brought: rows.extend(brought), plane="control")
+        work = self._start("exchange", (vector.shape,), vector, lambda brought: rows.extend(brought), plane="control")
         work.wait()
         arrived = work._meeting.arrived
         return torch.stack([arrived[rank] for rank in range(self.size)])
@@ -214,7 +202,7 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     room = Room(size)
     backends = [ThreadsBackend(room, World(rank, size, rank, size, launcher="threads")) for rank in range(size)]
     for backend in backends:
-        backend.watch = _Lifelines(backend, room)
+        backend.watch = _ThreadsWatch(backend, room)
 
     def member(rank: int) -> Any:
         backend = backends[rank]

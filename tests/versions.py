@@ -1,8 +1,8 @@
-"""Table of tests/versions.sh: one row for each version of torch, from the files that its runs have left.
+"""Table of tests/versions.sh: one row for each version of torch, from the files that its runs have written.
 
-``python versions.py FOLDER VERSION…`` prints it, with each version's failures and reasons for skipped tests below; the exit
-status is 1 if a version fell short. In FOLDER lie, for each version, ``facts-VERSION`` (versions of what was installed),
-``results-VERSION.xml`` (pytest's, in JUnit's format) and ``run-VERSION/summary.json`` (the job's).
+``python versions.py FOLDER VERSION…`` prints it, followed by each version's failures and reasons for skipped tests. The
+exit status is 1 if a version failed. FOLDER has for each version ``facts-VERSION`` (versions of installed packages),
+``results-VERSION.xml`` (of pytest, in JUnit's format) and ``run-VERSION/summary.json`` (of the job).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Tests:
 
 
 def read_tests(path: Path) -> Tests | None:
-    """Results of one test run; None if it did not end."""
+    """Read the results of one test run; return None if it did not end."""
     if not path.is_file():
         return None
     tests = Tests()
@@ -44,7 +44,7 @@ def read_tests(path: Path) -> Tests | None:
 
 
 def read_job(path: Path) -> tuple[str, str] | None:
-    """Accuracy of a job, and the beginning of its weights' hash; None if it did not end."""
+    """Read a job's accuracy and the beginning of its weights' hash; return None if it did not end."""
     if not path.is_file():
         return None
     summary = json.loads(path.read_text())
@@ -52,7 +52,7 @@ def read_job(path: Path) -> tuple[str, str] | None:
 
 
 def row(folder: Path, version: str) -> tuple[list[str], bool, list[str]]:
-    """The row of ``version``, whether it passed, and the lines that go below the table."""
+    """Return the row of ``version``, whether it passed, and its lines below the table."""
     found = dict(line.split("=", 1) for line in (folder / f"facts-{version}").read_text().splitlines())
     tests = read_tests(folder / f"results-{version}.xml")
     job = read_job(folder / f"run-{version}" / "summary.json")
@@ -75,7 +75,7 @@ def row(folder: Path, version: str) -> tuple[list[str], bool, list[str]]:
 
 
 def main(folder: Path, versions: list[str]) -> int:
-    """Print the table; give the exit status."""
+    """Print the table; return the exit status."""
     rows, passed, below = zip(*(row(folder, version) for version in versions), strict=True)
     lines = [TITLES, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(TITLES))]
@@ -84,12 +84,12 @@ def main(folder: Path, versions: list[str]) -> int:
     print()
     for line in [line for lines in below for line in lines]:
         print(line)
-    print("not run: tests/launch/, and what needs Horovod")
+    print("not run: tests/launch/, and tests that need Horovod")
     weights = {cells[TITLES.index("weights")] for cells in rows} - {"-"}
     if len(rows) > 1 and len(weights) == 1:
-        print("same weights: yes, the job ended with the same model, bit for bit, under each of them")
+        print("same weights: yes, the job ended with the same model, bit for bit, under all versions")
     elif len(weights) > 1:
-        print("same weights: no; torch's own arithmetic may differ between versions, so this is no failure")
+        print("same weights: no; this is not a failure, because torch's arithmetic may differ between versions")
     return 0 if all(passed) else 1
 
 

@@ -2,18 +2,18 @@
 # Runs the tests with other versions of torch than the pinned one, for README's table: run it by hand before a release.
 # For each version: an environment with that torch, the torchvision that pairs with it and no Horovod; in it all tests but
 # launches, and one job under torchrun. Ends with a table. It needs the package index, and for each environment 6 GB on
-# disk, less where a CPU build of torch can be had. Safe to run again: finished environments are used as they are.
+# disk, less if there is a CPU build of torch. It can be run again: finished environments are used again.
 #
 #   bash tests/versions.sh VERSION…            such as 2.5.1 2.6.0 2.15.0
 #   bash tests/versions.sh --into FOLDER VERSION…
 #   bash tests/versions.sh --help              this text
 #
-# --into FOLDER    where the environments and their logs go, the only thing that stays (delete it at any time)
+# --into FOLDER    folder of the environments and their logs, the only thing left behind (delete it at any time)
 #                  (default: versions/ in DUALTRAIN_CACHE, which is ~/.cache/dualtrain if it is not set)
 # PYTHON           the interpreter, 3.11 or newer (default: python3)
 #
-# The tests run on a copy of this tree as it is at the start. Exit status: 0 if all versions passed; 1 if one fell short;
-# 2 for what can be corrected, such as a version that the index does not have (one line says it, before anything is built).
+# The tests run on a copy of this tree. Exit status: 0 if all versions passed; 1 if one failed; 2 for an error that the user can
+# fix, such as a version that the index does not have (one line, before anything is built).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -41,7 +41,7 @@ read_arguments() {
   [ "${#versions[@]}" -gt 0 ] || refuse "no version of torch was given; name one or more, such as 2.5.1 2.15.0"
 }
 
-# requirements NAME…: what setup.cfg requires of these, or of all but torch and torchvision, with the tests' tools.
+# requirements NAME…: prints setup.cfg's requirements of these packages; without names, of all but torch and torchvision.
 requirements() {
   "$python" - "$root/setup.cfg" "$@" <<'PY'
 import configparser, re, sys
@@ -69,7 +69,7 @@ check_versions() {
   done
 }
 
-# One run at a time in a folder. The steps close the lock: what is left of a killed run does not hold it.
+# One run at a time in a folder. The steps close the lock's file, so that processes of a killed run do not hold it.
 open_folders() {
   local reason
   reason=$({ mkdir -p "$into" && : >>"$into/lock"; } 2>&1) ||
@@ -94,7 +94,7 @@ clean_up() {
   if [ -n "$work" ]; then rm -rf "$work"; fi
 }
 
-# bounded MINUTES LOG COMMAND…: runs the command into the log; gives its exit status, 124 if it did not end in time.
+# bounded MINUTES LOG COMMAND…: runs the command with its output in the log; returns its exit status, 124 after a timeout.
 bounded() {
   local status=0
   timeout --kill-after=20 "$1m" "${@:3}" >>"$2" 2>&1 </dev/null {lock}>&- &
@@ -106,12 +106,12 @@ bounded() {
 
 environment() { echo "$into/torch-$1-$tag"; }
 
-# What decides whether an environment is finished: what is installed, and how.
+# Prints a hash of what is installed, and how; an environment is finished if its own hash is the same.
 wanted() { { requirements; requirements torch torchvision; grep -vE '^(torch|torchvision)==' "$root/launch/versions.txt"; } | sha256sum; }
 
 finished() { [ "$(cat "$(environment "$1")/versions.done" 2>/dev/null)" = "$(wanted)" ]; }
 
-# check_index: every version that must be installed is there, for this Python.
+# check_index: fails if the index lacks a requested version for this Python.
 check_index() {
   local version missing=() known='' folder=$work/index
   for version in "${versions[@]}"; do finished "$version" || missing+=("$version"); done
@@ -128,8 +128,8 @@ check_index() {
   done
 }
 
-# install VERSION FOLDER: torch's CPU build if it can be had (pip's own settings, then PyTorch's index), the usual build
-# otherwise. Of torchvision, pip takes the version that pairs with this torch: it names that torch as its requirement.
+# install VERSION FOLDER: installs torch's CPU build if there is one (pip's own settings, then PyTorch's index), else the usual
+# build. pip chooses the torchvision that fits, because torchvision requires its version of torch.
 install() {
   local pip=("$2/bin/python" -m pip install --no-cache-dir) needed
   grep -vE '^(torch|torchvision)==' "$root/launch/versions.txt" >"$2/constraints.txt"
@@ -176,12 +176,12 @@ copy_tree() {
   done
 }
 
-# in_environment FOLDER MINUTES LOG COMMAND…: in the copy of the tree, as after `source bin/activate`.
+# in_environment FOLDER MINUTES LOG COMMAND…: runs the command in the copy of the tree, as after `source bin/activate`.
 in_environment() {
   bounded "$2" "$3" env -u CI -u PYTHONHOME -C "$work/tree" VIRTUAL_ENV="$1" PATH="$1/bin:$PATH" PYTHONPATH="$work/tree" "${@:4}"
 }
 
-# try_version VERSION: runs the tests and the job. tests/versions.py reads what they leave in the temporary folder.
+# try_version VERSION: runs the tests and the job. tests/versions.py reads their files in the temporary folder.
 try_version() {
   local folder log rings status=0 began=$SECONDS
   folder=$(environment "$1")

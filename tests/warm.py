@@ -1,4 +1,4 @@
-"""Importing this module loads what the ranks of most tests load, where it is installed; the fork server does so."""
+"""Imports of most tests' ranks. The fork server imports this module once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-#: Not dualtrain.main, which tests run as __main__; not Horovod, whose place horovodize takes in scripts.
+#: Not dualtrain.main, which tests run as __main__, and not Horovod, which horovodize replaces.
 MODULES = [
     *("torch._dynamo", "torch.distributed", "torchinfo", "safetensors.torch", "PIL.Image"),
     *("dualtrain.training.loop", "dualtrain.hvd.elastic", "dualtrain.predict", "tests.models_for_tests"),

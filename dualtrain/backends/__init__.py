@@ -1,4 +1,4 @@
-"""How tensors travel between processes: the contract, what is derived from it, and one file for each library."""
+"""Communication between processes: the backend contract, the collectives derived from it, and one file per library."""
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend

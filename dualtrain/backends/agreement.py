@@ -1,33 +1,35 @@
-"""Before data travels, the ranks compare what they are about to do.
+"""Check that all ranks make the same collective call, before any data is sent.
 
-The libraries disagree on what happens when ranks do not match: Horovod reports it; Gloo may hang, abort the process
-or return a wrong sum (int32 against float32 gives 1065353217). So every checked call first exchanges one row of two
-integers, a fingerprint of the call and the caller's extent (its number of rows, where ranks may differ). Equal
-fingerprints: the extents come back. Otherwise nothing is sent, the ranks exchange what each of them wanted, and all
-of them raise the same error; the backend stays usable.
+The libraries differ in what happens when calls do not match: Horovod reports it; Gloo may hang, abort the process or
+return a wrong sum (int32 against float32 gives 1065353217). So every checked call first exchanges two integers: a
+fingerprint of the call, and the caller's extent (its number of rows, where ranks may differ). If the fingerprints are
+equal, the call gets the extents of all ranks. Otherwise no data is sent, the ranks exchange descriptions of their
+calls, and all of them raise the same error; the backend stays usable.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
+from dualtrain.backends.base import Primitives
 from dualtrain.errors import BackendError
 
-if TYPE_CHECKING:
-    from dualtrain.backends.collectives import Backend
-
 _DESCRIPTION_BYTES = 512
+
+#: Gathers every rank's integers, equally many on every rank, in rank order: ``Primitives.exchange_short``.
+Exchange = Callable[[Sequence[int]], list[list[int]]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """What must be the same on every rank for one collective call.
+    """Properties of a collective call that must be the same on every rank.
 
     ``shape`` leaves out the first dimension where the ranks may differ in it, and starts with ``None`` then.
     """
@@ -40,12 +42,12 @@ class Call:
 
     @classmethod
     def on(cls, kind: str, tensor: torch.Tensor, name: str | None, *, free: bool = False, root: int | None = None) -> Call:
-        """The call of ``kind`` on ``tensor``; ``free`` where the ranks may differ in the first dimension."""
+        """Call of ``kind`` on ``tensor``; ``free`` where the ranks may differ in the first dimension."""
         shape = (None, *tensor.shape[1:]) if free else tuple(tensor.shape)
         return cls(kind, name, tensor.dtype, shape, root)
 
     def describe(self) -> str:
-        """For people: ``sum of 'loss' (float32, 3×4)``."""
+        """Text for messages: ``sum of 'loss' (float32, 3×4)``."""
         text = self.kind if self.name is None else f"{self.kind} of {self.name!r}"
         if self.root is not None:
             text += f" from rank {self.root}"
@@ -54,22 +56,23 @@ class Call:
             details.append("×".join("any" if n is None else str(n) for n in self.shape) or "scalar")
         return f"{text} ({', '.join(details)})" if details else text
 
-    @lru_cache(maxsize=1024)  # noqa: B019 - of calls, which are values: a program repeats the same few
+    @lru_cache(maxsize=1024)  # noqa: B019 - keyed by the call's values: a program repeats the same few calls
     def fingerprint(self) -> int:
-        """A number below 2**63 that differs where the calls do."""
-        return _fingerprint(repr(self))
+        """Hash below 2**63 of the call."""
+        return fingerprint(repr(self))
 
 
-def _fingerprint(text: str) -> int:
+def fingerprint(text: str) -> int:
+    """Hash below 2**63 of ``text``."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def agree(backend: Backend, call: Call, extent: int = 0) -> list[int]:
-    """Every rank's ``extent``, in rank order, once all ranks were seen to make the same ``call``. Blocks.
+def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
+    """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
     Raises:
-        BackendError: on every rank, naming what each of them wanted, if the calls differ.
+        BackendError: on every rank, naming the call of each, if they differ.
     """
     fingerprints, extents = zip(*backend.exchange_short([call.fingerprint(), extent]), strict=True)
     if len(set(fingerprints)) == 1:
@@ -77,50 +80,26 @@ def agree(backend: Backend, call: Call, extent: int = 0) -> list[int]:
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, call)}")
 
 
-def refuse(backend: Backend, call: Call, problem: ValueError) -> NoReturn:
-    """Raises ``problem``, which this rank has with its own arguments, without leaving the others to wait for it.
+def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
+    """Raise ``problem``, an error of this rank's own arguments, without leaving the other ranks blocked. Collective.
 
     Raises:
         ValueError: every rank has the same problem.
-        BackendError: the others called something else; they raise it too.
+        BackendError: the others make another call; they raise it too.
     """
     agree(backend, replace(call, kind=f"{call.kind}, refused since {problem},"))
     raise problem
 
 
-def _differences(backend: Backend, call: Call) -> str:
+def _differences(backend: Primitives, call: Call) -> str:
     """``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
-    said = exchange_text(backend, call.describe(), _DESCRIPTION_BYTES)
-    wanted: dict[str, list[str]] = {}
-    for rank, description in enumerate(said):
-        wanted.setdefault(description, []).append(str(rank))
-    return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in wanted.items())
+    ranks_of: dict[str, list[str]] = {}
+    for rank, description in enumerate(exchange_text(backend.exchange_short, call.describe(), _DESCRIPTION_BYTES)):
+        ranks_of.setdefault(description, []).append(str(rank))
+    return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in ranks_of.items())
 
 
-def exchange_text(backend: Backend, text: str, nbytes: int) -> list[str]:
-    """Every rank's text, cut at ``nbytes`` (a multiple of 8) of UTF-8, in rank order. Collective; blocks."""
+def exchange_text(exchange: Exchange, text: str, nbytes: int) -> list[str]:
+    """Gather every rank's text, cut at ``nbytes`` (a multiple of 8) of UTF-8, in rank order. Collective; blocks."""
     data = text.encode(errors="replace")[:nbytes].ljust(nbytes)
-    rows = backend.exchange_short(array("q", data))
-    return [array("q", row).tobytes().decode(errors="replace").strip() for row in rows]
-
-
-def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
-    """Makes sure that every rank has the same list of descriptions. Blocks.
-
-    Raises:
-        BackendError: on every rank, naming the first entry in which rank 0 and another rank differ.
-    """
-    backend.settle()
-    rows = backend.exchange_short([_fingerprint(f"{what} {mine}")])
-    if all(row == rows[0] for row in rows):
-        return
-    lists = backend.allgather_object(mine, name=what)
-    other = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])
-    place = next((i for i, (a, b) in enumerate(zip(lists[0], lists[other], strict=False)) if a != b), None)
-    if place is None:
-        difference = f"rank 0 has {len(lists[0])}, rank {other} has {len(lists[other])}"
-    else:
-        difference = f"number {place} is {lists[0][place]} on rank 0 and {lists[other][place]} on rank {other}"
-    raise BackendError(
-        f"the ranks do not have the same {what}: {difference}; build the same model and optimizer on every rank"
-    )
+    return [array("q", numbers).tobytes().decode(errors="replace").strip() for numbers in exchange(array("q", data))]

@@ -1,15 +1,15 @@
-"""What users call, derived once from the primitives of every backend.
+"""Collective operations for users, derived once from the primitives of every backend.
 
-Averages, any dtype, any layout, unequal sizes, objects, barriers, groups and the asynchronous forms are written here
-and nowhere else; each call first makes sure that all ranks make the same one.
+Averages, any dtype, any layout, unequal sizes, objects, barriers, groups and the asynchronous forms are implemented
+here and nowhere else; each call first checks that all ranks make the same one.
 """
 
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial, reduce
 from operator import index
 from types import TracebackType
@@ -19,39 +19,30 @@ import torch
 
 from dualtrain.backends import objects, wire
 from dualtrain.backends.agreement import Call, agree, exchange_text, refuse
-from dualtrain.backends.base import Primitives, ReduceOp, Scaled, Work
-from dualtrain.backends.comparison import ranks_in_words
-from dualtrain.backends.memory import SharedMemory
-from dualtrain.backends.segment import UnsharedError
+from dualtrain.backends.base import FOLD, Primitives, ReduceOp, Scaled, Work
 from dualtrain.backends.serial import SerialQueue
-from dualtrain.console import say
-from dualtrain.errors import BackendError
+from dualtrain.differences import ranks_in_words
+from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
 
 T = TypeVar("T")
 
-_REASON_BYTES = 1024  # that other ranks are told of why an object cannot be sent
-_FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
+_REASON_BYTES = 1024  # of the reason why an object cannot be sent, for the other ranks
 
 
-def shares(rows: int, size: int) -> list[int]:
-    """How ``rows`` are dealt to ``size`` ranks: as evenly as can be, the first ranks one more."""
+def split_sizes(rows: int, size: int) -> list[int]:
+    """Numbers of rows when ``rows`` are split over ``size`` ranks as evenly as possible: the first ranks get one more."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
-def dealt_rows(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> list[int]:
-    """The rows of ``tensor`` for each of ``size`` ranks: as ``splits`` says, or equally. Raises ValueError."""
+def rows_to_send(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> list[int]:
+    """Number of rows of ``tensor`` to send to each of ``size`` ranks: ``splits``, or equally many. Raises ValueError."""
     if tensor.dim() == 0:
-        raise ValueError("a tensor without a dimension has no rows to deal out: reshape it to (1,)")
+        raise ValueError("a tensor without a dimension has no rows to split: reshape it to (1,)")
     rows = tensor.shape[0]
     if splits is None:
         if rows % size:
-            raise ValueError(f"{rows} rows cannot be dealt equally to {size} ranks: pass splits")
+            raise ValueError(f"{rows} rows cannot be split equally over {size} ranks: pass splits")
         return [rows // size] * size
     numbers = [int(n) for n in splits]
     if len(numbers) != size or min(numbers) < 0 or sum(numbers) > rows:
@@ -60,25 +51,24 @@ def dealt_rows(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None
 
 
 class Backend(Primitives):
-    """A place in a world of processes, and the collective operations between them.
+    """A rank's place in a world of processes, and the collective operations over it.
 
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
-    shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank, naming what each wanted,
+    shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank, naming the call of each,
     and leaves the backend usable. Tensors may have any dtype, any layout and no dimension at all; results are new,
-    contiguous, on the tensor's device, and carry no autograd history (:mod:`dualtrain.functional` has forms that do).
-    Calls without ``_async`` block until the result
-    can be used on the current stream; the others return a :class:`~dualtrain.backends.base.Work` whose ``wait()``
-    gives the same result, and their tensors must not be changed before that. A name shows in errors and reports.
+    contiguous, on the tensor's device, and have no autograd history (:mod:`dualtrain.functional` has forms that do).
+    Calls without ``_async`` block until the result can be used on the current stream; the others return a
+    :class:`~dualtrain.backends.base.Work` whose ``wait()`` returns the same result; do not change their tensors before
+    that. A name is shown in errors and reports.
+
+    Attributes:
+        is_group: whether it was made by :meth:`group` or :meth:`channel`.
     """
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:
         super().__init__(world, device, timeout)
-        self.hosts: tuple[int, ...] = (0,) * world.size
-        #: What the ranks of a host share, if they do; the library is used for all else.
-        self.memory: SharedMemory | None = None
-        self._parent: Backend | None = None  # of a group
+        self.is_group = False
         self._groups_made: list[Backend] = []
-        self._copies_said = False
         self._queue = SerialQueue()
         self._open = True
 
@@ -87,7 +77,7 @@ class Backend(Primitives):
     def allreduce(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> torch.Tensor:
-        """The reduction of every rank's ``tensor`` (the same shape and dtype on all), as a new tensor on every rank.
+        """Reduce every rank's ``tensor`` (the same shape and dtype on all) into a new tensor on every rank.
 
         Args:
             tensor: any shape; floating point, integer, bool (SUM is "any", PRODUCT "all") or complex (SUM, AVERAGE).
@@ -96,14 +86,14 @@ class Backend(Primitives):
 
         Raises:
             ValueError: an unknown operation, or one without a meaning for the dtype.
-            BackendError: the ranks do not match, a rank was lost, or the time ran out.
+            BackendError: the ranks' calls do not match, a rank failed, or the call timed out.
         """
         return self._now(partial(self._allreduce, tensor, ReduceOp.of(op), name))
 
     def allreduce_(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> torch.Tensor:
-        """:meth:`allreduce` in place; returns ``tensor``, whose content is undefined if the call raises."""
+        """:meth:`allreduce` in place. Return ``tensor``, whose content is undefined if the call raises."""
         return self._now(partial(self._allreduce_, tensor, ReduceOp.of(op), name))
 
     def allreduce_async(
@@ -121,7 +111,7 @@ class Backend(Primitives):
     def reducescatter(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> torch.Tensor:
-        """This rank's rows of the reduction of every rank's ``tensor`` (the same shape, d rows, on all).
+        """Reduce every rank's ``tensor`` (the same shape, d rows, on all), and return this rank's rows of the result.
 
         The first ``d % size`` ranks get ``d // size + 1`` rows, the others ``d // size``. Summed in rank order.
 
@@ -140,7 +130,7 @@ class Backend(Primitives):
     # -- movements ----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> torch.Tensor:
-        """Rank ``root``'s ``tensor`` (the same shape and dtype on all), as a new tensor on every rank.
+        """Copy rank ``root``'s ``tensor`` (the same shape and dtype on all) into a new tensor on every rank.
 
         Raises:
             ValueError: ``root`` is no rank of this backend.
@@ -149,7 +139,7 @@ class Backend(Primitives):
         return self._now(partial(self._broadcast_, _fresh(tensor), root, name))
 
     def broadcast_(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> torch.Tensor:
-        """:meth:`broadcast` in place; returns ``tensor``."""
+        """:meth:`broadcast` in place. Return ``tensor``."""
         return self._now(partial(self._broadcast_, tensor, root, name))
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> Work[torch.Tensor]:
@@ -161,7 +151,7 @@ class Backend(Primitives):
         return self._later(partial(self._broadcast_, tensor, root, name))
 
     def allgather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-        """Every rank's ``tensor`` behind one another in rank order, on every rank.
+        """Concatenate every rank's ``tensor`` in rank order, on every rank.
 
         The first dimension may differ between ranks and be 0; the others must not. Tensors without a dimension
         become one of shape (size,).
@@ -184,19 +174,19 @@ class Backend(Primitives):
     def alltoall(
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The rows that every rank has for this one, in rank order.
+        """Send rows to every rank, and receive the rows that every rank sends to this one, in rank order.
 
         Args:
-            tensor: the rows to deal out: the first ``splits[0]`` for rank 0, the next ``splits[1]`` for rank 1, …
-            splits: ``size`` whole numbers that add up to at most the rows; rows behind them stay. Without it the
-                rows are dealt out equally.
+            tensor: the rows to send: the first ``splits[0]`` to rank 0, the next ``splits[1]`` to rank 1, …
+            splits: ``size`` whole numbers that add up to at most the rows; rows beyond them are not sent. Without it,
+                every rank gets equally many.
             name: shown in errors and reports.
 
         Returns:
             The received rows; with ``splits`` also how many came from each rank (int32, (size,), on the CPU).
 
         Raises:
-            ValueError: no dimension to deal out, rows that cannot be dealt equally, or splits that do not fit.
+            ValueError: no dimension to split, rows that cannot be split equally, or splits that do not fit.
             BackendError: as :meth:`allreduce`.
         """
         rows, received = self._now(partial(self._alltoall, tensor, splits, name))
@@ -205,13 +195,13 @@ class Backend(Primitives):
     def alltoall_async(
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
     ) -> Work[tuple[torch.Tensor, torch.Tensor]]:
-        """:meth:`alltoall` without blocking; always gives the received rows and their numbers."""
+        """:meth:`alltoall` without blocking; the result is always the received rows and their numbers."""
         return self._later(partial(self._alltoall, tensor, splits, name))
 
     # -- objects, barriers, groups --------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
-        """Rank ``root``'s ``obj`` on every rank: plain Python values and tensors, never code. Blocks.
+        """Copy rank ``root``'s ``obj`` to every rank: plain Python values and tensors, never code. Blocks.
 
         Raises:
             TypeError: on the root, if the object holds anything else; the other ranks raise BackendError.
@@ -220,7 +210,7 @@ class Backend(Primitives):
         return self._now(partial(self._broadcast_object, obj, root, name))
 
     def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
-        """Every rank's ``obj``, in rank order, on every rank: plain Python values and tensors, never code. Blocks.
+        """Gather every rank's ``obj`` in rank order, on every rank: plain values and tensors, never code. Blocks.
 
         Raises:
             TypeError: on a rank whose object holds anything else; the other ranks raise BackendError.
@@ -229,7 +219,7 @@ class Backend(Primitives):
         return self._now(partial(self._allgather_object, obj, name))
 
     def barrier(self, name: str | None = None) -> None:
-        """Blocks until every rank has called it.
+        """Block until every rank has called it.
 
         Raises:
             BackendError: as :meth:`allreduce`.
@@ -237,37 +227,44 @@ class Backend(Primitives):
         self._now(partial(agree, self, Call("barrier", name)))
 
     def group(self, ranks: Sequence[int]) -> Backend | None:
-        """A backend over some ``ranks`` of this one, numbered from 0 in ascending order; ``None`` on the others.
+        """Backend over some ``ranks`` of this one, numbered from 0 in ascending order; ``None`` on the others.
 
-        Called by every rank of this backend with the same ``ranks``. Blocks. The group ends with this backend.
+        Collective over this backend, with the same ``ranks``; blocks. The group is closed with this backend.
 
         Raises:
             ValueError: ``ranks`` is empty, repeats a rank or names one that does not exist, or this is a group itself.
             BackendError: as :meth:`allreduce`.
         """
-        if self.watch is not None and self.watch.backend is not self:
-            raise ValueError("a group has no groups of its own: make them from the backend that connect() gave")
+        if self.is_group:
+            raise ValueError("a group has no groups of its own: make them from the backend that connect() returned")
         members = sorted(ranks)
         if not members or len(set(members)) < len(members) or members[0] < 0 or members[-1] >= self.size:
             raise ValueError(f"a group needs one or more different ranks from 0 to {self.size - 1}, not {list(ranks)}")
         return self._now(partial(self._group, members))
 
     def channel(self) -> Backend:
-        """A backend over the same ranks, for operations whose order among this one's may differ between ranks.
+        """Backend over the same ranks, for operations whose order relative to this one's may differ between ranks.
 
-        Collective; blocks. Ends with this backend.
+        Collective; blocks. It is closed with this backend.
         """
         channel = self._now(partial(self._group, list(range(self.size))))
         assert channel is not None
-        if self.memory is not None:
-            between = self.between_hosts() if len(set(self.hosts)) > 1 else None
-            with suppress(UnsharedError):  # then by the library
-                channel.memory = SharedMemory(channel, between, beside=self.memory)
-                channel.transport = self.transport
         return channel
 
+    def make_default_group(self) -> None:
+        """Make torch.distributed's default process group over the same ranks. Collective; blocks.
+
+        :meth:`close` destroys it, unless the program has done so.
+
+        Raises:
+            UserError: the process has one already, or this backend is not torch's.
+        """
+        raise UserError(
+            f"default_group=True is of the torch backend, and this is {self.name}: choose torch, or leave it out"
+        )
+
     def between_hosts(self) -> Backend:
-        """The ranks that have this rank's number on their hosts. Collective; blocks."""
+        """Group of the ranks with this rank's local rank, one per host. Collective; blocks."""
         mine = None
         for number in range(self.local_size):
             places = Counter[int]()
@@ -284,82 +281,57 @@ class Backend(Primitives):
     # -- the gradient path ----------------------------------------------------------------------------------------
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros, (numel,), that :meth:`start_sum` takes with the fewest copies. Collective; blocks."""
-        if self.memory is not None and device.type == "cpu":
-            try:
-                return self.memory.new_buffer(numel, dtype)
-            except UnsharedError as reason:
-                if self.rank == 0 and not self._copies_said:
-                    say(f"gradients are copied for each reduction: no more memory can be shared ({reason})")
-                self._copies_said = True
+        """Tensor of zeros, (numel,), that :meth:`start_sum` reduces with the fewest copies. Collective; blocks."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
-        """Sums ``tensor`` over all ranks in place, then multiplies all but the last ``tail`` elements by ``factor``.
+        """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.
 
-        A primitive in every other way: see :meth:`start_allreduce`. Does not block. A tensor of :meth:`new_buffer` must be
-        one on every rank.
+        Otherwise as :meth:`start_allreduce`. Does not block. If ``tensor`` is a buffer of :meth:`new_buffer` on one rank,
+        it must be one on every rank.
         """
-        return self._start_reduction(tensor, ReduceOp.SUM, name, factor, tail)
-
-    def _start_reduction(
-        self,
-        tensor: torch.Tensor,
-        op: ReduceOp,
-        name: str,
-        factor: float = 1.0,
-        tail: int = 0,
-        *,
-        where_it_lies: bool = True,
-    ) -> Work[None]:
-        if self.memory is not None and tensor.device.type == "cpu":
-            return self.memory.start(tensor, op, name, factor, tail, where_it_lies=where_it_lies)
-        work = self.start_allreduce(tensor, op, name)
+        work = self.start_allreduce(tensor, ReduceOp.SUM, name)
         if factor == 1:
             return work
         flat = tensor.view(-1)
         return Scaled(work, flat[:-tail] if tail else flat, factor)
 
-    def exchange_short(self, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's ``row`` (of 64-bit integers, the same number everywhere), in rank order. Blocks.
-
-        By :meth:`exchange`, or through memory where there is some.
-        """
-        if self.memory is not None:
-            rows = self.memory.exchange(row)
-            if rows is not None:
-                return rows
-            self.memory.finish()
-        if self._parent is not None and self._parent.memory is not None:
-            self._parent.memory.finish()
-        gathered: list[list[int]] = self.exchange(torch.tensor(row, dtype=torch.int64)).tolist()
-        return gathered
-
     # -- lifetime -------------------------------------------------------------------------------------------------
 
+    def drain(self) -> None:
+        """Block until the asynchronous calls made so far have ended: a primitive started next comes after them."""
+        self._queue.drain()
+
     def settle(self) -> None:
-        """Blocks until the asynchronous calls made so far have ended: a primitive started next comes after them."""
-        self._queue.settle()
+        """Deprecated name of :meth:`drain`."""
+        warnings.warn(
+            "Backend.settle is called Backend.drain now; the old name goes with the next version",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self.drain()
 
     def close(self) -> None:
-        """Ends outstanding calls and leaves the world. May be called again. Blocks, but not for the other ranks."""
+        """End outstanding calls and leave the world. May be called again. Blocks, but not for the other ranks."""
         if not self._open:
             return
         self._open = False
-        for group in self._groups_made:
+        for group in reversed(self._groups_made):
             group.close()
         self._queue.close()
-        if self.memory is not None:
-            self.memory.close()
-        lost = self.watch is not None and self.watch.loss is not None and not self.watch.loss.quiet
-        if self.watch is not None and self.watch.backend is self:
+        self.release()
+        peer_failed = self.watch is not None and self.watch.peer_failed
+        if self.watch is not None and not self.is_group:
             self.watch.leave()
-        # With a rank lost, the libraries' own farewell would wait for it: the end of the process frees all the same.
-        if not lost:
+        # The libraries' own shutdown would wait for a failed rank; the end of the process frees the same resources.
+        if not peer_failed:
             self.disconnect()
 
+    def release(self) -> None:
+        """Free resources that need no other rank. :meth:`close` calls it once, before :meth:`disconnect`."""
+
     def abort(self, reason: str) -> None:
-        """Tells every other rank that this one stops for ``reason``: a message, or a formatted traceback."""
+        """Report to every other rank that this one stops for ``reason``: a message, or a formatted traceback."""
         if self.watch is not None:
             self.watch.announce(reason)
 
@@ -371,11 +343,11 @@ class Backend(Primitives):
             self.abort("".join(traceback.format_exception(error)).strip())
         self.close()
 
-    # -- how it is done -------------------------------------------------------------------------------------------
+    # -- implementation -------------------------------------------------------------------------------------------
 
     def _now(self, call: Callable[[], T]) -> T:
         self._check_open()
-        self._queue.settle()
+        self._queue.drain()
         return call()
 
     def _later(self, call: Callable[[], T]) -> Work[T]:
@@ -387,24 +359,23 @@ class Backend(Primitives):
             raise BackendError("this backend is closed: make its last call before close()")
 
     def _checked_root(self, kind: str, root: int) -> int:
-        root = index(root)  # of any kind of integer: the ranks compare how it is written
+        root = index(root)  # any integer type; the ranks compare its text
         if not 0 <= root < self.size:
             problem = f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}"
             refuse(self, Call(kind, root=root), ValueError(problem))
         return root
 
     def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        """The reduced values in the wire's dtype: ``tensor`` itself where it can travel as it is."""
+        """Reduce in the wire dtype; the result is ``tensor`` itself where no conversion is needed."""
         call = Call.on(op.value, tensor, name)
         primitive = self._primitive(tensor, op, call)
         agree(self, call)
         packed = wire.pack(tensor)
-        # Not where it lies: on another rank, the tensor may be one that lies elsewhere.
-        self._start_reduction(packed, primitive, name or op.value, where_it_lies=False).wait()
+        self.start_allreduce(packed, primitive, name or op.value).wait()
         return wire.average_(packed, self.size) if op is ReduceOp.AVERAGE else packed
 
     def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:
-        """The primitive operation that does ``op`` on ``tensor``, or a refusal that all ranks hear of."""
+        """The primitives' operation for ``op`` on ``tensor``. Refuses on all ranks if there is none."""
         try:
             wire.wire_dtype(tensor.dtype.to_real())
             return wire.wire_op(tensor.dtype, op)
@@ -423,7 +394,7 @@ class Backend(Primitives):
 
     @torch.no_grad()
     def _reducescatter(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        # Dealt out, then summed in rank order: any operation and dtype, no padding, the same bits on every backend.
+        # All-to-all, then a reduction in rank order: any operation and dtype, no padding, equal bits on every backend.
         call = Call.on(f"reducescatter ({op.value})", tensor, name)
         if tensor.dim() == 0:
             refuse(self, call, ValueError("a tensor without a dimension has no rows to scatter: reshape it to (1,)"))
@@ -433,12 +404,12 @@ class Backend(Primitives):
         return wire.unpack(wire.average_(total, self.size) if op is ReduceOp.AVERAGE else total, like)
 
     def reduce_rows(self, tensor: torch.Tensor, primitive: ReduceOp, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's rows of the reduction, new and in the wire's dtype, and a tensor of the shape and dtype they have."""
-        rows = shares(tensor.shape[0], self.size)
+        """This rank's rows of the reduction, in the wire dtype, and a tensor of their shape and original dtype."""
+        rows = split_sizes(tensor.shape[0], self.size)
         mine = rows[self.rank]
-        dealt = self.deal(tensor, rows, [mine] * self.size, name)
-        parts = (wire.pack(part) for part in dealt.split(mine)) if mine else iter([wire.pack(dealt)])
-        return reduce(_FOLD[primitive], parts).clone(), dealt[:mine]
+        received = self.alltoall_rows(tensor, rows, [mine] * self.size, name)
+        parts = (wire.pack(part) for part in received.split(mine)) if mine else iter([wire.pack(received)])
+        return reduce(FOLD[primitive], parts).clone(), received[:mine]
 
     @torch.no_grad()
     def _broadcast_(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
@@ -458,13 +429,13 @@ class Backend(Primitives):
         return self.gather_rows(tensor, rows, name or "allgather")
 
     def gather_rows(self, tensor: torch.Tensor, rows: list[int], name: str) -> torch.Tensor:
-        """Every rank's rows, in rank order; how many each has is known to all."""
+        """Concatenate every rank's rows in rank order; ``rows`` are their numbers, known to all ranks."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
         parts = self.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name)
         return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
 
     def gather(self, data: torch.Tensor, lengths: list[int], name: str) -> list[torch.Tensor]:
-        """Every rank's bytes, in rank order; ``lengths`` are known to all. Padded on the way: torch gathers equal parts."""
+        """Every rank's bytes, in rank order; ``lengths`` are known to all. Padded: torch gathers equal parts."""
         width = max(lengths)
         output = data.new_empty(self.size * width)
         if width:
@@ -477,16 +448,16 @@ class Backend(Primitives):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         call = Call.on("alltoall", tensor, name, free=True)
         try:
-            sent = dealt_rows(tensor, splits, self.size)
+            sent = rows_to_send(tensor, splits, self.size)
         except ValueError as problem:
             refuse(self, call, problem)
         agree(self, call)
-        received = [row[self.rank] for row in self.exchange_short(sent)]
-        rows = self.deal(tensor.detach(), sent, received, name or "alltoall")
+        received = [theirs[self.rank] for theirs in self.exchange_short(sent)]
+        rows = self.alltoall_rows(tensor.detach(), sent, received, name or "alltoall")
         return rows, torch.tensor(received, dtype=torch.int32)
 
-    def deal(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
-        """Sends ``sent[r]`` rows to rank r; gives the rows that came. The numbers are known to fit."""
+    def alltoall_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
+        """Send ``sent[r]`` rows to rank r, and return the received rows. The numbers must match between ranks."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
         data = wire.as_bytes(tensor)[: sum(sent) * row_bytes]
         output = data.new_empty(sum(received) * row_bytes)
@@ -516,7 +487,7 @@ class Backend(Primitives):
         refused = [rank for rank, length in lengths.items() if length < 0]
         if not refused:
             return
-        reasons = exchange_text(self, "" if problem is None else str(problem), _REASON_BYTES)
+        reasons = exchange_text(self.exchange_short, "" if problem is None else str(problem), _REASON_BYTES)
         if problem is not None:
             raise problem
         raise BackendError(f"{ranks_in_words(refused)} could not send an object: {reasons[refused[0]]}")
@@ -530,12 +501,18 @@ class Backend(Primitives):
             return None
         assert isinstance(group, Backend)
         group.hosts, group.watch, group.on_wait = tuple(hosts), self.watch, self.on_wait
-        group.members = tuple(members)
-        group._parent = self
-        self._groups_made = [one for one in self._groups_made if one._open] + [group]
-        if self.memory is not None:
-            group.transport = self.memory.library_transport
+        group.members, group.is_group = tuple(members), True
+        group = self.adapt_group(group)
+        self.close_with(group)
         return group
+
+    def adapt_group(self, group: Backend) -> Backend:
+        """The backend to return for ``group``, a new one over ranks of this backend."""
+        return group
+
+    def close_with(self, group: Backend) -> None:
+        """Close ``group`` when this backend is closed."""
+        self._groups_made = [one for one in self._groups_made if one._open] + [group]
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,44 +1,26 @@
 """Named values that must be the same on every rank, compared in one short exchange.
 
-Each rank sends a hash of its values. The values themselves travel, as text, only where the hashes differ: so all ranks
-know the same differences and raise the same error, also where a value is missing or could not be read on one of them.
+Each rank sends a hash of its values, and the values themselves, as text, only where the hashes differ. So all ranks know
+the same differences and raise the same error, also where a value is missing or could not be read on one of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dualtrain.backends.agreement import Call, agree
-from dualtrain.errors import RanksDifferError, UserError
-
-if TYPE_CHECKING:
-    from dualtrain.backends.collectives import Backend
+from dualtrain.backends.agreement import Call, agree, fingerprint
+from dualtrain.backends.collectives import Backend
+from dualtrain.differences import Difference, ranks_in_words
+from dualtrain.errors import BackendError, RanksDifferError, UserError
 
 _FAILED = -1  # in place of a hash
-_SHOWN = 3  # differences that a message describes; it names the others
-_NAMED = 5
-_GROUPS = 6  # different values of one name that a message shows
-_WIDTH = 100  # characters of a value
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A name whose value is not the same on every rank: the values as text, in rank order, ``None`` where it is missing."""
-
-    name: str
-    values: tuple[str | None, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} is {by_value(self.values)}"
 
 
 def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]]) -> list[Difference]:
-    """The differences between the ranks' values, the same list on every rank. Collective; blocks.
+    """Compare the ranks' values; return the differences, the same list on every rank. Collective; blocks.
 
     One exchange of 16 bytes where there are none. The order is that of rank 0's names.
 
@@ -49,15 +31,15 @@ def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]
 
     Raises:
         UserError: on every rank, if ``read`` raised on one, with the reason; RanksDifferError if not on all.
-        BackendError: the ranks make different calls, a rank was lost, or the time ran out.
+        BackendError: the ranks make different calls, a rank failed, or the call timed out.
     """
     values: dict[str, str] = {}
     failure: Exception | None = None
     try:
         values = {name: _as_text(value) for name, value in read().items()}
-    except Exception as error:  # whatever it is: the other ranks wait for this one
+    except Exception as error:  # any error: the other ranks wait for this one
         failure = error
-    backend.settle()
+    backend.drain()
     hashes = agree(backend, Call("comparison", what), _FAILED if failure is not None else _hash(values))
     if len(set(hashes)) == 1 and _FAILED not in hashes:
         return []
@@ -67,51 +49,6 @@ def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]
     names = dict.fromkeys(name for theirs, _ in answers for name in theirs)
     found = (Difference(name, tuple(theirs.get(name) for theirs, _ in answers)) for name in names)
     return [difference for difference in found if len(set(difference.values)) > 1]
-
-
-def in_words(differences: Sequence[Difference]) -> str:
-    """The first differences with each rank's value, and the names of some more."""
-    text = "; ".join(map(str, differences[:_SHOWN]))
-    rest = [difference.name for difference in differences[_SHOWN:]]
-    if rest:
-        names = ", ".join(rest[:_NAMED]) + (", …" if len(rest) > _NAMED else "")
-        text += f"; and {len(rest)} more: {names}"
-    return text
-
-
-def by_value(values: Sequence[str | None]) -> str:
-    """``cpu on ranks 0, 2 and cuda on rank 1``: of values in rank order that are not all the same."""
-    groups: dict[str | None, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    shown = _excerpts(list(groups)[:_GROUPS])
-    parts = [f"{text} on {ranks_in_words(ranks)}" for text, ranks in zip(shown, groups.values(), strict=False)]
-    more = sum(len(ranks) for ranks in list(groups.values())[_GROUPS:])
-    parts += [f"others on {more} more"] if more else []
-    return f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def refuse_unlike(what: str, values: Sequence[str], cure: str) -> None:
-    """Refuses ranks whose values, in rank order, are not all the same.
-
-    Raises:
-        UserError: names each rank's value, and the ``cure``.
-    """
-    if len(set(values)) > 1:
-        raise UserError(f"the ranks do not have the same {what} ({by_value(values)}): {cure}")
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 2``, ``ranks 0-6, 9``: of ascending numbers."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    # Two neighbours are written as two numbers.
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' * (sum(map(len, runs)) > 1)} {', '.join(parts)}"
 
 
 def _as_text(value: object) -> str:
@@ -142,17 +79,23 @@ def _reason(what: str, error: Exception) -> str:
     return f"the {what} cannot be compared between the ranks ({text})"
 
 
-def _excerpts(values: Sequence[str | None]) -> list[str]:
-    """The values as a message shows them: of long ones, the part where they begin to differ."""
-    texts = [value for value in values if value is not None]
-    start = 0
-    if len(texts) > 1 and max(map(len, texts)) > _WIDTH:
-        low, high = min(texts), max(texts)  # what these two begin with, all begin with
-        alike = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-        start = max(0, alike - _WIDTH // 2)
-    return ["missing" if value is None else _cut(value, start) for value in values]
+def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
+    """Check that every rank has the same list of descriptions. Collective; blocks.
 
-
-def _cut(text: str, start: int) -> str:
-    part = text[start : start + _WIDTH]
-    return f"{'…' * (start > 0)}{part}{'…' * (start + _WIDTH < len(text))}"
+    Raises:
+        BackendError: on every rank, naming the first entry in which rank 0 and another rank differ.
+    """
+    backend.drain()
+    fingerprints = backend.exchange_short([fingerprint(f"{what} {mine}")])
+    if all(each == fingerprints[0] for each in fingerprints):
+        return
+    lists = backend.allgather_object(mine, name=what)
+    other = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])
+    place = next((i for i, (a, b) in enumerate(zip(lists[0], lists[other], strict=False)) if a != b), None)
+    if place is None:
+        difference = f"rank 0 has {len(lists[0])}, rank {other} has {len(lists[other])}"
+    else:
+        difference = f"number {place} is {lists[0][place]} on rank 0 and {lists[other][place]} on rank {other}"
+    raise BackendError(
+        f"the ranks do not have the same {what}: {difference}; build the same model and optimizer on every rank"
+    )

@@ -1,36 +1,34 @@
-"""``connect``: picks a backend, joins its world, and makes sure that it is the world that was launched."""
+"""``connect``: choose a backend, join its world, and check that it is the world that was launched."""
 
 from __future__ import annotations
 
-import os
+import logging
 import struct
 import uuid
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.comparison import refuse_unlike
-from dualtrain.backends.heap import keep_freed_memory
-from dualtrain.backends.hosts import identity, listening_address
-from dualtrain.backends.memory import SharedMemory
-from dualtrain.backends.segment import UnsharedError
+from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError
 from dualtrain.backends.watch import Watch
-from dualtrain.console import say
+from dualtrain.differences import refuse_unlike
 from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World, detect_world
+from dualtrain.rendezvous.hosts import identity, listening_address
 from dualtrain.version import __version__
+
+log = logging.getLogger(__name__)
 
 NAMES = ("auto", "torch", "horovod", "local")
 TRANSPORTS = ("auto", "shm", "native")
 
 
 def choose(name: str, world: World) -> str:
-    """The backend that ``name`` means in ``world``: ``"auto"`` is what the launcher implies.
+    """Name of the backend to use in ``world``: ``name``, or for ``"auto"`` the one that the launcher implies.
 
     Raises:
-        UserError: there is no backend of that name.
+        UserError: there is no backend of this name.
     """
     if name not in NAMES:
         raise UserError(f"no backend is called {name!r}: choose one of {', '.join(NAMES)}")
@@ -42,7 +40,9 @@ def choose(name: str, world: World) -> str:
 
 
 def choose_for_horovod_api(env: Mapping[str, str]) -> str:
-    """What carries Horovod's API: ``"horovod"`` where its launcher or MPI started us and it is installed, else ``"torch"``.
+    """Backend of Horovod's API: ``"horovod"`` under its launcher or MPI if it is installed, else ``"torch"``.
+
+    DUALTRAIN_BACKEND overrides it.
 
     Raises:
         UserError: DUALTRAIN_BACKEND names neither.
@@ -58,6 +58,18 @@ def choose_for_horovod_api(env: Mapping[str, str]) -> str:
     return wanted
 
 
+def replace_by_horovod(package: str) -> None:
+    """Replace ``package`` and its modules by Horovod's own modules of the same names.
+
+    Raises:
+        UserError: Horovod is not installed.
+    """
+    from dualtrain.backends.horovod import replace_package
+    from dualtrain.backends.torch import meet
+
+    replace_package(package, meet)
+
+
 def connect(
     name: str = "auto",
     *,
@@ -68,25 +80,22 @@ def connect(
     transport: str = "auto",
     default_group: bool = False,
 ) -> Backend:
-    """Joins the world that this process was launched in. Collective: every process calls it, and blocks for the others.
+    """Join the world that this process was launched in. Collective; blocks until all processes have called it.
 
     torch.distributed's default process group stays as it is: a program may call ``init_process_group`` before or after.
 
     Args:
-        name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for what the launcher implies.
-        world: this process's place, where no launcher's variables say it.
-        device: where this rank's tensors will live; ``"auto"`` is the GPU of this local rank if there is one.
-        timeout: seconds that any wait on the backend lasts at most.
-        groups: whether ``group`` will be called. For that, Horovod compares notes in every cycle, under a lock that
-            calls need: without, it is faster, and over MPI a lost rank does not hold the others up in that lock.
-        transport: what carries reductions of CPU tensors: ``"native"``, the library; ``"shm"``, memory that the ranks
-            of a host share (and the library between hosts), or, said in one line, the library where they cannot;
-            ``"auto"``, memory for the torch backend with all ranks on one host, else the library.
+        name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for the one that the launcher implies.
+        world: this process's place, where no launcher's variables give it.
+        device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank if there is one.
+        timeout: the longest time in seconds that any wait on the backend lasts.
+        groups: whether ``group`` will be called. For that, Horovod synchronizes its process sets in every cycle, under a
+            lock that calls need: without, it is faster, and over MPI a failed rank does not block the others in that lock.
+        transport: what reductions of CPU tensors use: ``"native"``, the library; ``"shm"``, memory that the ranks of a
+            host share (and the library between hosts), or, with a logged warning, the library where they cannot share
+            any; ``"auto"``, memory for the torch backend with all ranks on one host, else the library.
         default_group: whether the torch backend also makes torch.distributed's default process group, over the same
             ranks, for other libraries that need one; ``close`` destroys it.
-
-    On the CPU, this process's heap is not cut from here on (``heap.py``), unless variables of glibc's, such as
-    MALLOC_TRIM_THRESHOLD_, say how it is to be kept.
 
     Returns:
         The backend; close it, or use it in a ``with`` statement.
@@ -108,34 +117,43 @@ def connect(
         )
     if default_group and name != "torch":
         raise UserError(f"default_group=True is of the torch backend, and this is {name}: choose torch, or leave it out")
-    if name == "local":
-        from dualtrain.backends.local import LocalBackend
-
-        backend: Backend = LocalBackend(World(launcher=world.launcher, evidence=world.evidence), place, timeout)
-    elif name == "torch":
-        from dualtrain.backends.torch import TorchBackend
-
-        backend = TorchBackend(world, place, timeout)
-    else:
-        from dualtrain.backends.horovod import HorovodBackend
-
-        backend = HorovodBackend(world, place, timeout, groups or (transport == "shm" and not world.single_host))
-    _compare(backend, world)
+    backend = _open(name, world, place, timeout, groups or (transport == "shm" and not world.single_host))
+    try:
+        _refuse_other_world(name, (backend.rank, backend.size), world)
+    except UserError:
+        backend.disconnect()
+        raise
     _locate(backend)
     _compare_choices(backend, transport)
     _take_device(backend)
     backend.watch = Watch(backend, listening_address(backend.world))
-    backend.watch.guard()
-    _share_memory(backend, transport)
+    backend.watch.report_at_exit()
     if default_group:
-        backend.make_default_group()  # type: ignore[attr-defined]
-    if backend.device.type == "cpu":
-        keep_freed_memory(os.environ)
-    return backend
+        backend.make_default_group()
+    return _share_memory(backend, transport)
+
+
+def _open(name: str, world: World, device: torch.device, timeout: float, groups: bool) -> Backend:
+    """Backend ``name``, with the library's world joined. Collective; blocks."""
+    if name == "local":
+        from dualtrain.backends.local import LocalBackend
+
+        return LocalBackend(World(launcher=world.launcher, evidence=world.evidence), device, timeout)
+    from dualtrain.backends import torch as over_torch
+
+    if name == "horovod":
+        from dualtrain.backends.horovod import HorovodBackend
+
+        return HorovodBackend(world, device, timeout, groups, over_torch.meet)
+    found = over_torch.default_group_place()
+    if found is not None and not world.name:
+        _refuse_other_world(name, found, world)
+    store, placed = over_torch.meet(world, timeout)
+    return over_torch.TorchBackend(world, device, timeout, store, over_torch.chosen_interface(placed))
 
 
 def _refuse_to_train_alone() -> None:
-    """Refuses a process that no launcher started, but whose program has joined a world by itself.
+    """Refuse a process that no launcher started, but whose program has joined a world by itself.
 
     Raises:
         UserError: torch.distributed's default process group has several ranks.
@@ -152,7 +170,7 @@ def _refuse_to_train_alone() -> None:
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """The device that is meant; a GPU without a number where the rank's place on its host will choose."""
+    """The device for ``device``; a GPU without an index where it depends on the local rank, which is not known yet."""
     wanted = str(device)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,31 +187,33 @@ def _device(device: str | torch.device) -> torch.device:
     return place
 
 
-def _compare(backend: Backend, world: World) -> None:
-    """Refuses a library that found itself in another world: each process would train alone, without an error."""
-    if (backend.size, backend.rank) == (world.size, world.rank):
+def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None:
+    """Refuse a library whose rank and size, ``found``, are not the launcher's: each process would train alone.
+
+    Raises:
+        UserError: they differ.
+    """
+    if found == (world.rank, world.size):
         return
-    found = f"the {backend.name} backend is rank {backend.rank} of {backend.size}"
-    backend.disconnect()
     raise UserError(
-        f"{found}, but {world.launcher} started this process as rank {world.rank} of {world.size}: "
-        "the library did not see the launcher; use the backend that the launcher is for (--backend auto), "
-        "or start one process"
+        f"the {name} backend is rank {found[0]} of {found[1]}, but {world.launcher} started this process as rank "
+        f"{world.rank} of {world.size}: the library did not see the launcher; use the backend that the launcher is for "
+        "(--backend auto), or start one process"
     )
 
 
 def _locate(backend: Backend) -> None:
-    """Sets the local and cross ranks from what the hosts say of themselves: launchers disagree on them.
+    """Set the local and cross ranks from the exchanged identities of the hosts: launchers disagree on them.
 
     Raises:
         UserError: the ranks run different versions of dualtrain.
     """
-    rows = backend.exchange(torch.tensor([identity(), *_as_numbers(__version__)])).tolist()
-    hosts = [row[0] for row in rows]
+    gathered = backend.exchange(torch.tensor([identity(), *_as_numbers(__version__)])).tolist()
+    hosts = [host for host, *_ in gathered]
     first = list(dict.fromkeys(hosts))
     backend.hosts = tuple(first.index(host) for host in hosts)
     backend.world = backend.world.placed(backend.rank, backend.hosts)
-    versions = {rank: _as_text(row[1:]) for rank, row in enumerate(rows)}
+    versions = {rank: _as_text(numbers) for rank, (_, *numbers) in enumerate(gathered)}
     others = [rank for rank, version in versions.items() if version != versions[0]]
     if others:
         backend.disconnect()
@@ -204,17 +224,17 @@ def _locate(backend: Backend) -> None:
 
 
 def _compare_choices(backend: Backend, transport: str) -> None:
-    """Refuses ranks that would use different libraries or memory for the same reduction: they would wait for each other.
+    """Refuse ranks that would use different transports for the same reduction: they would wait for each other.
 
     Raises:
-        UserError: on every rank, naming what each has.
+        UserError: on every rank, naming the choice of each.
     """
     devices = ("cpu", "cuda")
     mine = [devices.index(backend.device.type), TRANSPORTS.index(transport)]
-    rows = backend.exchange(torch.tensor(mine)).tolist()
+    gathered = backend.exchange(torch.tensor(mine)).tolist()
     compared = (
-        ("device", [devices[row[0]] for row in rows], "let every rank see a GPU, or give --device cpu to all"),
-        ("transport", [TRANSPORTS[row[1]] for row in rows], "give the same --transport to all"),
+        ("device", [devices[index] for index, _ in gathered], "let every rank see a GPU, or give --device cpu to all"),
+        ("transport", [TRANSPORTS[index] for _, index in gathered], "give the same --transport to all"),
     )
     try:
         for what, found, cure in compared:
@@ -225,7 +245,7 @@ def _compare_choices(backend: Backend, transport: str) -> None:
 
 
 def _take_device(backend: Backend) -> None:
-    """Gives each rank of a host a GPU of its own, among those that it sees; it becomes the current one.
+    """Assign a GPU of its own to each rank of a host, among those that it sees, and make it the current one.
 
     Raises:
         UserError: NCCL is to be used, and two ranks of a host have the same GPU.
@@ -236,11 +256,12 @@ def _take_device(backend: Backend) -> None:
         index = backend.world.local_rank % torch.cuda.device_count() if index is None else index
         backend.device = torch.device("cuda", index)
         torch.cuda.set_device(backend.device)
-        # Not its number: where each rank sees one GPU only, all are number 0.
+        # Not its index: where each rank sees one GPU only, all have index 0.
         identifier = int(uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)))
         own = [identifier >> 65, identifier & (1 << 62) - 1]
-    rows = backend.exchange(torch.tensor(own)).tolist()
-    mine = [rank for rank, row in enumerate(rows) if row == own and backend.hosts[rank] == backend.hosts[backend.rank]]
+    gathered = backend.exchange(torch.tensor(own)).tolist()
+    hosts = backend.hosts
+    mine = [rank for rank, theirs in enumerate(gathered) if theirs == own and hosts[rank] == hosts[backend.rank]]
     if backend.transport == "nccl" and len(mine) > 1:
         backend.disconnect()
         raise UserError(
@@ -249,23 +270,22 @@ def _take_device(backend: Backend) -> None:
         )
 
 
-def _share_memory(backend: Backend, transport: str) -> None:
-    """Has reductions go through memory that the ranks of a host share, if that is wanted, and can be had."""
+def _share_memory(backend: Backend, transport: str) -> Backend:
+    """``backend`` with reductions through shared memory, if that is chosen and possible; else ``backend``."""
     several = len(set(backend.hosts)) > 1
     automatic = transport == "auto" and backend.name == "torch" and backend.device.type == "cpu" and not several
     if backend.name == "local" or not (automatic or transport == "shm"):
-        return
+        return backend
     try:
-        if len(set(Counter(backend.hosts).values())) > 1:
-            raise UnsharedError("the hosts do not have equally many ranks")
-        across = backend.between_hosts() if several else None
-        backend.memory = SharedMemory(backend, across)
-        backend.transport = f"shm+{backend.transport}" if several else "shm"
-    except (UnsharedError, BackendError, ValueError) as reason:  # the latter two: of groups between the hosts
-        if not isinstance(reason, UnsharedError) and backend.watch is not None and backend.watch.loss is not None:
+        return SharedMemoryBackend(backend)
+    except (UnsharedError, BackendError, ValueError) as reason:  # the latter two from groups between the hosts
+        if not isinstance(reason, UnsharedError) and backend.watch is not None and backend.watch.failure is not None:
             raise
         if backend.rank == 0:
-            say(f"shared memory cannot be used ({reason}): the reductions go over {backend.transport}, as with native")
+            log.warning(
+                "shared memory cannot be used (%s): the reductions go over %s, as with native", reason, backend.transport
+            )
+        return backend
 
 
 def _as_numbers(text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Horovod as a backend, over its MPI, Gloo or NCCL operations.
 
-The only file that names horovod. Horovod matches tensors by name and negotiates before it moves them; names that
-stay the same from step to step are negotiated once and then cached, so none here carries a counter.
+The only file that names horovod. Horovod matches tensors by name and negotiates before it sends them; names that stay
+the same from step to step are negotiated once and then cached, so the names used here contain no counter.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ import torch
 
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.comparison import refuse_unlike
-from dualtrain.backends.hosts import address, is_loopback, listening_address, listening_interface, variables
-from dualtrain.backends.http_store import HttpStore
-from dualtrain.backends.rendezvous import names_by_server, within
+from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
+from dualtrain.rendezvous.hosts import address, is_loopback, listening_address, listening_interface, variables
+from dualtrain.rendezvous.http_store import HttpStore
+from dualtrain.rendezvous.meeting_point import names_by_server, within
+from dualtrain.rendezvous.placement import SAME_BACKEND, KeyValueStore
 
-_YIELDING_SECONDS = 0.01  # that a wait keeps the core, if nobody else wants it
+_YIELDING_SECONDS = 0.01  # that a wait yields instead of sleeping
+#: Makes the job's store and places the ranks: called with the world, the timeout, the backend's name, and this host's
+#: obstacle if any.
+Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
 
@@ -46,12 +50,12 @@ def _library() -> Any:
 
 
 def installed() -> bool:
-    """Whether Horovod is in this environment."""
+    """Whether Horovod is installed in this environment."""
     return importlib.util.find_spec("horovod") is not None
 
 
 def build_facts() -> dict[str, Any]:
-    """What `horovodrun --check-build` prints, as names of what is there, and the ``torch`` that it was built against.
+    """What `horovodrun --check-build` prints: names of the parts that are built, and the ``torch`` that it was built for.
 
     Raises:
         UserError: Horovod is not installed, or cannot be loaded.
@@ -61,19 +65,23 @@ def build_facts() -> dict[str, Any]:
     folder = Path(library.__file__).parents[1]
     built = {name: bool(getattr(library, f"{name.lower()}_built")()) for name in ("NCCL", "DDL", "CCL", "MPI", "Gloo")}
     try:
-        torch_then = json.loads((folder / "metadata.json").read_text()).get("pytorch")
+        built_for = json.loads((folder / "metadata.json").read_text()).get("pytorch")
     except (OSError, ValueError):
-        torch_then = None  # releases differ in whether they say it
+        built_for = None  # not every release records it
     return {
         "frameworks": [shown for name, shown in extensions.items() if any((folder / name).glob("mpi_lib*.so"))],
         "controllers": [name for name in ("MPI", "Gloo") if built[name]],
         "operations": [name for name, there in built.items() if there],
-        "torch": torch_then,
+        "torch": built_for,
     }
 
 
-def stand_in_for(package: str) -> None:
-    """Has ``package`` and its modules be Horovod's own, under the names that they share.
+def replace_package(package: str, meet: Meet) -> None:
+    """Replace ``package`` and its modules by Horovod's own modules of the same names.
+
+    Args:
+        package: name of the package.
+        meet: makes the job's store, if ``init`` needs it.
 
     Raises:
         UserError: Horovod is not installed.
@@ -87,28 +95,28 @@ def stand_in_for(package: str) -> None:
     sys.modules[package] = library
     world = detect_world()
     if not world.launcher.startswith(("horovodrun", "mpi")):
-        _teach_to_start(library, world)
+        _wrap_init(library, world, meet)
 
 
-def _teach_to_start(library: Any, world: World) -> None:
-    """Has Horovod's ``init`` find a world that neither MPI nor horovodrun has made; by itself it would start alone."""
+def _wrap_init(library: Any, world: World, meet: Meet) -> None:
+    """Make Horovod's ``init`` join a world that neither MPI nor horovodrun started; it would start a world of one."""
     plain, kept = library.init, []
 
     def init(*args: Any, **kwargs: Any) -> None:
         if not library.is_initialized():
-            kept.append(_initialise(partial(plain, *args, **kwargs), world, 300.0, launched=False, groups=True))
+            kept.append(_initialise(partial(plain, *args, **kwargs), world, 300.0, False, True, meet))
 
     for module in (library, library.mpi_ops, library.elastic):
         module.init = init
 
 
 class _HorovodWork(Work[None]):
-    """An operation of Horovod's, known by its handle.
+    """Handle of an operation of Horovod's.
 
-    ``inputs`` are held by a view each until the work has ended. When a peer is lost, Horovod's thread drops its tensors
-    while it holds a lock, and in torch 2.13 dropping the last reference but Python's takes the interpreter's lock; a
-    thread of ours that starts an operation at that moment holds the one and waits for the other, for ever. The view
-    is one more reference.
+    It keeps a view of each input until the operation has ended, against a deadlock: when a peer fails, Horovod's thread
+    drops its tensors while it holds a lock, and in torch 2.13 dropping the last reference but Python's takes the GIL,
+    which a thread that starts an operation at that moment holds while it waits for Horovod's lock. The view is one more
+    reference.
     """
 
     def __init__(
@@ -118,7 +126,7 @@ class _HorovodWork(Work[None]):
         self._inputs = inputs
         self._handle = handle
         self._what = what
-        self._output = output  # where the result goes, for operations that make a new tensor
+        self._output = output  # receives the result of operations that make a new tensor
         self._ended = False
 
     def wait(self) -> None:
@@ -126,8 +134,8 @@ class _HorovodWork(Work[None]):
             self._backend.await_bounded(self._what, self._poll)
 
     def _poll(self, seconds: float) -> bool:
-        # Horovod's synchronize spins on a core without a bound; this does so for a moment, and then looks less often. Who
-        # sleeps at once misses Horovod's next cycle, and on a shared host the processor is gone meanwhile.
+        # Horovod's synchronize spins without a bound. Here, yield for a moment, then poll less often: a thread that sleeps
+        # at once misses Horovod's next cycle, and on a busy host loses the core.
         poll, pause = self._backend.library.poll, 1e-5
         began = time.monotonic()
         while not poll(self._handle):
@@ -144,7 +152,7 @@ class _HorovodWork(Work[None]):
             result = self._backend.library.synchronize(self._handle)
         except Exception as error:
             self._backend.failed = error
-            self._backend.graves.append(self)
+            self._backend.failed_works.append(self)
             raise
         self._inputs.clear()
         if self._output is not None:
@@ -156,22 +164,39 @@ class _HorovodWork(Work[None]):
 
 
 class HorovodBackend(Backend):
-    """Horovod's world, made here or found, or one of its process sets."""
+    """Horovod's world, or one of its process sets.
+
+    Collective; blocks. Starts Horovod, unless the program has done so.
+
+    Args:
+        world: this process's place.
+        device: where this rank's tensors will be.
+        timeout: the longest time in seconds that any wait lasts.
+        groups: whether process sets can be made later.
+        meet: makes the job's store, unless Horovod's own launcher has set where its processes meet.
+
+    Attributes:
+        failed: the error of the first operation that failed, after which all fail.
+        failed_works: handles of failed operations, which keep their tensors.
+
+    Raises:
+        UserError: Horovod is not installed or cannot start.
+    """
 
     name = "horovod"
     narrow = frozenset({torch.float16})
     failed: Exception | None = None
 
-    def __init__(self, world: World, device: torch.device, timeout: float, groups: bool) -> None:
+    def __init__(self, world: World, device: torch.device, timeout: float, groups: bool, meet: Meet) -> None:
         super().__init__(world, device, timeout)
-        self.graves: list[_HorovodWork] = []
+        self.failed_works: list[_HorovodWork] = []
         self.library = _library()
         self.versions = {"Horovod": getattr(sys.modules["horovod"], "__version__", "unknown")}
         self._owns_world = not self.library.is_initialized()
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
         if self._owns_world:
-            # Kept: the store ends with rank 0's reference to it, when others may still be asking it.
-            self._store = _initialise(self.library.init, world, timeout, self._launched, groups)
+            # Keep the reference: on rank 0 the store ends with it, and the other ranks may still use the store.
+            self._store = _initialise(self.library.init, world, timeout, self._launched, groups, meet)
         self._set = self.library.global_process_set
         self._scope = ""
         self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.library.size())): self._set}
@@ -182,10 +207,10 @@ class HorovodBackend(Backend):
             ReduceOp.MAX: self.library.Max,
             ReduceOp.PRODUCT: self.library.Product,
         }
-        self.transport = self._data_plane()
+        self.transport = self._library_transport()
         self.world = World(**{**vars(world), "rank": self.library.rank(), "size": self.library.size()})
 
-    def _data_plane(self) -> str:
+    def _library_transport(self) -> str:
         if self.device.type == "cuda" and self.library.nccl_built():
             return "nccl"
         return "mpi" if self.library.mpi_enabled() else "gloo"
@@ -197,9 +222,9 @@ class HorovodBackend(Backend):
         return self._start(f"{op.value} of {name!r}", issue, tensor)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
-        # Horovod's root is a rank of its whole world, inside a process set too.
-        everywhere = self._set.ranks[root] if self._set.ranks else root
-        issue = partial(self.library.broadcast_async_, tensor, everywhere, name=self._scope + name, process_set=self._set)
+        # Horovod counts the root in its whole world, for process sets too.
+        global_root = self._set.ranks[root] if self._set.ranks else root
+        issue = partial(self.library.broadcast_async_, tensor, global_root, name=self._scope + name, process_set=self._set)
         return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
@@ -213,20 +238,20 @@ class HorovodBackend(Backend):
         issue = partial(self.library.alltoall_async, tensor, splits, name=self._scope + name, process_set=self._set)
         return self._start(f"alltoall of {name!r}", issue, tensor, splits, output=output)
 
-    def exchange(self, row: torch.Tensor) -> torch.Tensor:
-        output = row.new_empty(self.size, row.numel())
-        # The length is part of the name: Horovod's cache is keyed by it, and two lengths would take turns in it.
-        name = f"{self._scope}agreement.{len(row)}"
-        row = row[None]
-        issue = partial(self.library.allgather_async, row, name=name, process_set=self._set)
-        self._start("comparing calls with the other ranks", issue, row, output=output).wait()
+    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
+        output = vector.new_empty(self.size, vector.numel())
+        # The length is part of the name, which is the key of Horovod's cache: two lengths would evict each other.
+        name = f"{self._scope}agreement.{len(vector)}"
+        vector = vector[None]
+        issue = partial(self.library.allgather_async, vector, name=name, process_set=self._set)
+        self._start("comparing calls with the other ranks", issue, vector, output=output).wait()
         return output
 
     def _start(
         self, what: str, issue: Callable[[], int], *inputs: torch.Tensor, output: torch.Tensor | None = None
     ) -> Work[None]:
         if self.failed is not None:
-            # Calls are compared before they come here, so what failed was Horovod's world; it does not come back.
+            # Calls are compared before they are started, so the failure was one of Horovod's world, for good.
             raise self.failure(what, self.failed) from self.failed
         held = [tensor.view_as(tensor) for tensor in inputs]
         try:
@@ -243,10 +268,10 @@ class HorovodBackend(Backend):
             return None
         group = object.__new__(HorovodBackend)
         Backend.__init__(group, world, self.device, self.timeout)
-        group.graves = self.graves
+        group.failed_works = self.failed_works
         group.library, group.transport, group._ops = self.library, self.transport, self._ops
         group._owns_world, group._launched, group._set = False, self._launched, members
-        # Groups that share a set must not share names: both may have a call of the same name under way.
+        # Groups that share a set must not share names: both may have an unfinished call of the same name.
         group._scope, group._groups = f"{self._scope}group.{self._groups}.", 0
         group._sets = {tuple(range(len(ranks))): members}
         return group
@@ -255,28 +280,31 @@ class HorovodBackend(Backend):
         if self._launched or self.library.mpi_enabled():
             return self.library.add_process_set(ranks)
         where = listening_address(self.world), self.rank == 0
-        with _meeting_place(*where, share=self.broadcast_object, joined=self.barrier):
+        with _http_store(*where, share=self.broadcast_object, joined=self.barrier):
             return self.library.add_process_set(ranks)
 
     def disconnect(self) -> None:
-        # A process set is left to the world's end: removing it needs every rank of the world.
+        # Process sets stay until the world ends: removing one needs every rank of the world.
         if self._owns_world:
             self.library.shutdown()
             self._store = None
 
 
-def _initialise(start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool) -> object:
-    """Starts Horovod in the world that its own launcher made, or in one that the others are told of here.
+def _initialise(
+    start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool, meet: Meet
+) -> object:
+    """Start Horovod in the world of its own launcher, or in one whose ranks find each other through our store.
 
     Args:
         start: Horovod's ``init``.
-        world: the place of this process.
-        timeout: seconds to wait for the others.
+        world: this process's place.
+        timeout: seconds to wait for the other ranks.
         launched: whether Horovod's own launcher or MPI has started this process.
         groups: whether process sets can be made later.
+        meet: makes the job's store.
 
     Returns:
-        What must live as long as the world does.
+        An object that must live as long as the world does.
     """
     if not world.launcher.startswith("mpi"):
         _check_name()
@@ -288,36 +316,32 @@ def _initialise(start: Callable[[], None], world: World, timeout: float, launche
             with variables(description(world)):
                 start()
             return None
-        return _initialise_by_store(start, world, timeout)
+        return _initialise_by_store(start, world, timeout, meet)
 
 
 def _defaults(world: World, groups: bool) -> dict[str, str]:
-    """Settings that differ from Horovod's own."""
-    # Our buckets are the fusion, in a layout that every backend shares (and sums in the same order).
+    """Variables with values that differ from Horovod's defaults."""
+    # No fusion: our buckets do that, in a layout that is the same on every backend, so that sums have the same order.
     defaults = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_DYNAMIC_PROCESS_SETS": str(int(groups))}
     if 2 * world.local_size > (os.cpu_count() or 1):
-        # Each rank has two busy threads, and Open MPI's spin while they wait: with fewer cores they must give way
-        # (4 ranks on 2 cores: 3.6 times the steps a second).
+        # Each rank has two busy threads, and Open MPI's spin while they wait: with fewer cores they must yield
+        # (4 ranks on 2 cores: 3.6 times the steps per second).
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return defaults
 
 
 def _initialise_launched(start: Callable[[], None], world: World, timeout: float) -> None:
-    """Starts Horovod in the world of its own launcher, or of MPI."""
-    from dualtrain.backends.torch import SAME_BACKEND
-
+    """Start Horovod in the world of its own launcher, or of MPI."""
     refuse_unlike("backend", names_by_server(world, timeout, "horovod"), SAME_BACKEND)
     if world.launcher.startswith("mpi"):
-        # MPI has no time-out of its own.
+        # MPI has no timeout of its own.
         within(timeout, start, f"Horovod did not start on rank {world.rank} of {world.size}")
     else:
         start()
 
 
-def _initialise_by_store(start: Callable[[], None], world: World, timeout: float) -> object:
-    """Starts Horovod's Gloo controller with a rendezvous of our own, found through torch's store."""
-    from dualtrain.backends.torch import meet
-
+def _initialise_by_store(start: Callable[[], None], world: World, timeout: float, meet: Meet) -> object:
+    """Start Horovod's Gloo controller at an HTTP store of ours, whose address the ranks get through the job's store."""
     # The host identities come first: Horovod aborts the process when its local ranks do not add up.
     store, world = meet(world, timeout, "horovod", _obstacle())
 
@@ -342,14 +366,18 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
     limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)))}
     with (
         variables(limits | description(world)),
-        _meeting_place(listening_address(world), world.rank == 0, share, joined),
+        _http_store(listening_address(world), world.rank == 0, share, joined),
     ):
         start()
     return store
 
 
 def _check_name() -> None:
-    """Horovod 0.28.1 over Gloo looks up the host's own name, and crashes where that has no address."""
+    """Refuse a host whose own name has no address: Horovod 0.28.1 over Gloo looks it up, and crashes.
+
+    Raises:
+        UserError: it has none.
+    """
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError as error:
@@ -360,29 +388,30 @@ def _check_name() -> None:
 
 
 def _obstacle() -> str | None:
-    """Horovod 0.28.1 has Gloo advertise what the host's name stands for, whatever interface is chosen."""
+    """Why Horovod cannot use this host together with others, or ``None``.
+
+    Horovod 0.28.1 makes Gloo advertise the address that the host's name resolves to, whatever interface is chosen.
+    """
     name = socket.gethostname()
     if not is_loopback(name):
         return None
     return (
-        f"host {name} knows itself by a loopback address, and Horovod would tell it to the other hosts: give {name} the "
+        f"host {name} knows itself by a loopback address, and Horovod would send it to the other hosts: give {name} the "
         f"address {address()} in its /etc/hosts (Debian's installer writes 127.0.1.1 there), or use --backend torch"
     )
 
 
 @contextmanager
-def _meeting_place(
-    host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]
-) -> Iterator[None]:
-    """Points Horovod to a key-value server that one rank runs until all have ``joined``.
+def _http_store(host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]) -> Iterator[None]:
+    """Serve Horovod's key-value store on one rank, and set the variables with its address on all ranks.
 
-    ``share`` hands the server's address from that rank to the others. Each start gets a fresh server: on a used one,
-    the keys of the last start would still lie around.
+    ``share`` sends the server's address from that rank to the others; ``joined`` blocks until all have started Horovod.
+    Each start needs a new server: a used one still has the keys of the last start.
     """
     server = HttpStore(host) if serving else None
     try:
-        place, port = share(f"{server.place} {server.port}" if server else None).split()
-        with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": place, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
+        prefix, port = share(f"{server.url_prefix} {server.port}" if server else None).split()
+        with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
             yield
         joined()
     finally:
@@ -391,7 +420,7 @@ def _meeting_place(
 
 
 def description(world: World) -> dict[str, str]:
-    """Horovod's place, in the variables that its own launcher would have set."""
+    """This process's place, in the variables that Horovod's own launcher would have set."""
     place = {
         "RANK": world.rank,
         "SIZE": world.size,

@@ -1,4 +1,4 @@
-"""The world of one: the same contract, nothing travels."""
+"""Backend of a single process: the same contract, nothing is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dualtrain.launchers import World
 
 
 class LocalBackend(Backend):
-    """One process alone: every reduction is its own value."""
+    """World of one process: every reduction is the process's own value."""
 
     name = "local"
     transport = "none"
@@ -33,11 +33,11 @@ class LocalBackend(Backend):
         output.copy_(tensor)
         return Done()
 
-    def exchange(self, row: torch.Tensor) -> torch.Tensor:
-        return row[None]
+    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
+        return vector[None]
 
     def subset(self, ranks: Sequence[int], world: World | None) -> LocalBackend | None:
         return LocalBackend(world, self.device, self.timeout) if world else None
 
     def disconnect(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no connection was opened."""

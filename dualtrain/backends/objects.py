@@ -1,9 +1,8 @@
-"""Python objects as bytes, and back, without running anything that the bytes say.
+"""Serialize Python objects, and deserialize them without running code from the bytes.
 
 The encoding is torch's own file format, read in its weights-only mode: None, bool, numbers, str, bytes, list, tuple,
-set, dict and tensors, and beside them the classes named here, which hold values and do nothing: numpy's arrays and
-scalars, dates, paths, exact numbers, and the standard library's containers. Anything else is refused where it is sent,
-before it travels.
+set, dict and tensors, and the classes listed here, which only hold values: numpy's arrays and scalars, dates, paths,
+exact numbers, and the standard library's containers. The sender refuses anything else.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 
 
 def _numpy_globals() -> list[Any]:
-    """What a pickled array or scalar names: numpy's own constructors, and the classes of its dtypes."""
+    """Globals in pickled arrays and scalars: numpy's own constructors, and the classes of its dtypes."""
     rebuild_array, rebuild_scalar = numpy.zeros(1).__reduce__()[0], numpy.float32(0).__reduce__()[0]
     kinds = {type(numpy.dtype(code)) for code in (*numpy.typecodes["All"], "V")}
     return [numpy.ndarray, numpy.dtype, rebuild_array, rebuild_scalar, *kinds]
@@ -37,7 +36,7 @@ def _with_default(factory: Any, items: dict[Any, Any]) -> collections.defaultdic
 
 
 class _Pickler(pickle.Pickler):
-    """Writes containers that the weights-only reader does not fill as calls of what makes them whole."""
+    """Pickler that writes containers which the weights-only reader cannot fill as calls of their constructors."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is collections.defaultdict:
@@ -58,14 +57,14 @@ _PLAIN = [
     *_numpy_globals(),
 ]
 
-#: What a refusal starts with, in place of an object; torch's files start with "PK".
+#: First bytes of a refusal, sent instead of an object; torch's files start with "PK".
 _REFUSED = b"refused: "
 
 _reading = threading.Lock()  # torch's list of classes is the process's
 
 
 def encode(obj: Any) -> torch.Tensor:
-    """``obj`` as a CPU uint8 tensor (n,).
+    """Serialize ``obj`` into a CPU uint8 tensor (n,).
 
     Raises:
         TypeError: it holds something other than plain values and tensors.
@@ -85,7 +84,7 @@ def encode(obj: Any) -> torch.Tensor:
 
 
 def encode_or_refuse(obj: Any) -> tuple[torch.Tensor, TypeError | None]:
-    """``obj`` as :func:`encode` gives it. If it cannot be sent: a message to send in its place, and the error."""
+    """As :func:`encode`, with ``None``; if ``obj`` cannot be sent, a message to send instead, and the error."""
     try:
         return encode(obj), None
     except TypeError as error:
@@ -93,10 +92,10 @@ def encode_or_refuse(obj: Any) -> tuple[torch.Tensor, TypeError | None]:
 
 
 def decode(data: torch.Tensor) -> Any:
-    """The object that :func:`encode` made ``data`` from; its tensors lie on the CPU.
+    """Deserialize what :func:`encode` returned; tensors are on the CPU.
 
     Raises:
-        TypeError: the object was refused where it should have been sent: see :func:`encode_or_refuse`.
+        TypeError: the sender refused the object: see :func:`encode_or_refuse`.
     """
     if bytes(data[: len(_REFUSED)].tolist()) == _REFUSED:
         raise TypeError(bytes(data[len(_REFUSED) :].tolist()).decode())

@@ -1,8 +1,8 @@
-"""Asynchronous calls, one after another.
+"""Queue that runs asynchronous calls one after another, in one thread.
 
 A derived call is several primitives with decisions between them (exchange sizes, then gather), and all ranks must
-issue primitives in one order. So asynchronous calls run in one thread in the order of submission, and whoever issues
-a primitive outside that thread first lets it finish (``settle``): the order on the wire is the order of the program.
+start primitives in the same order. So asynchronous calls run in the order of submission, and a call from another
+thread first drains the queue: primitives start in the order of the program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Queued(Work[T]):
-    """A derived call that runs, or waits for its turn, in the queue's thread."""
+    """Handle of a derived call in the queue."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
@@ -33,17 +33,17 @@ class Queued(Work[T]):
 
 
 class SerialQueue:
-    """Runs calls one at a time, in the order in which they were submitted."""
+    """Run calls one at a time, in the order in which they were submitted."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
 
     def submit(self, call: Callable[[], T]) -> Work[T]:
-        """Has ``call`` run after all earlier ones. Does not block; what it raises is raised by ``wait``."""
+        """Run ``call`` after all earlier ones. Does not block; an exception of ``call`` is raised by ``wait``."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dualtrain-collectives")
-        # A CUDA stream belongs to the thread: the call goes on the stream that its caller is on.
+        # The current CUDA stream is per thread: run the call on the stream of its caller.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def on_stream() -> T:
@@ -53,14 +53,14 @@ class SerialQueue:
         self._last = self._thread.submit(on_stream)
         return Queued(self._last)
 
-    def settle(self) -> None:
-        """Blocks until everything submitted so far has ended, well or not."""
+    def drain(self) -> None:
+        """Block until all calls submitted so far have ended, with or without an error."""
         if self._last is not None:
             self._last.exception()
             self._last = None
 
     def close(self) -> None:
-        """Blocks until the thread has ended."""
+        """Block until the thread has ended."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

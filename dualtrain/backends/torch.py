@@ -1,9 +1,9 @@
 """torch.distributed as a backend: Gloo for CPU tensors, NCCL for those of NVIDIA GPUs.
 
 The only file that names torch.distributed. The process groups are dualtrain's own: torch.distributed's default group
-stays as it is, there or not, so that libraries which look at ``is_initialized()`` behave as they would without dualtrain.
-A Gloo group for data, a second one for the short rows of ``exchange``, so that a rank that checks a call never meets a
-rank that sends a gradient, and an NCCL group from the first tensor of a GPU on.
+stays as it is, so that libraries which look at ``is_initialized()`` behave as they would without dualtrain. There is a
+Gloo group for data, a second one for the short vectors of ``exchange``, so that a rank that checks a call cannot be
+matched with a rank that sends a gradient, and an NCCL group from the first GPU tensor on.
 """
 
 from __future__ import annotations
@@ -16,47 +16,46 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+
+# Private API of torch, the same in torch 2.5 to 2.13: options for the methods of process groups. The public functions
+# accept registered groups only, and take longer for a small tensor. tests/backends/test_private_torch.py fails when it
+# is gone.
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from dualtrain.backends.agreement import exchange_text
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
-from dualtrain.backends.comparison import refuse_unlike
-from dualtrain.backends.hosts import identity, listening_address, listening_interface, variables
-from dualtrain.backends.reach import reach_all
-from dualtrain.backends.rendezvous import join, leave, meeting_point, names_by_server
-from dualtrain.backends.store import Store, listen
+from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import listening_address, listening_interface, variables
+from dualtrain.rendezvous.meeting_point import join, leave, meeting_point, names_by_server
+from dualtrain.rendezvous.placement import SAME_BACKEND, place_ranks
+from dualtrain.rendezvous.store import Store, listen
 from dualtrain.torch_versions import asynchronous, shut_down
 
-#: How many worlds met at an address so far: the same on all of their ranks.
+#: How many worlds have met at an address so far: the same number on all of their ranks.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
-
-SAME_BACKEND = "give the same --backend to all"
-_REFUSAL_SECONDS = 3.0  # that the process which serves the store waits for the others to have read what refuses them
 
 _PLACE_BYTES = 128  # of an address, a port and a key
 
 #: The groups in use. Without this reference, a group that is dropped while a peer has failed would wait for its last
-#: operation in whatever thread drops it.
-_IN_USE: list[tuple[int, Any]] = []  # each with the process that has its threads, which a fork does not
+#: operation in the thread that drops it.
+_IN_USE: list[tuple[int, Any]] = []  # with the process that runs the group's threads, which a forked child does not
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
 
 def _end(groups: list[Any]) -> None:
-    """Ends groups with their last references, which only ``groups`` has. Blocks for a second at most.
+    """End groups by dropping their last references, which are in ``groups``. Blocks for a second at most.
 
-    One that still has an operation under way (a peer has failed) waits for it in a thread of its own: nobody else needs to.
+    A group with an unfinished operation (a peer has failed) waits for it in a thread of its own.
     """
     ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
     ending.start()
@@ -65,7 +64,7 @@ def _end(groups: list[Any]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """Ends the groups of a program that does not close its backend.
+    """End the groups of a program that does not close its backend.
 
     Gloo's threads take the interpreter's lock to drop a tensor, and abort the process when the interpreter is gone.
     """
@@ -104,7 +103,7 @@ class _TorchWork(Work[None]):
 
     def wait(self) -> None:
         if self._tensors and self._tensors[0].is_cuda:
-            self._work.wait()  # orders the current stream behind the work; with a time-out it would block the host
+            self._work.wait()  # makes the current stream wait; with a timeout it would block the host
         else:
             self._backend.await_bounded(self._what, self._wait_for)
         self._tensors = ()
@@ -113,10 +112,10 @@ class _TorchWork(Work[None]):
         try:
             self._work.wait(timedelta(seconds=seconds))
         except RuntimeError:
-            # A wait that merely ran out leaves the work as it is, and may be repeated.
+            # A wait that merely timed out leaves the operation unchanged, and may be repeated.
             if not self._work.is_completed():
                 return False
-            self._work.wait()  # It may have ended just after the wait ran out: this says how it ended.
+            self._work.wait()  # it may have completed just after the timeout: raise its error, if any
         return True
 
     def done(self) -> bool:
@@ -124,7 +123,7 @@ class _TorchWork(Work[None]):
 
 
 class _JobStore(dist.Store):
-    """The job's store, as torch knows stores."""
+    """Adapter: the job's store with the interface of torch.distributed's stores."""
 
     def __init__(self, store: Store, seconds: float) -> None:
         super().__init__()
@@ -169,7 +168,7 @@ class _JobStore(dist.Store):
 
 @cache
 def _adapted(store: Store, seconds: float) -> _JobStore:
-    """Kept: torch holds a store of Python's by its C++ half, and loses these methods with the last reference to ours."""
+    """The adapter of ``store``, cached: torch keeps only its C++ half, and the Python methods need a reference of ours."""
     return _JobStore(store, seconds)
 
 
@@ -178,27 +177,38 @@ def _text(value: str | bytes) -> str:
 
 
 class TorchBackend(Backend):
-    """Process groups of Gloo and NCCL that belong to this backend alone."""
+    """Process groups of Gloo and NCCL that belong to this backend alone.
+
+    Collective; blocks.
+
+    Args:
+        world: this process's place.
+        device: where this rank's tensors will be.
+        timeout: the longest time in seconds that any wait lasts.
+        store: the job's store, new for this world.
+        interface: network interface for Gloo; ``None`` for torch's own choice.
+
+    Raises:
+        UserError: the processes cannot connect to each other.
+    """
 
     name = "torch"
+    transports: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
 
-    def __init__(self, world: World, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, world: World, device: torch.device, timeout: float, store: dist.Store, interface: str | None
+    ) -> None:
         super().__init__(world, device, timeout)
-        self.transport = "nccl" if device.type == "cuda" else "gloo"
+        self.transport = self.transports[device.type]
         self._groups: list[Any] = []
         self._subsets = 0
         self._owns_default_group = False
         self._native: dist.Store | None = None
         self._nccl: Any = None
-        found = default_group_place()
-        if found is not None and not world.name and found != (world.rank, world.size):
-            self.world = replace(world, rank=found[0], size=found[1])  # connect() refuses it
-            return
-        store, placed = meet(world, timeout)
-        self._open_groups(store, _chosen_interface(placed))
+        self._open_groups(store, interface)
 
     def _open_groups(self, store: dist.Store, interface: str | None) -> None:
-        """Connects the ranks of ``store``. Collective; blocks. Raises UserError."""
+        """Connect the ranks of ``store``. Collective; blocks. Raises UserError."""
         self._store, self._interface = store, interface
         try:
             self._data, self._control = (
@@ -233,10 +243,10 @@ class TorchBackend(Backend):
         issue = partial(self._group_of(tensor).alltoall_base, output, tensor, list(received), list(sent), _ALL_TO_ALL)
         return self._start(f"alltoall of {name!r}", issue, output, tensor)
 
-    def exchange(self, row: torch.Tensor) -> torch.Tensor:
-        output = row.new_empty(self.size, row.numel())
-        issue = partial(self._control._allgather_base, output, row[None], _GATHER)
-        self._start("comparing calls with the other ranks", issue, output, row).wait()
+    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
+        output = vector.new_empty(self.size, vector.numel())
+        issue = partial(self._control._allgather_base, output, vector[None], _GATHER)
+        self._start("comparing calls with the other ranks", issue, output, vector).wait()
         return output
 
     def _start(self, what: str, issue: Callable[[], dist.Work], *tensors: torch.Tensor) -> Work[None]:
@@ -246,7 +256,7 @@ class TorchBackend(Backend):
             raise self.failure(what, error) from error
 
     def _group_of(self, tensor: torch.Tensor) -> Any:
-        """The group that carries ``tensor``; for the first one of a GPU collective."""
+        """The process group for ``tensor``; collective for the first GPU tensor."""
         if not tensor.is_cuda:
             return self._data
         if self._nccl is None:
@@ -255,9 +265,9 @@ class TorchBackend(Backend):
         return self._nccl
 
     def _native_store(self) -> dist.Store:
-        """A store of torch's own, for NCCL's threads: they outlive the interpreter, and must not call into Python.
+        """Store in torch's C++, for NCCL's threads: they outlive the interpreter, and must not call into Python.
 
-        Collective; blocks; made once. Rank 0 serves it, and says where and what its keys begin with.
+        Collective and blocking at the first call. Rank 0 serves it, and sends the others its address and key prefix.
         """
         if self._native is not None:
             return self._native
@@ -265,22 +275,22 @@ class TorchBackend(Backend):
             self._native = dist.HashStore()
             return self._native
         wait, host = timedelta(seconds=self.timeout), listening_address(self.world)
-        there = ""
+        address = ""
         if self.rank == 0:
             listening = listen(host, [0], self.size)
-            port, beginning = int(listening.getsockname()[1]), secrets.token_hex(32)
+            port, prefix = int(listening.getsockname()[1]), secrets.token_hex(32)
             native = dist.TCPStore(
                 host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach()
             )
-            there = f"{host} {port} {beginning}"
-        [there, *_] = exchange_text(self, there, _PLACE_BYTES)
-        host, number, beginning = there.split()
+            address = f"{host} {port} {prefix}"
+        [address, *_] = exchange_text(self.exchange_short, address, _PLACE_BYTES)
+        host, number, prefix = address.split()
         if self.rank != 0:
             try:
                 native = dist.TCPStore(host, int(number), None, False, wait, wait_for_workers=False)
             except RuntimeError as error:
                 raise self.failure("the start of NCCL", error) from error
-        self._native = dist.PrefixStore(beginning, native)
+        self._native = dist.PrefixStore(prefix, native)
         return self._native
 
     def subset(self, ranks: Sequence[int], world: World | None) -> TorchBackend | None:
@@ -296,13 +306,7 @@ class TorchBackend(Backend):
         return group
 
     def make_default_group(self) -> None:
-        """Makes torch.distributed's default process group over the same ranks. Collective; blocks.
-
-        :meth:`disconnect` destroys it, if the program has not done so.
-
-        Raises:
-            UserError: there is one already.
-        """
+        """See the base class."""
         if dist.is_initialized():
             raise UserError("torch.distributed has a default process group already: leave default_group=True out")
         self._subsets += 1
@@ -323,45 +327,48 @@ class TorchBackend(Backend):
             dist.destroy_process_group()
         if self._nccl is not None:
             shut_down(self._nccl)
-        # Left to the garbage collector, the groups would end in whatever thread it runs in, perhaps while that holds up
-        # another world's start.
+        # Don't leave the groups to the garbage collector: they would end in any thread, perhaps while another world starts.
         groups = list(self._groups)
         self.forget_groups()
         _IN_USE[:] = [(process, group) for process, group in _IN_USE if group not in groups]
         _end(groups)
 
     def forget_groups(self) -> None:
-        """Drops this backend's references to its groups."""
+        """Drop this backend's references to its groups."""
         self._groups.clear()
         self._data = self._control = self._nccl = None
 
 
 def build_facts() -> dict[str, bool]:
-    """The data planes that this build of torch has, by name."""
+    """Which communication libraries this build of torch has, by name."""
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
 
 
 def default_group_place() -> tuple[int, int] | None:
-    """This process's rank in torch.distributed's default group and the group's size, if the program has made one."""
+    """This process's rank in torch.distributed's default group, and the group's size; ``None`` without such a group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
 def _limit(timeout: float) -> timedelta:
-    """The groups' own limit: behind ours, whose message names what was waited for."""
+    """Timeout of the groups themselves: later than ours, whose message names the operation."""
     return timedelta(seconds=timeout + 10)
 
 
-def _chosen_interface(world: World) -> str | None:
-    """The interface that Gloo listens on: the loopback alone where that is enough, and never what a host's own name
-    leads to, which may be a loopback address. None where the user has chosen, which torch reads by itself."""
+def chosen_interface(world: World) -> str | None:
+    """Interface that Gloo listens on: loopback where all ranks are on one host. ``None`` if the user chose one.
+
+    Gloo's own default is the interface that the host's name resolves to, which may be loopback with several hosts.
+    """
     return None if os.environ.get("GLOO_SOCKET_IFNAME") else listening_interface(world)
 
 
-# What follows is torch's private interface, the same in torch 2.5 to 2.15: as torch's own tests make groups.
+# The next two functions use private API of torch, the same in torch 2.5 to 2.15, as torch's own tests do: there is no
+# public way to make a group that is not a subset of the default group, or to choose Gloo's interface for one group.
+# tests/backends/test_private_torch.py fails when it is gone.
 
 
 def _gloo_group(store: dist.Store, world: World, interface: str | None, timeout: float) -> Any:
-    """A group of its own. Collective; blocks. Raises RuntimeError."""
+    """Gloo group of its own. Collective; blocks. Raises RuntimeError."""
     kind: Any = dist.ProcessGroupGloo
     if interface is None:
         return kind(store, world.rank, world.size, _limit(timeout))
@@ -372,7 +379,7 @@ def _gloo_group(store: dist.Store, world: World, interface: str | None, timeout:
 
 
 def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
-    """A group of its own; does not block, and takes no GPU before its first operation."""
+    """NCCL group of its own. Does not block, and uses no GPU before its first operation."""
     if not dist.is_nccl_available():
         raise UserError("this build of torch has no NCCL, which carries the tensors of GPUs: install a CUDA build of torch")
     kind: Any = dist.ProcessGroupNCCL
@@ -382,60 +389,30 @@ def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
 
 
 def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | None = None) -> tuple[dist.Store, World]:
-    """The job's store, once all processes are known to be there, and the world with the places that their hosts give.
+    """Open the job's store and wait for all processes. Collective; blocks.
+
+    Returns:
+        The store, and the world with local and cross ranks that follow from the hosts of all ranks.
 
     Raises:
-        UserError: as :func:`open_store`, a process did not come in time, or has another ``backend``, or two hosts cannot
-            reach each other, or one of several has an ``obstacle``.
+        UserError: as :func:`open_store` and :func:`dualtrain.rendezvous.placement.place_ranks`.
     """
     deadline = time.monotonic() + timeout
     refuse_unlike("backend", names_by_server(world, timeout, backend), SAME_BACKEND)
     world = meeting_point(world, timeout)
     store = open_store(world, timeout)
     try:
-        return store, _gathered(store, world, (timeout, deadline), backend, obstacle)
+        return store, place_ranks(store, world, (timeout, deadline), backend, obstacle)
     except BaseException:
         leave(world)
         raise
 
 
-def _gathered(store: dist.Store, world: World, limit: tuple[float, float], backend: str, obstacle: str | None) -> World:
-    timeout, deadline = limit
-    store.set(f"host/{world.rank}", f"{identity()} {backend}")
-    hosts, backends = [], []
-    for rank in range(world.size):
-        try:
-            store.wait([f"host/{rank}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-            host, its_backend = store.get(f"host/{rank}").decode().split()
-        except dist.DistError as error:
-            raise UserError(
-                f"rank {rank} of {world.size} did not come within {timeout:g} s: check that all processes were started, "
-                "each with its own rank"
-            ) from error
-        hosts.append(host)
-        backends.append(its_backend)
-    _refuse_other_backends(store, world, backends)
-    world = world.placed(world.rank, hosts)
-    reach_all(world, hosts, store.set, lambda key: bytes(store.get(key)).decode(), obstacle)
-    return world
-
-
-def _refuse_other_backends(store: dist.Store, world: World, backends: Sequence[str]) -> None:
-    """Refuses ranks of several backends, for some seconds: the store may end with the process that serves it."""
-    try:
-        refuse_unlike("backend", backends, SAME_BACKEND)
-    except UserError:
-        with suppress(RuntimeError, UserError):
-            store.set(f"refused/{world.rank}", "")
-            store.wait([f"refused/{rank}" for rank in range(world.size)], timedelta(seconds=_REFUSAL_SECONDS))
-        raise
-
-
 def open_store(world: World, timeout: float) -> dist.Store:
-    """The key-value store at ``world``'s meeting point: its launcher's, its parent's, or one that rank 0 serves.
+    """Key-value store at ``world``'s meeting point: its launcher's, its parent's, or one that rank 0 serves.
 
     Raises:
-        UserError: the launcher names no address, it cannot be reached, or its port is taken.
+        UserError: the launcher names no address, it cannot be reached, or its port is in use.
     """
     if world.size == 1:
         return dist.HashStore()
@@ -450,7 +427,7 @@ def open_store(world: World, timeout: float) -> dist.Store:
     wait = timedelta(seconds=timeout)
     try:
         if world.launcher == "torchrun":
-            # Its own store, which its agent serves.
+            # torchrun's agent serves a store.
             store: dist.Store = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))[0]
         else:
             store = _adapted(join(world, timeout), timeout)
@@ -463,22 +440,23 @@ def open_store(world: World, timeout: float) -> dist.Store:
 
 
 def _numbered(store: dist.Store, world: World, place: tuple[str, int]) -> dist.Store:
-    """The part of a store that is this world's: a store outlives a world, and keeps the keys of the last one."""
+    """This world's part of a store: a store outlives a world, and keeps the keys of the last one."""
     key = *place, world.name
     _WORLDS[key] += 1
     return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[key]}", store)
 
 
 def _store_of_default_group(world: World) -> dist.Store | None:
-    """Where the program's own processes have met already, if that is where these meet.
+    """Store of the program's default group, if it is over these processes: its rank 0 listens on MASTER_PORT.
 
-    Its rank 0 listens on MASTER_PORT. torchrun's agent has its store for any number of callers.
+    Not needed under torchrun, whose agent serves the store for any number of worlds.
     """
     found = default_group_place()
     if found is None or world.launcher == "torchrun":
         return None
-    there = found[1] > world.size if world.name else found == (world.rank, world.size)
-    return distributed_c10d._get_default_store() if there else None
+    same = found[1] > world.size if world.name else found == (world.rank, world.size)
+    # Private API of torch, the same in 2.5 to 2.13: a default group's store cannot be had otherwise.
+    return distributed_c10d._get_default_store() if same else None
 
 
 def _first_line(error: BaseException) -> str:

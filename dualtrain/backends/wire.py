@@ -1,9 +1,9 @@
-"""How tensors of any dtype travel over libraries that know a few.
+"""Conversion of tensors of any dtype to the few dtypes that all libraries reduce.
 
-Moving (broadcast, gather, all-to-all) is done on bytes: lossless for every dtype, bool and bfloat16 included.
-Reducing is done in one of four dtypes (``REDUCIBLE``), wide enough that nothing is lost on the way:
+Broadcast, gather and all-to-all send bytes: lossless for every dtype, bool and bfloat16 included. Reductions use one of
+four wire dtypes (``REDUCIBLE``), wide enough that sums keep their precision:
 
-| tensor | travels as | why |
+| tensor | wire dtype | reason |
 |---|---|---|
 | float32, float64, int32, int64 | itself | both libraries reduce them natively |
 | float16, bfloat16, float8 | float32 | Horovod has no bfloat16, and 16-bit sums overflow; rounded once, at the end |
@@ -32,7 +32,7 @@ _LOGICAL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that tensors of ``dtype`` (not complex) are reduced in.
+    """Wire dtype of tensors of ``dtype`` (not complex).
 
     Raises:
         ValueError: no wider type holds its sums.
@@ -47,7 +47,7 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
-    """The primitive operation that does ``op`` on tensors of ``dtype``.
+    """Operation of the primitives for ``op`` on tensors of ``dtype``.
 
     Raises:
         ValueError: the operation has no meaning for the dtype.
@@ -62,21 +62,21 @@ def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
 
 
 def pack(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``'s values as a contiguous tensor of a ``REDUCIBLE`` dtype: itself where it is one, a copy otherwise."""
+    """Convert ``tensor`` to a contiguous tensor of its wire dtype: itself where it is one already, a copy otherwise."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.to(wire_dtype(tensor.dtype)).contiguous()
 
 
 def unpack(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The values of ``wire`` in the dtype and shape of ``like``."""
+    """Convert ``wire`` to the dtype and shape of ``like``."""
     if like.is_complex():
         return torch.view_as_complex(unpack(wire, torch.view_as_real(like.resolve_conj())))
     return wire.to(like.dtype).view(like.shape)
 
 
 def average_(total: torch.Tensor, size: int) -> torch.Tensor:
-    """Divides a sum over ``size`` ranks, in place, the same way on every backend.
+    """Divide a sum over ``size`` ranks, in place, the same way on every backend.
 
     Floating point: times 1/size in the tensor's own precision. Integers: exact, truncated toward zero as Horovod
     documents (Horovod itself multiplies in floating point, and is one too small for some sizes).
@@ -87,15 +87,15 @@ def average_(total: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``'s memory as a flat uint8 tensor: a view where it is contiguous, a copy otherwise."""
+    """Memory of ``tensor`` as a flat uint8 tensor: a view where it is contiguous, a copy otherwise."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 1:
-        flat = flat.as_strided((1,), (1,))  # one element counts as contiguous whatever its stride; a view as bytes minds
+        flat = flat.as_strided((1,), (1,))  # one element is contiguous with any stride, but a view as bytes needs stride 1
     return flat.view(torch.uint8)
 
 
 def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of this dtype and shape whose memory is ``data`` (contiguous uint8): a view."""
+    """View of ``data`` (contiguous uint8) as a tensor of this dtype and shape."""
     return data.view(dtype).view(shape)

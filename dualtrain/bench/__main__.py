@@ -1,9 +1,9 @@
-"""``python -m dualtrain.bench [--quick]``: which library is faster on this machine, and what a move from Horovod would win.
+"""``python -m dualtrain.bench [--quick]``: compare the speed of the libraries on this machine.
 
-Starts every contender in fresh processes, in rounds, so that each is measured beside its reference: torch's DDP, Horovod
-over Gloo and MPI, dualtrain on both, and, where they are installed, Accelerate, Lightning Fabric and ignite. Takes up to
-20 minutes, 3 with --quick (the contenders and workloads that the answer rests on). Best with nothing else running. Writes
-bench.json, bench.html and bench.png into --out; the table's last line is the answer.
+The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
+Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes, each close in time to its reference. Takes
+up to 20 minutes, or 3 with --quick, which runs only what the answer depends on. Run nothing else at the same time. Writes
+bench.json, bench.html and bench.png into --out. The last line of the output answers whether to move from Horovod to torch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.bench.launch import Place
-from dualtrain.bench.measure import Asked, Results, measure
-from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, JOBS, QUICK, ROUNDS, SPARES, jobs_of
+from dualtrain.bench.measure import Plan, Results, measure
+from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, FALLBACKS, JOBS, QUICK, ROUNDS, jobs_of
 from dualtrain.bench.rows import Row, rows_of, sweep_of
-from dualtrain.console import parser_of, say, show
+from dualtrain.bench.start_contender import LaunchSpec
+from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
@@ -43,13 +43,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--launch",
         metavar="COMMAND",
-        help="start every contender with this: 'mpirun -np 8 --host a,b'; --out must be shared",
+        help="start every contender with this command: 'mpirun -np 8 --host a,b'; all hosts must share --out",
     )
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument("--contenders", metavar="A,B", help=f"only these of {', '.join(ENTRIES)}")
     parser.add_argument("--jobs", metavar="A,B", help=f"only these of {', '.join(JOBS)}")
     parser.add_argument("--pairs", type=_ranks, default=ROUNDS, metavar="N", help=f"rounds (default: {ROUNDS})")
-    parser.add_argument("--out", metavar="FOLDER", help="where the results go (default: a new folder below runs/)")
+    parser.add_argument("--out", metavar="FOLDER", help="folder of the results (default: a new one below runs/)")
     return parser.parse_args(arguments)
 
 
@@ -74,7 +74,7 @@ def _prefix(text: str | None) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text or ""))
     except ValueError as error:
-        raise UserError(f"--launch {text!r} cannot be split into words ({error}): mend its quotes") from None
+        raise UserError(f"--launch {text!r} cannot be split into words ({error}): fix its quotes") from None
     if words and shutil.which(words[0]) is None:
         raise UserError(f"--launch: there is no program {words[0]!r}: give the command that starts your jobs")
     return words
@@ -90,22 +90,26 @@ def _folder(text: str | None) -> Path:
         raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): name another folder") from error
 
 
-def _missing(names: Sequence[str], place: Place) -> dict[str, str]:
-    """The contenders that cannot be started here, and why."""
+def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
+    """Return the contenders that cannot be started here, each with the reason."""
     found = {}
     for name in names:
         entry = ENTRIES[name]
         if entry.needs and importlib.util.find_spec(entry.needs) is None:
             found[name] = f"{entry.needs} is not installed: {CURES.get(entry.needs, CURES[''])}"
-        elif place.prefix and entry.starter != "ranks" and not _starts(place.prefix, entry.starter):
-            found[name] = f"{place.prefix[0]} does not start it: give --launch '{entry.starter} …'"
+        elif spec.prefix and entry.starter != "ranks" and not _starts(spec.prefix, entry.starter):
+            found[name] = f"{spec.prefix[0]} cannot start it: give --launch '{entry.starter} …'"
     return found
 
 
-def _spares(place: Place, jobs: Sequence[str]) -> dict[str, str]:
-    """The spares that can be started here, and have something to measure."""
-    missing = _missing(list(SPARES.values()), place)
-    return {name: spare for name, spare in SPARES.items() if spare not in missing and jobs_of(ENTRIES[spare], jobs)}
+def _fallbacks(spec: LaunchSpec, jobs: Sequence[str]) -> dict[str, str]:
+    """Return the fallbacks that can be started here and have a job to measure."""
+    missing = _missing(list(FALLBACKS.values()), spec)
+    return {
+        name: fallback
+        for name, fallback in FALLBACKS.items()
+        if fallback not in missing and jobs_of(ENTRIES[fallback], jobs)
+    }
 
 
 def _starts(prefix: Sequence[str], starter: str) -> bool:
@@ -115,20 +119,20 @@ def _starts(prefix: Sequence[str], starter: str) -> bool:
     return Path(prefix[0]).name == "horovodrun" and (flag in prefix or (flag == "--gloo" and "--mpi" not in prefix))
 
 
-def _world(place: Place, results: Results) -> str:
+def _world(spec: LaunchSpec, results: Results) -> str:
     from importlib.metadata import version
 
-    ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), place.ranks)
-    where = f"started by {shlex.join(place.prefix)}" if place.prefix else "on this host"
+    ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), spec.ranks)
+    where = f"started by {shlex.join(spec.prefix)}" if spec.prefix else "on this host"
     return (
-        f"{ranks} ranks {where}, {len(os.sched_getaffinity(0))} cores here, device {place.device}, one intra-op thread a "
+        f"{ranks} ranks {where}, {len(os.sched_getaffinity(0))} cores here, device {spec.device}, one intra-op thread a "
         f"rank, torch {version('torch')}, Python {platform.python_version()}"
     )
 
 
 def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> list[Path]:
-    from dualtrain.bench.page import page
-    from dualtrain.bench.picture import picture
+    from dualtrain.bench.bench_charts import picture
+    from dualtrain.bench.bench_page import page
     from dualtrain.bench.table import answer
 
     png = picture(results, rows)
@@ -149,44 +153,44 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> l
 
 
 def _run(given: argparse.Namespace) -> None:
-    from dualtrain.report.picture import load_figure
+    from dualtrain.report.report_charts import load_figure
 
     world = detect_world()
     if world.launcher != "none":
         raise UserError(
-            f"{world.launcher} has started this process, and the bench starts its contenders itself: run it once, without "
-            "a launcher, with --nproc or --launch"
+            f"{world.launcher} started this process, but the bench starts its contenders itself: run it once, without a "
+            "launcher, with --nproc or --launch"
         )
     jobs = _chosen("--jobs", given.jobs, JOBS, QUICK if given.quick else DEFAULT)
     default = [name for name, entry in ENTRIES.items() if entry.quick or not given.quick]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
     prefix = _prefix(given.launch)
-    load_figure()  # a missing matplotlib is refused before the measurements, not after them
+    load_figure()  # report a missing matplotlib before the measurements, not after them
     folder = _folder(given.out)
-    # A folder of its own, and not one that is there already: what it holds is deleted in the end.
+    # Always a new folder, because it is deleted with its contents at the end.
     with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
-        place = Place(given.nproc, given.device, Path(work), prefix)
-        results = _measure(given, jobs, names, place)
-    _conclude(folder, results, _world(place, results))
+        spec = LaunchSpec(given.nproc, given.device, Path(work), prefix)
+        results = _measure(given, jobs, names, spec)
+    _conclude(folder, results, _world(spec, results))
 
 
-def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str, ...], place: Place) -> Results:
-    """Measures what can be started in ``place``."""
-    spares = _spares(place, jobs) if given.contenders is None else {}
-    missing = _missing(names, place)
-    names += tuple(spares[name] for name in missing if spares.get(name, name) not in names)
+def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str, ...], spec: LaunchSpec) -> Results:
+    """Measure the contenders that can be started as the launch specification says."""
+    fallbacks = _fallbacks(spec, jobs) if given.contenders is None else {}
+    missing = _missing(names, spec)
+    names += tuple(fallbacks[name] for name in missing if fallbacks.get(name, name) not in names)
     for name, reason in missing.items():
         show(f"{ENTRIES[name].title}: left out: {reason}", sys.stderr)
     entries = [name for name in names if name not in missing and jobs_of(ENTRIES[name], jobs)]
     if not entries:
         raise UserError(f"none of the contenders {', '.join(names)} has any of the jobs {', '.join(jobs)}: choose others")
     if any({"feed", "epoch"} & {*jobs_of(ENTRIES[name], jobs)} for name in entries):
-        from dualtrain.bench.digits import write_mnist
+        from dualtrain.bench.mnist_files import write_mnist
 
-        write_mnist(place.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
+        write_mnist(spec.folder, EPOCH_SAMPLES, EPOCH_SAMPLES // 6)
     seconds = QUICK_SECONDS if given.quick else LIMIT_SECONDS
-    asked = Asked(entries, jobs, given.pairs, 0.5 if given.quick else 1.0, seconds, spares)
-    results = measure(asked, place, lambda line: show(line, sys.stderr))
+    plan = Plan(entries, jobs, given.pairs, 0.5 if given.quick else 1.0, seconds, fallbacks)
+    results = measure(plan, spec, lambda line: show(line, sys.stderr))
     results.missing = {**missing, **results.missing}
     return results
 
@@ -201,18 +205,18 @@ def _conclude(folder: Path, results: Results, world: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; gives the exit status: 0, or 2 where the user can mend it."""
+    """Measure and print the results. Return the exit status: 0, or 2 for an error that the user can fix."""
     try:
         _run(_parse(arguments))
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     except KeyboardInterrupt:
-        say("interrupted")
+        print_error("interrupted")
         return 128 + signal.SIGINT
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the ranks are ended too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the exit also ends the ranks
     sys.exit(main())

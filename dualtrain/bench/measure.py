@@ -1,4 +1,4 @@
-"""Runs the rounds: every contender in turn, each time in fresh processes, and keeps what each of them found."""
+"""Measurement in rounds: each round starts every contender once, in fresh processes, and keeps its results."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dualtrain.bench.launch import LaunchError, Place, run_entry, run_program
 from dualtrain.bench.pace import Pace
 from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, LENGTHS, MAIN, Entry, jobs_of
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec, run_entry, run_program
 
 _IMPORT = """
 import time, torch
@@ -26,7 +26,7 @@ print(time.perf_counter() - began)
 
 @dataclass(frozen=True)
 class Sample:
-    """What one start of a contender found: seconds by job, hashes of the weights by workload, an accuracy."""
+    """Result of one start of a contender: seconds by job, hashes of the weights by workload, an accuracy."""
 
     seconds: dict[str, float]
     sha256: dict[str, str] = field(default_factory=dict)
@@ -36,34 +36,46 @@ class Sample:
 
 @dataclass
 class Results:
-    """All samples, by contender and round (``None``: it failed, or no time was left), and why contenders are missing."""
+    """All samples and failures.
+
+    Attributes:
+        samples: of each contender, one per round; ``None`` if it failed or no time was left.
+        missing: reason why a contender was left out.
+        failures: messages of all failed starts, also of those that were repeated with success.
+        step_fractions: of each round, the fraction of each workload's steps that it ran.
+    """
 
     samples: dict[str, list[Sample | None]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    failures: dict[str, list[str]] = field(default_factory=dict)  # those that another start made up for, too
-    efforts: list[float] = field(default_factory=list)  # of each round: the share of a workload's steps that it took
+    failures: dict[str, list[str]] = field(default_factory=dict)
+    step_fractions: list[float] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
-        """How many were run."""
-        return len(self.efforts)
+        """Number of rounds that were run."""
+        return len(self.step_fractions)
 
     def count(self, name: str) -> int:
-        """The rounds in which a contender ran."""
+        """Return the number of rounds in which a contender ran."""
         return sum(sample is not None for sample in self.samples.get(name, ()))
 
     def pairs(self, one: str, other: str) -> list[tuple[Sample, Sample]]:
-        """The samples of two contenders from rounds in which both ran."""
+        """Return the samples of two contenders from the rounds in which both ran."""
         both = zip(self.samples.get(one, ()), self.samples.get(other, ()), strict=False)
         return [(a, b) for a, b in both if a is not None and b is not None]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What to measure: contenders, jobs, rounds; after the first, nothing is begun that would not end within ``seconds``.
+class Plan:
+    """Contenders and jobs to measure.
 
-    A round takes up to ``most`` of the steps of ``plan.LENGTHS``. A contender that cannot run has its spare take its
-    place, if it has one.
+    Attributes:
+        entries: names of the contenders.
+        jobs: names of the jobs.
+        rounds: number of rounds to aim at.
+        most: largest fraction of the steps in ``plan.LENGTHS`` that a round runs.
+        seconds: limit for all rounds; after the first, nothing is started that would not end within it.
+        fallbacks: contender that replaces one that cannot run, by the name of the latter.
     """
 
     entries: Sequence[str]
@@ -71,62 +83,62 @@ class Asked:
     rounds: int
     most: float
     seconds: float
-    spares: Mapping[str, str] = field(default_factory=dict)
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
 
 
-def measure(asked: Asked, place: Place, say: Callable[[str], None]) -> Results:
-    """Runs the rounds; for how long is ``asked``. Contenders that fail twice in a round are left out from then on."""
-    return _Rounds(asked, place, say).run()
+def measure(plan: Plan, spec: LaunchSpec, log: Callable[[str], None]) -> Results:
+    """Run the rounds; ``log`` gets a line for each start. A contender that fails twice in a round is left out then."""
+    return _Rounds(plan, spec, log).run()
 
 
 class _Rounds:
-    def __init__(self, asked: Asked, place: Place, say: Callable[[str], None]) -> None:
-        self._asked, self._place, self._say = asked, place, say
-        self._entries = list(asked.entries)
+    def __init__(self, plan: Plan, spec: LaunchSpec, log: Callable[[str], None]) -> None:
+        self._plan, self._spec, self._log = plan, spec, log
+        self._entries = list(plan.entries)
         self._results = Results()
-        self._pace = Pace(asked.rounds, asked.seconds, asked.most)
+        self._pace = Pace(plan.rounds, plan.seconds, plan.most)
 
     def run(self) -> Results:
-        for number in range(self._asked.rounds):
-            if number and not self._pace.fits(self._there()):
-                limit = f"within {self._asked.seconds / 60:g} minutes"
-                self._say(f"{number} of {self._asked.rounds} rounds: another would not end {limit}")
+        for number in range(self._plan.rounds):
+            if number and not self._pace.fits(self._available()):
+                limit = f"within {self._plan.seconds / 60:g} minutes"
+                self._log(f"{number} of {self._plan.rounds} rounds: another would not end {limit}")
                 break
-            self._results.efforts.append(self._pace.effort)
+            self._results.step_fractions.append(self._pace.step_fraction)
             if not self._round(number):
                 break
-            self._pace.end_round(self._there())
+            self._pace.end_round(self._available())
         return self._results
 
-    def _there(self) -> list[str]:
+    def _available(self) -> list[str]:
         return [name for name in self._entries if name not in self._results.missing]
 
     def _round(self, number: int) -> bool:
-        """Whether it came to its end."""
+        """Run one round. Return whether there was time for all its contenders."""
         for name in self._entries if number % 2 == 0 else reversed(self._entries):
             if name in self._results.missing:
                 continue
             if number and not self._pace.fits([name]):
-                self._say(f"round {number + 1} of {self._asked.rounds} ends before {ENTRIES[name].title}: no time is left")
+                self._log(f"round {number + 1} of {self._plan.rounds} ends before {ENTRIES[name].title}: no time is left")
                 return False
             self._run_one(name, number)
-            spare = self._asked.spares.get(name, name)
-            if name in self._results.missing and spare not in self._entries:
-                self._entries.append(spare)
+            fallback = self._plan.fallbacks.get(name, name)
+            if name in self._results.missing and fallback not in self._entries:
+                self._entries.append(fallback)
         return True
 
     def _run_one(self, name: str, number: int) -> None:
-        entry, results, effort = ENTRIES[name], self._results, self._pace.effort
+        entry, results, step_fraction = ENTRIES[name], self._results, self._pace.step_fraction
         column = results.samples.setdefault(name, [])
         column += [None] * (number + 1 - len(column))
         for last in (False, True):
             began = time.monotonic()
             try:
-                sample = column[number] = _sample(entry, self._asked.jobs, self._bounded(number), effort)
+                sample = column[number] = _sample(entry, self._plan.jobs, self._bounded(number), step_fraction)
             except LaunchError as error:
                 late = number > 0 and not self._pace.fits([name])
                 then = "left out" if last else "no time is left for another start" if late else "started again"
-                self._say(f"{entry.title}: failed, {then}: {error}")
+                self._log(f"{entry.title}: failed, {then}: {error}")
                 results.failures.setdefault(name, []).append(str(error))
                 if last:
                     results.missing[name] = str(error)
@@ -135,36 +147,36 @@ class _Rounds:
             else:
                 seconds = time.monotonic() - began
                 self._pace.note(name, seconds, {job: one for job, one in sample.seconds.items() if job in LENGTHS})
-                which = f"round {number + 1} of {self._asked.rounds}, {effort:.0%} of the steps"
-                self._say(f"{which}: {entry.title}, {seconds:.1f} s")
+                which = f"round {number + 1} of {self._plan.rounds}, {step_fraction:.0%} of the steps"
+                self._log(f"{which}: {entry.title}, {seconds:.1f} s")
                 return
 
-    def _bounded(self, number: int) -> Place:
-        """The place, with as much patience as there is time; the first round shows how much is needed."""
-        place = self._place
-        return replace(place, patience=min(place.patience, max(1.0, self._pace.seconds_left))) if number else place
+    def _bounded(self, number: int) -> LaunchSpec:
+        """Return the launch specification; after the first round, its timeout is at most the time that is left."""
+        spec = self._spec
+        return replace(spec, timeout=min(spec.timeout, max(1.0, self._pace.seconds_left))) if number else spec
 
 
-def _sample(entry: Entry, jobs: Collection[str], place: Place, effort: float) -> Sample:
+def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction: float) -> Sample:
     if entry.module == IMPORT:
         return Sample({"import": _import_seconds()})
-    if not entry.steps and not place.prefix:
-        # The command line shares the cores out among the ranks: the script that it is compared with gets as many.
-        place = replace(place, threads=max(1, len(os.sched_getaffinity(0)) // place.ranks))
+    if not entry.steps and not spec.prefix:
+        # dualtrain.main gives each rank an equal number of cores; the script that it is compared with gets as many.
+        spec = replace(spec, threads=max(1, len(os.sched_getaffinity(0)) // spec.ranks))
     if entry.module == MAIN:
-        return _main(entry, place)
-    found = run_entry(entry, jobs_of(entry, jobs), place, effort)
+        return _main(entry, spec)
+    found = run_entry(entry, jobs_of(entry, jobs), spec, step_fraction)
     if not found:
-        raise LaunchError("its ranks said nothing")
+        raise LaunchError("its ranks printed no results")
     return sample_of(found)
 
 
 def sample_of(found: Sequence[dict[str, Any]]) -> Sample:
-    """The lines of all ranks as one: what the slowest took, and rank 0's weights."""
+    """Merge the results of all ranks: the times of the slowest rank, and the weights of rank 0."""
     seconds: dict[str, float] = {}
     for one in found:
-        key, taken = _keyed(one)
-        seconds[key] = max(taken, seconds.get(key, taken))
+        key, value = _keyed(one)
+        seconds[key] = max(value, seconds.get(key, value))
     first = [one for one in found if one["rank"] == 0]
     starts = [one["first"] for one in first if "first" in one]
     if starts:
@@ -193,11 +205,11 @@ def _import_seconds() -> float:
     return float(done.stdout)
 
 
-def _main(entry: Entry, place: Place) -> Sample:
-    """A whole run of the command line, as a user starts it. Its epoch's seconds are the summary's."""
-    run = place.folder / f"run-{time.monotonic_ns()}"
-    flags = ["--recipe=mnist-convnet", f"--data-dir={place.folder}", f"--run-dir={run}", "--epochs=1", "--backend=torch"]
-    flags += [f"--batch-size={EPOCH_BATCH}", f"--lr={EPOCH_LR}", f"--device={place.device}", *entry.option.split()]
-    run_program([sys.executable, "-m", "dualtrain.main", *flags], entry.starter, place)
+def _main(entry: Entry, spec: LaunchSpec) -> Sample:
+    """Run ``dualtrain.main`` as a user would. The seconds of the epoch are those in the run's summary."""
+    run = spec.folder / f"run-{time.monotonic_ns()}"
+    flags = ["--recipe=mnist-convnet", f"--data-dir={spec.folder}", f"--run-dir={run}", "--epochs=1", "--backend=torch"]
+    flags += [f"--batch-size={EPOCH_BATCH}", f"--lr={EPOCH_LR}", f"--device={spec.device}", *entry.option.split()]
+    run_program([sys.executable, "-m", "dualtrain.main", *flags], entry.starter, spec)
     summary = json.loads((run / "summary.json").read_text())
     return Sample({"epoch": summary["seconds"]}, {}, summary["val_accuracy"], summary["world_size"])

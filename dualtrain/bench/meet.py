@@ -1,4 +1,4 @@
-"""Torch's processes meet under any launcher: rank 0 writes its address into a file that all hosts see."""
+"""Rendezvous of torch's processes under any launcher: rank 0 writes its address to a file that all hosts share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from dualtrain.errors import UserError
 from dualtrain.launchers import detect_world
 
-PATIENCE_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 def meet(path: Path) -> None:
-    """Sets the variables that torchrun sets, from what this process's launcher says. Blocks for rank 0.
+    """Set the variables that torchrun sets, from this process's launcher. Blocks until rank 0 has written the file.
 
     Raises:
-        UserError: the file does not appear: the folder is not shared.
+        UserError: the file does not appear, for example because the folder is not shared.
     """
     world = detect_world()
     os.environ.update({"RANK": str(world.rank), "WORLD_SIZE": str(world.size)})
@@ -33,9 +33,9 @@ def meet(path: Path) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(address)
         temporary.replace(path)
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
-            raise UserError(f"rank 0 wrote no {str(path)!r}: give --out in a folder that all hosts share")
+            raise UserError(f"rank 0 did not write {str(path)!r}: give an --out that all hosts share")
         time.sleep(0.05)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = path.read_text().split()

@@ -1,6 +1,7 @@
-"""How many steps a round has time for, so that as many rounds end within the limit as a verdict takes.
+"""Number of steps per round, chosen so that enough rounds for a verdict end within the time limit.
 
-More rounds of fewer steps tell more than few rounds of many: processes differ by more than the steps of one do.
+Many rounds of few steps are better than few rounds of many steps: times differ more between processes than between the
+steps of one process.
 """
 
 from __future__ import annotations
@@ -11,51 +12,51 @@ from collections.abc import Collection, Mapping
 from dualtrain.bench.plan import steps_of
 
 _LEAST = 0.125
-_USED = 0.97  # of a round's share of the time: one that takes a little longer than foreseen is still to end
+_USED = 0.97  # planned part of a round's time; the rest is a margin for rounds that take longer than predicted
 
 
 class Pace:
-    """The share of each workload's steps (``plan.LENGTHS``) that a round takes: ``effort``.
+    """Chooser of ``step_fraction``: the fraction of each workload's steps (``plan.LENGTHS``) that a round runs.
 
-    The first of several rounds takes the least, and shows how long the contenders take to start, which no
-    effort changes, and for their steps. What follows takes as much as there is time for, at the speed of the round before.
+    The first of several rounds runs the smallest fraction. It measures the contenders' fixed time (their start) and the
+    time of their steps. Later rounds run the largest fraction that there is time for, at the speed of the round before.
 
     Args:
-        rounds: how many there should be.
-        seconds: from now on, for all of them.
-        most: the effort of a fast machine.
+        rounds: number of rounds to aim at.
+        seconds: time limit for all rounds, from now on.
+        most: the largest fraction.
     """
 
     def __init__(self, rounds: int, seconds: float, most: float) -> None:
-        self.effort = _LEAST if rounds > 1 else most
+        self.step_fraction = _LEAST if rounds > 1 else most
         self._most = most
         self._left = rounds
         self._ends = time.monotonic() + seconds
-        #: Of each contender, the last time: the seconds that no effort changes, and those of a step of each workload.
+        #: Of each contender, in its last round: fixed seconds, and seconds per step of each workload.
         self._known: dict[str, tuple[float, Mapping[str, float]]] = {}
 
     def note(self, name: str, seconds: float, steps: Mapping[str, float]) -> None:
-        """A contender took ``seconds`` in this round, with steps of so many seconds."""
-        timed = sum(one * steps_of(job, self.effort) for job, one in steps.items())
+        """Record a contender's total ``seconds`` in this round, and its seconds per step of each workload."""
+        timed = sum(one * steps_of(job, self.step_fraction) for job, one in steps.items())
         self._known[name] = max(0.0, seconds - timed), steps
 
     def end_round(self, names: Collection[str]) -> None:
-        """Chooses the effort of the next round, in which these contenders run."""
+        """Choose the step fraction of the next round, in which the contenders ``names`` run."""
         self._left -= 1
         each = _USED * self.seconds_left / max(1, self._left)
-        self.effort = self._most
-        while self.effort > _LEAST and self._seconds(names, self.effort) > each:
-            self.effort = max(_LEAST, 0.98 * self.effort)
+        self.step_fraction = self._most
+        while self.step_fraction > _LEAST and self._seconds(names, self.step_fraction) > each:
+            self.step_fraction = max(_LEAST, 0.98 * self.step_fraction)
 
     def fits(self, names: Collection[str]) -> bool:
-        """Whether these contenders would end in time, at the speed of their last round."""
-        return self._seconds(names, self.effort) <= self.seconds_left
+        """Return whether these contenders would end in time, at the speed of their last round."""
+        return self._seconds(names, self.step_fraction) <= self.seconds_left
 
     @property
     def seconds_left(self) -> float:
-        """Until all rounds are to have ended."""
+        """Seconds until the time limit."""
         return self._ends - time.monotonic()
 
-    def _seconds(self, names: Collection[str], effort: float) -> float:
+    def _seconds(self, names: Collection[str], step_fraction: float) -> float:
         known = [self._known[name] for name in names if name in self._known]
-        return sum(fixed + sum(one * steps_of(job, effort) for job, one in steps.items()) for fixed, steps in known)
+        return sum(fixed + sum(one * steps_of(job, step_fraction) for job, one in steps.items()) for fixed, steps in known)

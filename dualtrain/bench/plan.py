@@ -1,14 +1,15 @@
-"""What is measured, against what, and what it should come to. Numbers that a run finds are nowhere in here.
+"""Benchmark plan: workloads, comparisons and targets. It contains no measured numbers.
 
-A round starts every contender once, in fresh processes, and each measures its whole list of jobs in one go: starting
-takes longer than the steps. A row compares two contenders of the same round, and has one pair a round. Rounds go forth and
-back in turns, A B, B A, A B …: on a machine that gets steadily slower, the later one of a pair loses in every round, which
-is B in one and A in the next. So the pairs err to both sides by as much: a linear drift is gone from their middle, and
-shows in the interval's width. The reference of most rows, tuned DDP, runs twice a round: the two are equal, and what they
-differ by is the noise.
+A round starts every contender once, in fresh processes. Each contender measures all its jobs in one start, because starting
+takes longer than the steps. A row of the table compares two contenders; each round gives it one pair of samples.
 
-What a contender measures is what a row or the table of allreduces needs of it, with as few steps as a median takes: the
-interval comes from the number of rounds, and every second of a round counts seven times.
+The order alternates between rounds: A B, B A, A B, … On a machine that becomes steadily slower, the later one of a pair is
+at a disadvantage, which is B in one round and A in the next. The errors of the pairs therefore cancel in the median, and a
+linear drift shows only in the interval's width. Tuned DDP, the reference of most rows, runs twice per round: the ratio of
+these two equal contenders is the noise floor.
+
+A contender measures only what a row or the table of allreduces needs, with as few steps as a median allows: the interval
+depends on the number of rounds, and every second of a round is spent seven times.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: discarded, timed. The first is slower; DDP's second, in which it lays its buckets out anew, is
-#: not. A round takes a share of the timed ones (``pace.py``), with --quick half at most.
+#: Steps of each workload: discarded, timed. The first step is slower; DDP's second, in which it rebuilds its buckets, is
+#: not. A round runs a fraction of the timed steps (``pace.py``), with --quick at most half.
 LENGTHS = {
     "tiny": (2, 4),
     "empty": (20, 200),
@@ -31,24 +32,32 @@ LENGTHS = {
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS)
 MODELS = tuple(job for job in STEPS if job != "empty")
-#: Bytes of the allreduces. Those of "large" are for the contenders that a target or the answer rests on.
+#: Bytes of the allreduces. "large" is for the contenders on which a target or the answer depends.
 SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
 JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
 DEFAULT = tuple(job for job in JOBS if job != "tiny")
 QUICK = ("empty", "small", "convnet", "sweep", "trainer")
-#: Rounds to aim at, and the pairs that a verdict takes.
+#: Rounds to aim at, and the number of pairs that a verdict needs.
 ROUNDS = 7
 TRAINER_STEPS = 250
 STALL_STEPS = 2
-EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05  # so many that both end with one accuracy
+EPOCH_SAMPLES, EPOCH_BATCH, EPOCH_LR = 12_000, 100, 0.05  # enough for both scripts to reach the same accuracy
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A contender: which file it is in, what starts it, and what else it measures beside the steps.
+    """A contender.
 
-    ``starter`` is ``"ranks"`` for the variables that torchrun sets, else the command of Horovod's that starts it, or whose
-    part ``launch.py`` takes. The workloads of ``steps`` come first.
+    Attributes:
+        title: its name in tables.
+        module: its module in ``contenders``, or ``MAIN`` or ``IMPORT``.
+        option: argument of the module's ``start``; for ``MAIN``, further flags.
+        starter: "ranks" for ranks with torchrun's variables, or the Horovod command that is run or imitated by
+            ``start_contender.py``.
+        jobs: jobs that it measures after the workloads in ``steps``.
+        needs: package that it imports; if the package is missing, the contender is left out.
+        quick: whether it runs with --quick.
+        steps: workloads whose steps it measures.
     """
 
     title: str
@@ -64,9 +73,9 @@ class Entry:
 GLOO, MPI = "horovodrun --gloo", "horovodrun --mpi"
 TUNED, AGAIN = "ddp-tuned", "ddp-tuned-again"
 OURS = "ours"
-MAIN, IMPORT = "the command line", "an import"  # in place of a module: no contender's file
+MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 
-#: In the order of a round: neighbours are compared with each other.
+#: The order is that of a round: contenders that are compared are close to each other.
 ENTRIES = {
     "alone": Entry("no communication", "alone", quick=False),
     "shm": Entry(
@@ -98,31 +107,32 @@ ENTRIES = {
     ),
     "import": Entry("import dualtrain", IMPORT, jobs=("import",), steps=()),
 }
-#: Who answers with --quick in place of one that cannot run here: some ranks share no memory, mpirun starts no Gloo.
-SPARES = {"shm": "native", "hvd-gloo": "hvd-mpi"}
-#: How a contender is got that is missing.
+#: Contenders that replace those that cannot run here: without shared memory, or because mpirun cannot start Horovod's Gloo.
+FALLBACKS = {"shm": "native", "hvd-gloo": "hvd-mpi"}
+#: Command that installs a missing package, by its name; "" stands for all others.
 CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of throughput, one for each job that both have: ``one`` over ``other``.
+    """Rows of throughput ratios, ``one`` over ``other``, one for each job that both measure.
 
-    ``targets`` are what the lower end of a job's interval should reach, ``"*"`` that of the other workloads. ``aside``
-    leaves the noise floor out of it: then an interval may lie below by what two equal contenders differ.
+    Attributes:
+        targets: value that the lower end of a job's interval should reach; "*" is for all other workloads.
+        allow_noise: lower the targets by the noise floor, the difference between two equal contenders.
     """
 
     one: str
     other: str
     targets: dict[str, float]
-    aside: bool = False
+    allow_noise: bool = False
 
 
 COMPARISONS = (
     Comparison(AGAIN, TUNED, {}),
     Comparison("shm", TUNED, {"resnet18": 1.30, "mlp": 1.15, "small": 1.40, "sweep/100000000": 5.0}),
     Comparison("shm", "alone", {"resnet18": 0.95, "mlp": 0.90, "convnet": 0.97}),
-    Comparison("native", TUNED, {"*": 1.00}, aside=True),
+    Comparison("native", TUNED, {"*": 1.00}, allow_noise=True),
     Comparison("ours-gloo", "hvd-gloo", {"*": 1.00, "small": 1.30}),
     Comparison("ours-mpi", "hvd-mpi", {"*": 1.00}),
     Comparison("shm", "ddp", {}),
@@ -141,7 +151,7 @@ COMPARISONS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """A row of a time: what ``job`` takes ``one``, beyond what it takes ``other`` if there is one; at most ``target``."""
+    """A row with the time of ``job`` in ``one``, minus that in ``other`` if given. It should be at most ``target``."""
 
     title: str
     one: str
@@ -163,11 +173,11 @@ COSTS = (
 )
 
 
-def steps_of(job: str, effort: float) -> int:
-    """How many steps of a workload are timed at this effort; two at least."""
-    return max(2, round(LENGTHS[job][1] * effort))
+def steps_of(job: str, step_fraction: float) -> int:
+    """Return the number of timed steps of a workload for this fraction; at least two."""
+    return max(2, round(LENGTHS[job][1] * step_fraction))
 
 
 def jobs_of(entry: Entry, chosen: Collection[str]) -> tuple[str, ...]:
-    """What this contender measures, in order. The first one also gives the time from launch to the first step."""
+    """Return the jobs that a contender measures, in order. The first also measures the time from launch to first step."""
     return tuple(job for job in entry.steps + entry.jobs if job in chosen)

@@ -1,6 +1,6 @@
-"""From samples to rows: ratios of throughput and costs in time, each with its interval, its target and its judgement.
+"""Rows of the result table: throughput ratios and costs, each with its interval, its target and the verdict.
 
-A row of fewer pairs than ``ROUNDS`` is not judged: of three pairs, the interval is hardly more than the three.
+A row with fewer pairs than ``ROUNDS`` gets no verdict: the interval of so few pairs says little.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
 from dualtrain.bench.statistics import Estimate, estimate, pairs_of
 
-RAW = {TUNED, "ddp", "hvd-gloo", "hvd-mpi"}  # whose weights are what they should be
+RAW = {TUNED, "ddp", "hvd-gloo", "hvd-mpi"}  # the reference for final weights
 UNITS = {"ms": 1e3, "µs": 1e6}
 BUFFERS = ", its buffers"
 SAME, OTHER, NONE = "same", "other numerics", "–"
@@ -20,7 +20,7 @@ SAME, OTHER, NONE = "same", "other numerics", "–"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. A ratio has the median seconds of both; a cost is in its ``unit``."""
+    """One row of the table. For a ratio, ``seconds`` holds the medians of both contenders; a cost is in its ``unit``."""
 
     group: str
     job: str
@@ -29,14 +29,14 @@ class Row:
     seconds: tuple[float, ...] = ()
     weights: str = NONE
     target: float | None = None
-    met: bool | None = None  # a row with a target that is neither is not judged
+    met: bool | None = None  # None: there is no target, or there are too few pairs for a verdict
     note: str = ""
     one: str = ""
     other: str = ""
 
 
 def rows_of(results: Results) -> list[Row]:
-    """All rows that there are samples for, comparisons first."""
+    """Return all rows for which there are samples, comparisons first."""
     rows: list[Row] = []
     for comparison in COMPARISONS:
         pairs = results.pairs(comparison.one, comparison.other)
@@ -46,7 +46,7 @@ def rows_of(results: Results) -> list[Row]:
 
 
 def _compared(comparison: Comparison, job: str) -> bool:
-    """Starts and stalls are costs; a sweep's sizes have a table of their own, but for those with a target."""
+    """Return whether a job gets a ratio. Starts and stalls are costs; sweep sizes without a target have their own table."""
     return job not in ("start", "stall", "trainer") and (not job.startswith("sweep") or job in comparison.targets)
 
 
@@ -58,26 +58,26 @@ def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]
     target = comparison.targets.get(job, comparison.targets.get("*") if weights != NONE else None)
     met, note = None, _unjudged(target, found)
     if target is not None and not note:
-        floor = noise_floor(before, job) if comparison.aside else 0.0
+        floor = noise_floor(before, job) if comparison.allow_noise else 0.0
         met = weights != OTHER and found.low >= target * (1 - floor)
         note = f"within the noise of {100 * floor:.0f} %" if met and found.low < target else ""
     if job == "epoch":
         means = [sum(s.accuracy or 0.0 for s in side) / len(pairs) for side in zip(*pairs, strict=True)]
         note = ", ".join(part for part in (note, f"accuracy {means[0]:.3f} and {means[1]:.3f}") if part)
-    taken = tuple(estimate([s.seconds[job] for s in side]).value for side in zip(*pairs, strict=True))
+    medians = tuple(estimate([s.seconds[job] for s in side]).value for side in zip(*pairs, strict=True))
     group = f"{ENTRIES[one].title} / {ENTRIES[other].title}"
-    return Row(group, job, found, "×", taken, weights, target, met, note, one, other)
+    return Row(group, job, found, "×", medians, weights, target, met, note, one, other)
 
 
 def _unjudged(target: float | None, found: Estimate) -> str:
-    """Why a row with a target gets no verdict, if it gets none."""
+    """Return why a row with a target gets no verdict, or an empty string if it gets one."""
     if target is None or found.pairs >= ROUNDS:
         return ""
     return f"{pairs_of(found.pairs)}: not judged"
 
 
 def _weights(job: str, one: str, other: str, results: Results) -> str:
-    """Whether both ended each round with the raw script's weights; a dash for what trains nothing, or alone."""
+    """Compare both contenders' final weights of each round with the raw script's; NONE if a job has nothing to compare."""
     pair = {one, other} - {"alone"}
     rounds = [_hashes(job, {*RAW, *pair}, results, number) for number in range(results.rounds)]
     if not any(found.keys() & RAW and pair <= found.keys() for found in rounds):
@@ -86,13 +86,13 @@ def _weights(job: str, one: str, other: str, results: Results) -> str:
 
 
 def _hashes(job: str, names: Collection[str], results: Results, number: int) -> dict[str, str]:
-    """The weights that contenders ended a round with: rounds differ in how many steps they take."""
-    there = {name: results.samples[name][number : number + 1] for name in names if name in results.samples}
-    return {name: s.sha256[job] for name, column in there.items() for s in column if s is not None and job in s.sha256}
+    """Return the hashes of the contenders' final weights in one round; rounds differ in their number of steps."""
+    columns = {name: results.samples[name][number : number + 1] for name in names if name in results.samples}
+    return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 
 
 def noise_floor(rows: list[Row], job: str) -> float:
-    """How far from 1 the interval of two equal contenders reaches; of a layout, that of its model."""
+    """Return the largest distance from 1 of the interval of two equal contenders. Layouts use that of their model."""
     model = job.partition("-")[0]
     found = [row.found for row in rows if row.one == AGAIN and row.job == model]
     return max(0.0, 1 - found[0].low, found[0].high - 1) if found else 0.0
@@ -116,7 +116,7 @@ def _cost(cost: Cost, results: Results) -> Row | None:
 
 
 def sweep_of(results: Results) -> dict[str, dict[int, float]]:
-    """Median seconds of an allreduce, by contender and bytes: on plain tensors, and on buffers of the library's own."""
+    """Return the median seconds of an allreduce by contender and bytes, on plain tensors and on the library's buffers."""
     found: dict[str, dict[int, float]] = {}
     for name, column in results.samples.items():
         samples = [s for s in column if s is not None]

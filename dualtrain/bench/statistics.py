@@ -1,4 +1,4 @@
-"""What pairs of measurements say: their median, and how far it can be trusted."""
+"""Median of pairs of measurements, with its confidence interval."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DRAWS = 4000
 
 
 def pairs_of(count: int) -> str:
-    """How many, in words."""
+    """Return "1 pair", "2 pairs" and so on."""
     return f"{count} pair{'s' * (count > 1)}"
 
 
@@ -26,7 +26,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The median of ``values``, one of each pair, and the middle 95 % of the medians of as many drawn with replacement."""
+    """Return the median of ``values``, one for each pair, and its bootstrap 95 % interval."""
     drawn = random.Random(0)
     medians = sorted(statistics.median(drawn.choices(values, k=len(values))) for _ in range(DRAWS))
     low, high = medians[round(0.025 * (DRAWS - 1))], medians[round(0.975 * (DRAWS - 1))]

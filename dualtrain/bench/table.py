@@ -1,4 +1,4 @@
-"""The results as text: the table, what was missing, and the answer in the last line."""
+"""The results as text: the table, remarks, and the answer in the last line."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import CURES, ENTRIES, ROUNDS, TUNED
 from dualtrain.bench.rows import OTHER, Row, sweep_of
 from dualtrain.bench.statistics import pairs_of
+from dualtrain.console import size_in_words
 
 HEAD = ("", "ratio", "95 % interval", "ms", "ms of the other", "weights", "target", "")
-SIZES = ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B"))
 
 
 def cells(row: Row) -> list[str]:
-    """A row as it is shown, beside its group."""
+    """Return the cells of a row as text."""
     digits = 2 if row.unit == "×" else 1
     sign = "≥" if row.unit == "×" else "≤"
     unit = "" if row.unit == "×" else f" {row.unit}"
     target = "" if row.target is None else f"{sign} {row.target:.{digits}f}{unit}"
-    judged = {None: "", True: "met", False: "not met"}[row.met]
-    taken = [f"{1e3 * seconds:.3f}" if seconds < 0.01 else f"{1e3 * seconds:.1f}" for seconds in row.seconds] or ["", ""]
-    words = ", ".join(part for part in (judged, row.note) if part)
+    verdict = {None: "", True: "met", False: "not met"}[row.met]
+    times = [f"{1e3 * seconds:.3f}" if seconds < 0.01 else f"{1e3 * seconds:.1f}" for seconds in row.seconds] or ["", ""]
+    notes = ", ".join(part for part in (verdict, row.note) if part)
     interval = f"{row.found.low:.{digits}f} to {row.found.high:.{digits}f}"
-    return [row.job, f"{row.found.value:.{digits}f}{unit}", interval, *taken, row.weights, target, words]
+    return [row.job, f"{row.found.value:.{digits}f}{unit}", interval, *times, row.weights, target, notes]
 
 
 def text(results: Results, rows: Sequence[Row], world: str) -> str:
-    """Everything, the answer last."""
+    """Return the whole report; the answer is its last line."""
     lines = [world, ""]
     widths = [max([len(HEAD[i]), *(len(cells(row)[i]) for row in rows)]) for i in range(len(HEAD))]
     for group, members in groupby(rows, key=lambda row: row.group):
@@ -45,10 +45,10 @@ def _line(parts: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def bytes_of(size: int) -> str:
-    """A size as people say it."""
+    """Format a number of bytes; multiples of a million as "100 MB (10⁶)"."""
     if size % 1_000_000 == 0:
         return f"{size // 1_000_000} MB (10⁶)"
-    return next(f"{size // unit} {name}" for unit, name in SIZES if size >= unit)
+    return size_in_words(size)
 
 
 def _sweep(results: Results) -> Iterator[str]:
@@ -65,31 +65,32 @@ def _sweep(results: Results) -> Iterator[str]:
 
 
 def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
-    """What a reader must know beside the numbers."""
+    """Yield the remarks below the table: method, missing contenders, failures and targets that are not met."""
     pairs = f"{pairs_of(results.rounds)} of fresh processes"
     yield (
         f"ratios are of throughput, the first over the second: the median of {pairs} and its bootstrap 95 % interval; a "
         "target is met if the interval's lower end reaches it, of a time the upper end"
     )
+    yield "on the CPU, dualtrain's script calls dualtrain.keep_freed_memory(); the others leave glibc's heap as it is"
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"
     for name, reasons in results.failures.items():
         if name not in results.missing:
             yield f"{ENTRIES[name].title}: failed in {len(reasons)} of its starts: {reasons[0]}"
     if any(row.weights == OTHER for row in rows):
-        yield f"{OTHER}: the final weights are not the raw script's, bit for bit; such a speed meets no target"
+        yield f"{OTHER}: the final weights differ from the raw script's; such a ratio meets no target"
     failed = [f"{row.group}: {row.job}" for row in rows if row.met is False]
     if failed:
         yield f"targets that are not met: {'; '.join(failed)}"
     unjudged = [row for row in rows if row.target is not None and row.met is None]
     if unjudged:
-        yield f"targets that are not judged: {len(unjudged)}; a verdict takes {pairs_of(ROUNDS)}"
+        yield f"targets that are not judged: {len(unjudged)}; a verdict needs {pairs_of(ROUNDS)}"
 
 
 def answer(results: Results, rows: Sequence[Row]) -> str:
-    """One line: whether to move from Horovod to torch, and what that wins."""
+    """Return one line: whether to move from Horovod to torch, and how much faster that is."""
     question = "Should we move from Horovod to torch? "
-    ours = max(("shm", "native"), key=results.count)  # one that was left out early says little
+    ours = max(("shm", "native"), key=results.count)  # the one that ran in more rounds
     most = max(map(results.count, ("hvd-gloo", "hvd-mpi")))
     parts, verdicts = [], []
     for horovod in (name for name in ("hvd-gloo", "hvd-mpi") if results.count(name) == most):
@@ -106,7 +107,7 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
     ranks = next(s.ranks for s in results.samples[ours] if s is not None)
     said = f"with {ranks} ranks here, {ENTRIES[ours].title} takes {' and '.join(parts)}, {weights}{others}."
     fewest = min(row.found.pairs for row in verdicts)
-    few = "" if fewest >= ROUNDS else f" This rests on {pairs_of(fewest)} only: a verdict takes {ROUNDS}."
+    few = "" if fewest >= ROUNDS else f" This rests on {pairs_of(fewest)} only: a verdict needs {ROUNDS}."
     return f"{question}{_word(verdicts)}: {said}{few}"
 
 

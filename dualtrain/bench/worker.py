@@ -1,7 +1,7 @@
-"""One rank of one contender: joins the world, measures its list of jobs, and says what they took, a line each.
+"""One rank of one contender: joins the world, measures its jobs, and prints one line with the results of each.
 
-Started by ``launch.py``, never by hand. A raw script must not pay for what it does not use: nothing of dualtrain that
-is heavy is loaded before the first step, but by the contender itself.
+``start_contender.py`` starts it. This module imports no heavy part of dualtrain before the first step, so that it does not
+slow down the start of a raw script.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def main() -> None:
     parser.add_argument("jobs", help="separated by commas")
     parser.add_argument("--option", default="")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--folder", type=Path, help="where checkpoints may go, data lie, and ranks meet")
-    parser.add_argument("--meet", help="the name of the file in which rank 0 tells where to meet")
+    parser.add_argument("--folder", type=Path, help="folder of checkpoints, data and the rendezvous file")
+    parser.add_argument("--meet", help="name of the rendezvous file, to which rank 0 writes its address")
     parser.add_argument("--launched", type=float, default=0.0, help="time.time() when the job was started")
-    parser.add_argument("--effort", type=float, default=1.0, help="the share of each workload's steps")
+    parser.add_argument("--step-fraction", type=float, default=1.0, help="fraction of each workload's steps to run")
     given = parser.parse_args()
     if given.meet:
         from dualtrain.bench.meet import meet
@@ -48,24 +48,24 @@ def main() -> None:
     contender = _loaded(given)
     for job in given.jobs.split(","):
         for found in _JOBS.get(job, _steps)(contender, job, given):
-            # In one write, so that the lines of several ranks do not mix.
+            # One write call, so that the lines of several ranks do not mix.
             text = json.dumps({"rank": contender.rank, "size": contender.size, **found})
             os.write(sys.stdout.fileno(), f"{MARK}{text}\n".encode())
     contender.close()
     if "mpi4py" not in sys.modules:
-        # Torch's Gloo may abort the process at its exit, when all is said ("terminate called without an active
-        # exception", torch 2.13, after large allreduces), and taking the modules apart takes a second. Horovod has left
-        # MPI by now; mpi4py does so in the ordinary way.
+        # Skip the interpreter's shutdown: it takes a second, and torch's Gloo may abort the process in it ("terminate
+        # called without an active exception", torch 2.13, after large allreduces). Horovod has finalized MPI by now;
+        # mpi4py finalizes it in the ordinary shutdown.
         os._exit(0)
 
 
 def _loaded(given: Any) -> Contender:
-    """The contender, when it has joined the world, with all that its first step loads."""
+    """Start the contender, which joins the world, and import what its first step needs."""
     with loading():
         contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
             given.option, _device(given.device)
         )
-        import torch._dynamo  # noqa: F401  # any optimizer of torch's loads it at its first step
+        import torch._dynamo  # noqa: F401  # private in torch 2.13: its optimizers import it in their first step
 
     return contender
 
@@ -73,7 +73,7 @@ def _loaded(given: Any) -> Contender:
 def _device(wanted: str) -> torch.device:
     import torch
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # horovodrun's ranks are told nothing
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # horovodrun does not set the number of threads
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", detect_world().local_rank % torch.cuda.device_count())
@@ -84,9 +84,9 @@ def _device(wanted: str) -> torch.device:
 def _steps(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     from dualtrain.bench.workloads import Task
 
-    task = Task(job, contender.device, given.effort)
+    task = Task(job, contender.device, given.step_fraction)
     model = contender.train(task)
-    from dualtrain.state import weights_sha256  # after the first step: a raw script has no use for it
+    from dualtrain.state import weights_sha256  # imported after the first step, whose time is measured from the launch
 
     found = {"job": job, "seconds": task.step_seconds(), "first": task.first_step_ended - given.launched}
     return [{**found, "sha256": weights_sha256(model) if contender.rank == 0 else None}]
@@ -110,18 +110,18 @@ def _sweep(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
 def _allreduce_seconds(allreduce: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> float:
     size = tensor.numel() * tensor.element_size()
     repetitions = 20 if size <= 1 << 20 else 5 if size <= 16 << 20 else 2 if size <= 128 << 20 else 1
-    taken = []
+    times = []
     for number in range(1 + repetitions):
         if number % 10 == 0:
-            tensor.fill_(1)  # sums grow without end
+            tensor.fill_(1)  # repeated sums would overflow
         started = time.perf_counter()
         allreduce(tensor)
         if tensor.is_cuda:
             import torch
 
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[1:])
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
 
 
 def _trainer(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
@@ -131,11 +131,11 @@ def _trainer(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]
 def _stall(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
     from dualtrain.bench.workloads import Task
 
-    return [{"job": job, "seconds": contender.stall(Task("resnet18", contender.device, given.effort), given.folder)}]
+    return [{"job": job, "seconds": contender.stall(Task("resnet18", contender.device, given.step_fraction), given.folder)}]
 
 
 def _feed(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
-    contender.feed(str(given.folder), EPOCH_BATCH)  # imports, and the files into the system's memory
+    contender.feed(str(given.folder), EPOCH_BATCH)  # imports modules and fills the page cache
     began = time.perf_counter()
     samples = contender.feed(str(given.folder), EPOCH_BATCH)
     return [{"job": job, "seconds": (time.perf_counter() - began) / samples}]

@@ -1,4 +1,4 @@
-"""What is trained: models and batches that are the same for every contender, and the clock that every step runs under."""
+"""Workloads: models and batches, the same for every contender, and the timing of steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import nn
 
 from dualtrain.bench.plan import LENGTHS, steps_of
 
-DISTINCT = 4  # batches of a rank, taken in turn
+DISTINCT = 4  # number of different batches per rank, used in turn
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and what one rank gives it in a step."""
+    """A model, and the shape of one rank's batch."""
 
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class _Block(nn.Module):
 
 
 def resnet18() -> nn.Module:
-    """torchvision's, layer for layer: its import would take longer than the steps that are measured."""
+    """Build torchvision's ResNet-18 without torchvision, whose import would take longer than the measured steps."""
     widths = (64, 64, 128, 256, 512)
     blocks = [
         nn.Sequential(_Block(before, width, 1 if width == before else 2), _Block(width, width, 1))
@@ -63,7 +63,7 @@ def _mlp() -> nn.Module:
 def _small() -> nn.Module:
     layers = [layer for _ in range(99) for layer in (nn.Linear(68, 68), nn.ReLU())]
     for layer in layers[::2]:
-        # torch's own first weights shrink a gradient in every layer, until its numbers are denormal: slow, and no model.
+        # With torch's default initialization, gradients shrink in every layer until they are denormal, which is slow.
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # type: ignore[arg-type]
     return nn.Sequential(*layers, nn.Linear(68, 10))
 
@@ -87,33 +87,33 @@ WORKLOADS = {
 
 
 class Task:
-    """One workload as a contender meets it: the model, the batches of a rank, and the time that its steps took.
+    """One workload for one contender: the model, the batches of a rank, and the times of its steps.
 
-    ``effort`` is the share of its steps that are taken, of those that are timed.
+    ``step_fraction`` is the fraction of the workload's timed steps to run.
     """
 
     lr = 0.001
 
-    def __init__(self, name: str, device: torch.device, effort: float) -> None:
+    def __init__(self, name: str, device: torch.device, step_fraction: float) -> None:
         self.workload = WORKLOADS[name]
         self.device = device
-        self.warmup, self.steps = LENGTHS[name][0], steps_of(name, effort)
+        self.warmup, self.steps = LENGTHS[name][0], steps_of(name, step_fraction)
         self.first_step_ended = 0.0  # time.time()
         self._seconds: list[float] = []
         self._total = 0.0
 
     def model(self) -> nn.Module:
-        """The same weights in every process and for every contender."""
+        """Build the model, with the same weights in every process and for every contender."""
         torch.manual_seed(0)
         layout = torch.channels_last if self.workload.channels_last else torch.preserve_format
         return self.workload.build().to(device=self.device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Mixed precision, where the workload has it."""
+        """Return the autocast context; it is disabled unless the workload uses bf16."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.workload.bf16)
 
     def batches(self, rank: int) -> Iterator[Tensors]:
-        """The batches of all steps. What happens from getting one to asking for the next is a step, and timed."""
+        """Yield the batches of all steps. The time between two batches is the time of a step."""
         ready = self.ready(rank)
         for number in range(self.warmup + self.steps):
             if number == self.warmup:
@@ -128,13 +128,13 @@ class Task:
         self._total = time.perf_counter() - began
 
     def step_seconds(self) -> float:
-        """The median of the timed steps; on a GPU, which runs behind, their mean."""
+        """Return the median of the timed steps; on a GPU their mean, because kernels run asynchronously."""
         if self.device.type == "cuda":
             return self._total / self.steps
         return statistics.median(self._seconds[self.warmup :])
 
     def ready(self, rank: int) -> list[Tensors]:
-        """The ``DISTINCT`` batches of a rank, each once."""
+        """Return the ``DISTINCT`` batches of a rank."""
         drawn = torch.Generator().manual_seed(1 + rank)
         return [self._draw(drawn) for _ in range(DISTINCT)]
 

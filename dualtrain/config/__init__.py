@@ -1,10 +1,35 @@
-"""The settings of a run, from the command line and the recipes.
+"""The settings of a run, by subject, from the command line and the recipes.
 
-Nothing here imports torch, so that a mistyped flag is answered at once.
+Nothing here imports torch: a mistyped flag is reported before torch is loaded.
 """
 
-from dualtrain.config.commandline import FIELDS, flag, parse
+from dualtrain.config.commandline import parse
+from dualtrain.config.fields import Setting
 from dualtrain.config.recipes import load_recipe, recipe_names
-from dualtrain.config.settings import Config
+from dualtrain.config.sections import (
+    SETTINGS,
+    Config,
+    DataSection,
+    LengthSection,
+    ModelSection,
+    OutputSection,
+    RunSection,
+    ScheduleSection,
+    StepSection,
+)
 
-__all__ = ["FIELDS", "Config", "flag", "load_recipe", "parse", "recipe_names"]
+__all__ = [
+    "SETTINGS",
+    "Config",
+    "DataSection",
+    "LengthSection",
+    "ModelSection",
+    "OutputSection",
+    "RunSection",
+    "ScheduleSection",
+    "Setting",
+    "StepSection",
+    "load_recipe",
+    "parse",
+    "recipe_names",
+]

@@ -1,4 +1,4 @@
-"""How a field of the configuration is written: its default, its words of help, and the values that it takes."""
+"""How one setting is declared: its default, its help text, the values that it accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bounds:
-    """Which values a flag takes, in words and as a test."""
+    """The values that a flag accepts, in words and as a test."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -37,11 +37,69 @@ ABOVE_ZERO = Bounds("above 0", lambda value: math.isfinite(value) and value > 0)
 UNIT = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
 
 
-def option(default: Any, help: str, bounds: Bounds | None = None, *, group: str, fixed: bool = False) -> Any:
-    """A field of the configuration that is a flag too; ``fixed`` where a run cannot change it when it goes on."""
-    return dataclasses.field(default=default, metadata={"help": help, "bounds": bounds, "group": group, "fixed": fixed})
+def setting(default: Any, help: str, bounds: Bounds | None = None, *, flag: str = "", fixed: bool = False) -> Any:
+    """Declare a field of a section that is a flag too.
+
+    Args:
+        default: without a flag and without a recipe.
+        help: for ``--help``.
+        bounds: the values that are accepted; any of the field's type by default.
+        flag: the flag's name, with underscores, where it is not the field's.
+        fixed: a resumed run must have the value that it was started with.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "bounds": bounds, "flag": flag, "fixed": fixed})
 
 
-def section(group: str, *, fixed: bool = False) -> Callable[..., Any]:
-    """:func:`option` for one heading of ``--help``."""
-    return partial(option, group=group, fixed=fixed)
+fixed_setting = partial(setting, fixed=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting as the command line, the recipes and the files of a run see it.
+
+    Attributes:
+        name: as in the flag and in ``config.json``, with underscores.
+        section: the attribute of ``Config`` that it is in.
+        attribute: its name in that section.
+        kind: bool, int, float or str.
+        default: ``None`` where it has none.
+        help: for ``--help``.
+        bounds: the values that are accepted.
+        fixed: a resumed run must have the value that it was started with.
+    """
+
+    name: str
+    section: str
+    attribute: str
+    kind: type
+    default: Any
+    help: str
+    bounds: Bounds | None
+    fixed: bool
+
+    @property
+    def flag(self) -> str:
+        """``run_dir`` → ``--run-dir``."""
+        return "--" + self.name.replace("_", "-")
+
+    def is_valid(self, value: Any) -> bool:
+        """Check the type of a value that was read from a file: an int is a float too."""
+        return type(value) is self.kind or (self.kind is float and type(value) is int)
+
+
+def settings_of(section: str, cls: Any) -> list[Setting]:
+    """List the settings that the dataclass ``cls`` declares, in order."""
+    kinds = {"bool": bool, "int": int, "float": float, "str": str}
+    return [
+        Setting(
+            name=field.metadata["flag"] or field.name,
+            section=section,
+            attribute=field.name,
+            kind=kinds[str(field.type).removesuffix(" | None")],
+            default=field.default,
+            help=field.metadata["help"],
+            bounds=field.metadata["bounds"],
+            fixed=field.metadata["fixed"],
+        )
+        for field in dataclasses.fields(cls)
+    ]

@@ -1,4 +1,4 @@
-"""From a name to a :class:`~dualtrain.data.sources.Task`: the one place that knows every dataset."""
+"""Map a dataset's name to its :class:`~dualtrain.data.sources.Task`. The only module that lists all datasets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dualtrain.data.sources import Task, Tensors
 from dualtrain.data.transforms import ImageTransform, Statistics, Transform, WeightsTransform
 from dualtrain.errors import UserError
 
-# Of each channel, over the training images.
+# Mean and standard deviation of each channel over the training images.
 STATISTICS: dict[str, Statistics] = {
     "digits": ((0.3056,), (0.3761,)),
     "mnist": ((0.1307,), (0.3081,)),
@@ -22,20 +22,22 @@ STATISTICS: dict[str, Statistics] = {
 
 
 def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
-    """The dataset ``name``, from ``folder`` where it is not embedded.
+    """Load the dataset ``name``, from ``folder`` unless it is embedded.
 
     Args:
         name: digits, mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or ``pkg.mod:build``, which is called
             with ``folder`` (or without it) and returns a :class:`Task` or two map-style datasets.
-        folder: where the files are, or with ``download=True`` will be.
-        options: fields of :class:`~dualtrain.data.options.Options`.
+        folder: the folder of the files, or the folder to download them to with ``download=True``.
+        options: fields of :class:`~dualtrain.data.options.Options`; ``shape`` may be a tuple of numbers.
 
     Raises:
-        UserError: an unknown name, options that do not go together, files that are missing or cannot be read.
+        UserError: the name is unknown, options contradict each other, or files are missing or cannot be read.
     """
-    chosen = Options(**options)
+    if isinstance(options.get("shape"), tuple | list):
+        options["shape"] = ",".join(map(str, options["shape"]))
+    chosen = Options(dataset=name, data_dir=folder, **options)
     if chosen.augment == "weights" and chosen.model is None:
-        raise UserError("--augment weights takes the transforms of a model of torchvision: name it with --model")
+        raise UserError("--augment weights uses the transforms of a torchvision model: name it with --model")
     if name in STATISTICS:
         return _in_memory(name, usable_folder(folder, create=chosen.download), chosen)
     if ":" in name:
@@ -49,7 +51,7 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
 
 
 def usable_folder(folder: str | None, *, create: bool) -> str | None:
-    """``folder``, made if ``create`` says so. Raises UserError where it cannot be read."""
+    """Return ``folder`` after creating it if ``create`` is set. Raises UserError if it cannot be read."""
     try:
         if folder is not None:
             if create:
@@ -87,9 +89,9 @@ def _read(name: str, folder: str | None, download: bool) -> tuple[Tensors, Tenso
 def transforms_of(
     name: str, channels: int, side: int, options: Options
 ) -> tuple[Transform, Transform, tuple[int, int, int]]:
-    """For training, for evaluation, and the shape of an input that has gone through either."""
+    """Return the transforms for training and for evaluation, and the shape of an input after either of them."""
     if options.augment == "imagenet":
-        raise UserError(f"--augment imagenet is for image files, and {name} lives in memory: use crop-flip")
+        raise UserError(f"--augment imagenet is for image files, and {name} is held in memory: use crop-flip")
     if options.augment == "weights":
         from dualtrain.models.weights import published
 

@@ -1,7 +1,7 @@
 """CIFAR-10 in its binary version.
 
-The Python version, which torchvision's ``CIFAR10`` reads, is made of pickles: whoever can change those files can run code
-here. The binary version holds the same images as bytes: for each a label and 3 × 32 × 32 values.
+The Python version, which torchvision's ``CIFAR10`` reads, consists of pickles, and unpickling a modified file can run any
+code. The binary version holds the same images as bytes: a label and 3 × 32 × 32 values for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLASSES = 10
 
 
 def read_cifar10(folder: str | None, download: bool = False) -> tuple[Tensors, Tensors]:
-    """Training and test part: images uint8 (N, 3, 32, 32) and classes int64 (N,).
+    """Read the training and the test part: images uint8 (N, 3, 32, 32) and classes int64 (N,).
 
     Raises:
         UserError: no folder is given, its files are missing or damaged, or the download fails.
@@ -46,7 +46,8 @@ def read_cifar10(folder: str | None, download: bool = False) -> tuple[Tensors, T
 def _read(where: Path, names: tuple[str, ...]) -> Tensors:
     size = 1 + SHAPE[0] * SHAPE[1] * SHAPE[2]
     try:
-        content = numpy.concatenate([_bytes(where / name) for name in names])
+        parts = [_bytes(where / name) for name in names]
+        content = numpy.concatenate(parts)
     except (OSError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or str(error) or "too large"
         raise UserError(
@@ -54,8 +55,11 @@ def _read(where: Path, names: tuple[str, ...]) -> Tensors:
         ) from error
     rows = torch.from_numpy(content[: len(content) // size * size].reshape(-1, size))
     labels = rows[:, 0].to(torch.int64)
-    if len(content) % size or not len(content) or labels.max() >= CLASSES:
-        raise UserError(f"{str(where)!r} is damaged: delete it and unpack {URL} into {str(where.parent)!r} again")
+    # Each file by itself: behind one that is cut off, the images of the next would begin in the middle of a row.
+    damaged = [name for name, part in zip(names, parts, strict=True) if len(part) % size or not len(part)]
+    if damaged or labels.max() >= CLASSES:
+        what = str(where / damaged[0]) if damaged else str(where)
+        raise UserError(f"{what!r} is damaged: delete {str(where)!r} and unpack {URL} into {str(where.parent)!r} again")
     return rows[:, 1:].reshape(-1, *SHAPE).contiguous(), labels
 
 

@@ -1,4 +1,4 @@
-"""From an image file to pixels: what is decoded at all, and what is said of bytes that are no image."""
+"""Decoding of image files: the accepted formats, and the errors for files that are not images."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from typing import Any
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
 
-#: PIL finds a file's format in its content, whatever its name. Not among these: formats for which it starts programs
-#: (EPS is given to Ghostscript), or which are rare enough that nobody looks at their decoders.
+#: PIL detects a file's format from its content, not from its name. Excluded are formats for which it starts another
+#: program (Ghostscript for EPS), and rare ones, whose decoders get little review.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 
 
 def read_image(path: str | Path) -> Any:
-    """The image in a file, as PIL has it, decoded.
+    """Read and decode an image file; return a PIL image.
 
     Raises:
-        UserError: it cannot be read, or is no image of these formats.
+        UserError: the file cannot be read, is no image in one of ``FORMATS``, or has more than 8 bits a value.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
         with open_regular(path) as file, Image.open(file, formats=FORMATS) as image:
             image.load()
-            return image
     except UnidentifiedImageError as error:
         raise _unreadable(path, f"it is none of {', '.join(FORMATS)}") from error
-    except Exception as error:  # PIL raises what its bytes lead to, decompression bombs among them
+    except Exception as error:  # a damaged file or a decompression bomb can make PIL raise almost any exception
         raise _unreadable(path, getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
+    if image.mode.startswith(("I", "F")):
+        # PIL converts them by cutting off: of 16-bit values, all but the darkest 255 become white.
+        raise UserError(f"the image {str(path)!r} has pixels of more than 8 bits, mode {image.mode}: convert it to 8 bits")
+    return image
 
 
 def _unreadable(path: str | Path, reason: str) -> UserError:
     first = reason.partition("\n")[0]
-    return UserError(f"the image {str(path)!r} cannot be read ({first}): mend or delete it, or convert it to PNG")
+    return UserError(f"the image {str(path)!r} cannot be read ({first}): fix or delete it, or convert it to PNG")

@@ -18,7 +18,7 @@ VALIDATION_SAMPLES = 360
 
 
 def read_digits() -> tuple[Tensors, Tensors]:
-    """Read the training and the validation part; 360 samples are set aside by a fixed draw.
+    """Read the training and the validation part. The 360 validation samples are chosen at random with a fixed seed.
 
     Returns:
         For each part the images, float32 (n, 1, 8, 8), scaled to [0, 1], and the classes, int64 (n,).

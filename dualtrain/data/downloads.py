@@ -1,4 +1,4 @@
-"""What is checked before torchvision downloads a dataset, which opens and writes whatever stands under its names."""
+"""Check before torchvision downloads a dataset: it would write through any link or device at a file's path."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dualtrain.errors import UserError
 
 
 def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
-    """Whether one of ``files`` is not there.
+    """Return whether one of ``files`` is missing.
 
     Raises:
-        UserError: it is so, and another of them, or of the ``archives`` that are downloaded, is no regular file.
+        UserError: one is missing, and one of ``files`` or of the ``archives`` to download exists but is not a regular file.
     """
     if all(path.is_file() for path in files):
         return False

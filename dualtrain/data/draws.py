@@ -1,7 +1,7 @@
-"""Random numbers without a state: a function of (seed, sample, draw), the same on every device.
+"""Counter-based random numbers: a pure function of (seed, sample, draw), the same on every device.
 
-A hash of a counter in 64-bit integers (the finalizer of splitmix64: G. Steele, D. Lea, C. Flood: Fast splittable
-pseudorandom number generators, 2014), for whole batches at once.
+They are a hash of a counter in 64-bit integers (the finalizer of splitmix64: G. Steele, D. Lea, C. Flood: Fast splittable
+pseudorandom number generators, 2014), computed for whole batches.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64, in which products wrap around
 
 
 def derived(*parts: object) -> int:
-    """A seed from 0 to below 2⁶³ that is a function of ``parts``."""
+    """Derive a seed, at least 0 and below 2⁶³, from ``parts``."""
     digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def bits(seed: int, numbers: torch.Tensor, draws: int) -> torch.Tensor:
-    """64 random bits for each of ``numbers`` (int64, (n,)) and each draw: int64, (n, draws), on the same device."""
+    """Draw 64 random bits for each of ``numbers`` (int64, (n,)) and each draw: int64, (n, draws), on the same device."""
     key = _mix(numbers * GOLDEN + _scramble(seed))
     return _mix(key[:, None] + torch.arange(1, draws + 1, device=numbers.device) * GOLDEN)
 
 
 def uniform(random: torch.Tensor) -> torch.Tensor:
-    """Random bits as float64 numbers from 0 to below 1."""
+    """Convert random bits to float64 numbers, at least 0 and below 1."""
     return _shift(random, 11).double() * 2.0**-53
 
 
 def below(random: torch.Tensor, limit: int) -> torch.Tensor:
-    """Random bits as int64 numbers from 0 to below ``limit``, which is at most 2³¹."""
+    """Convert random bits to int64 numbers, at least 0 and below ``limit``, which is at most 2³¹."""
     return _shift(random, 33) * limit >> 31
 
 
 def sample_seed(seed: int, number: int) -> int:
-    """One seed, from 0 to below 2⁶³, for all that happens to a sample."""
+    """Return the seed, at least 0 and below 2⁶³, for all random operations on one sample."""
     return int(_shift(bits(seed, torch.tensor([number]), 1), 1))
 
 
 def _scramble(seed: int) -> int:
-    """``seed`` mixed, so that neighbouring seeds do not give each other's numbers shifted by a sample."""
+    """Hash ``seed``: without it, seed + 1 would give the numbers of seed shifted by one sample."""
     wrapped = (seed + 2**63) % 2**64 - 2**63
     return int(_mix(torch.tensor(wrapped)))
 
@@ -52,6 +52,6 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift(x, 31)
 
 
-def _shift(x: torch.Tensor, places: int) -> torch.Tensor:
-    """To the right, zeros coming in: torch's own shift brings in the sign."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
+def _shift(x: torch.Tensor, distance: int) -> torch.Tensor:
+    """Shift right and fill with zeros; torch's ``>>`` fills with the sign bit."""
+    return (x >> distance) & ((1 << (64 - distance)) - 1)

@@ -14,21 +14,21 @@ from dualtrain.errors import UserError
 from dualtrain.models.weights import published
 
 SIZE = 224
-MARGIN = 256 / 224  # how much larger an image is than the window that evaluation takes from it
+MARGIN = 256 / 224  # side of the resized image over side of the centre crop, in evaluation
 
 
 def load_files(folder: str | None, options: Options) -> Task:
-    """The images below ``folder``, read by worker processes.
+    """Load the images below ``folder``; worker processes read them.
 
     Raises:
-        UserError: folders or images are missing, or the two parts have different classes.
+        UserError: folders or images are missing, or train/ and val/ have different classes.
     """
     if folder is None:
         raise UserError("--dataset imagefolder is not embedded: name the folder of train/ and val/ with --data-dir")
     train, val = _tree(folder, "train"), _tree(folder, "val")
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))[0]
-        raise UserError(f"--data-dir {folder!r}: the class {odd!r} is in one of train/ and val/ only: give both the same")
+        raise UserError(f"--data-dir {folder!r}: only one of train/ and val/ has the class {odd!r}: give both the same")
     geometry, evaluation, transform = geometries(options)
     return Task(
         LoaderSource(ImageFiles(train.samples, geometry), options.workers, transform),
@@ -46,12 +46,12 @@ def _tree(folder: str, part: str) -> Tree:
     except OSError as error:  # no such folder, no classes in it, or a class without images
         reason = str(error.strerror or error).partition("\n")[0]
         raise UserError(
-            f"--data-dir {folder!r} is no tree of images ({str(path)!r}: {reason}): put them into {part}/CLASS/*.jpg"
+            f"--data-dir {folder!r} is not an image folder ({str(path)!r}: {reason}): put images into {part}/CLASS/*.jpg"
         ) from error
 
 
 def geometries(options: Options) -> tuple[Geometry, Geometry, Transform]:
-    """For training, for evaluation, and what happens to whole batches."""
+    """Return the geometry for training, the geometry for evaluation, and the transform of whole batches."""
     augment = options.augment or "imagenet"
     if augment == "weights":
         preset = published(options.model or "").transforms()

@@ -1,4 +1,4 @@
-"""Reading image files: decoding, and the augmentation that needs the whole image, one sample at a time."""
+"""Reader of image files: decodes an image and augments it, one sample at a time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ _COMPARED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Geometry:
-    """From an image of any size to one of ``size`` × ``size`` pixels.
+    """Resizing and cropping of an image of any size to ``size`` × ``size`` pixels.
 
-    ``augment`` is "imagenet" (a random part of the image, scaled, flipped in half of the cases), "crop-flip" (scaled so
-    that the shorter side has ``resize`` pixels, a random window of it with ``pad`` pixels of zeros around, flipped in half
-    of the cases), or "none" (scaled likewise, the window from the centre).
+    ``augment`` is one of:
+
+    - "imagenet": a random resized crop, flipped with probability 0.5.
+    - "crop-flip": the shorter side is resized to ``resize`` pixels and ``pad`` zeros are added on each side; then a random
+      crop, flipped with probability 0.5.
+    - "none": the shorter side is resized to ``resize`` pixels; then a centre crop.
     """
 
     size: int
@@ -36,8 +39,19 @@ class Geometry:
     pad: int = 0
     interpolation: str = "bilinear"
 
+    def check(self, image: Any) -> None:
+        """Raise ValueError where ``image`` is so long and thin that scaling its shorter side would fill the memory."""
+        from PIL import Image
+
+        short, long = sorted(image.size)
+        pixels = self.resize * self.resize * long // max(short, 1)
+        if self.augment != "imagenet" and pixels > 2 * (Image.MAX_IMAGE_PIXELS or pixels):  # PIL's limit for a bomb
+            raise ValueError(
+                f"{image.size[0]} × {image.size[1]} pixels, which become {pixels} when scaled to {self.resize}"
+            )
+
     def pipeline(self) -> Callable[[Any], torch.Tensor]:
-        """From a PIL image to a uint8 tensor (3, size, size). Draws from torch's global random numbers."""
+        """Build the function from a PIL image to a uint8 tensor (3, size, size). It uses torch's global generator."""
         t = v2()
         how = {"interpolation": t.InterpolationMode(self.interpolation), "antialias": True}
         if self.augment == "imagenet":
@@ -55,7 +69,8 @@ class Geometry:
 class ImageFiles:
     """A :class:`~dualtrain.data.loader.Reader` of ``samples``: (path, class number) each.
 
-    Holds nothing of torchvision until it reads, since its arrival in a worker may be what imports torchvision there.
+    torchvision is imported at the first read only, because a worker process unpickles this object before it has installed
+    the torchvision shim.
     """
 
     samples: list[tuple[str, int]]
@@ -65,24 +80,25 @@ class ImageFiles:
         return len(self.samples)
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
-        """Images uint8 (n, 3, size, size) and classes int64 (n,)."""
+        """Read the images, uint8 (n, 3, size, size), and their classes, int64 (n,)."""
         numbers, seed = wanted
         images = torch.empty(len(numbers), 3, self.geometry.size, self.geometry.size, dtype=torch.uint8)
-        for place, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             path = self.samples[number][0]
             try:
                 image = read_image(path).convert("RGB")
+                self.geometry.check(image)
                 with seeded(seed, number):
-                    images[place] = self._pipeline(image)
+                    images[index] = self._pipeline(image)
             except UserError as error:
                 return error
-            except (OSError, ValueError, MemoryError) as error:  # of a size that cannot be cropped or scaled
+            except (OSError, ValueError, MemoryError) as error:  # its size cannot be cropped or resized
                 reason = (str(error) or type(error).__name__).partition("\n")[0]
-                return UserError(f"the image {path!r} cannot be used ({reason}): mend or delete it")
+                return UserError(f"the image {path!r} cannot be used ({reason}): fix or delete it")
         return images, torch.tensor([self.samples[number][1] for number in numbers], dtype=torch.int64)
 
     def contents(self, number: int) -> tuple[str, int, bytes]:
-        """An image's place below the folder of its split, its class, and the file's bytes."""
+        """Return an image's path below the folder of its split, its class, and the file's bytes."""
         path, kind = self.samples[number]
         return "/".join(Path(path).parts[-2:]), kind, _bytes_of(path)
 
@@ -95,6 +111,6 @@ class ImageFiles:
 
 
 def _bytes_of(path: str) -> bytes:
-    """The content of a file; of a huge one its beginning. Raises OSError."""
+    """Return the first ``_COMPARED_BYTES`` of a file, which is usually all of it. Raises OSError."""
     with open_regular(path) as file:
         return file.read(_COMPARED_BYTES)

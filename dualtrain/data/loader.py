@@ -1,4 +1,4 @@
-"""Samples that are read by worker processes: torch's DataLoader, asked for the batches that the trainer wants."""
+"""Source of samples that worker processes read: torch's DataLoader over the batches that the trainer requests."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from dualtrain.data.transforms import Transform
 from dualtrain.errors import UserError
 from dualtrain.processes import begin_worker, start_forkserver
 
-Wanted = tuple[list[int], int]  # a batch in plain numbers, since a tensor would cost a file descriptor on its way
+Wanted = tuple[list[int], int]  # sample numbers and seed of a batch; sending a tensor would take a file descriptor
 
 
 class Reader(Protocol):
-    """Reads samples, in a worker process."""
+    """Reader of samples, used in a worker process."""
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
-        """Inputs and targets of a batch, or what is wrong with it: raised here, it would grow a traceback on its way."""
+        """Return inputs and targets of a batch, or the error.
+
+        The error is returned and not raised, because DataLoader would add the worker's traceback to its message.
+        """
 
 
 class LoaderSource(Source):
-    """A :class:`Source` of what ``reader`` reads in ``workers`` processes (0: in this one).
+    """A :class:`Source` whose samples ``reader`` reads in ``workers`` processes (0: in this process).
 
-    ``transform`` is for whole batches, on the device. Workers stay until :meth:`close`, or this process's exit.
+    ``transform`` is applied to whole batches, on the device. Workers run until :meth:`close` or until this process exits.
     """
 
     def __init__(self, reader: Reader, workers: int, transform: Transform | None = None) -> None:
@@ -46,26 +49,26 @@ class LoaderSource(Source):
 
     @property
     def stored(self) -> bool:  # type: ignore[override]
-        """See the base class: where the reader has ``contents`` of its own."""
+        """True if the reader has a method ``contents``. See the base class."""
         return hasattr(self._reader, "contents")
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
-        """See the base class. Read in this process: workers are for the run."""
+        """See the base class. The samples are read in this process; workers are started for training only."""
         read = getattr(self._reader, "contents", None) or (lambda number: _good(self._reader.__getitems__(([number], 0))))
         return (read(number) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """The batches, read and sent ahead. The first stream starts the workers, who stay for the next ones."""
+        """Yield the batches, prefetched. The first stream starts the workers; later ones use them again."""
         if self._loader is None:
             self._loader = self._start(device)
-        asked = _Asked(batches)
-        self._feed.batches = asked
+        requests = _Requests(batches)
+        self._feed.batches = requests
         read = iter(self._loader)
-        # After the workers' start, to run before torch's own ending of them at exit, which waits until they are killed.
+        # Registered after the workers start, so that it runs before torch's own exit handler, which waits for them.
         atexit.unregister(self.close)
         atexit.register(self.close)
         try:
-            for (inputs, targets), batch in zip(_sent(read, device), asked.given(), strict=False):
+            for (inputs, targets), batch in zip(_sent(read, device), requests.in_order(), strict=False):
                 if self._transform is not None:
                     inputs = self._transform(inputs, batch.numbers.to(device), batch.seed)
                 yield inputs, targets
@@ -74,21 +77,21 @@ class LoaderSource(Source):
             raise
 
     def close(self) -> None:
-        """Ends the workers; a stream that is still open cannot go on."""
+        """Stop the workers. An open stream cannot continue."""
         atexit.unregister(self.close)
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
-            # Not left to its end of life: an error's traceback may keep it until the workers' queues are gone.
+            # Don't wait for garbage collection: an error's traceback may keep the iterator alive for too long.
             iterator._shutdown_workers()
             for worker in getattr(iterator, "_workers", ()):
                 if worker.is_alive():
-                    worker.kill()  # one that hangs in a read; it ignores SIGTERM
+                    worker.kill()  # it hangs in a read, and workers ignore SIGTERM
         self._loader = None
 
     def _start(self, device: torch.device) -> DataLoader[Any]:
         options: dict[str, Any] = {}
         if self._workers:
-            # A fork of this process would share its GPU context, its threads and its communicators' sockets.
+            # Don't fork this process: the child would inherit its GPU context and its communicators' sockets.
             context = multiprocessing.get_context("forkserver")
             start_forkserver(["dualtrain.data.preload"])
             options = {"multiprocessing_context": context, "persistent_workers": True, "worker_init_fn": _begin}
@@ -98,13 +101,13 @@ class LoaderSource(Source):
             num_workers=self._workers,
             collate_fn=_as_read,  # type: ignore[arg-type]
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # else each epoch would draw from the model's random numbers
+            generator=torch.Generator(),  # otherwise each epoch would advance the global generator
             **options,
         )
 
 
 class _Feed:
-    """The batches that the DataLoader asks for, replaced for each stream."""
+    """The DataLoader's batch sampler; each stream replaces its batches."""
 
     batches: Iterable[Wanted] = ()
 
@@ -112,8 +115,8 @@ class _Feed:
         return iter(self.batches)
 
 
-class _Asked:
-    """Batches on their way to the workers, remembered until their samples come back."""
+class _Requests:
+    """Batches that were requested from the workers, kept until their samples arrive."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches = batches
@@ -124,7 +127,7 @@ class _Asked:
             self._waiting.append(batch)
             yield batch.numbers.tolist(), batch.seed
 
-    def given(self) -> Iterator[Batch]:
+    def in_order(self) -> Iterator[Batch]:
         while True:
             yield self._waiting.pop(0)
 
@@ -134,12 +137,12 @@ def _as_read(batch: Tensors | UserError) -> Tensors | UserError:
 
 
 def _begin(worker: int) -> None:
-    """Signals to the whole job are for the trainer, which needs batches until its next step's end."""
+    """Ignore the job's signals in a worker: the trainer handles them, and needs batches until its step ends."""
     begin_worker()
 
 
 def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Iterator[Tensors]:
-    """The batches on ``device``; to a GPU, one is on its way while the one before is computed with."""
+    """Copy the batches to ``device``; to a GPU, one is copied while the trainer computes with the one before."""
     if device.type != "cuda":
         for batch in batches:
             inputs, targets = _good(batch)
@@ -147,22 +150,22 @@ def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Itera
         return
     side, ahead = torch.cuda.Stream(device), None
     for batch in batches:
-        behind, ahead = ahead, _send(_good(batch), side)
-        if behind is not None:
-            yield _arrived(*behind)
+        current, ahead = ahead, _send(_good(batch), side)
+        if current is not None:
+            yield _arrived(*current)
     if ahead is not None:
         yield _arrived(*ahead)
 
 
 def _send(batch: Tensors, side: torch.cuda.Stream) -> tuple[Tensors, torch.cuda.Event]:
-    """``batch`` on its way to the GPU, and the event of its arrival."""
+    """Start the copy of ``batch`` to the GPU on the stream ``side``; return it with the event of the copy's end."""
     with torch.cuda.stream(side):
         inputs, targets = (tensor.to(side.device, non_blocking=True) for tensor in batch)
         return (inputs, targets), side.record_event()
 
 
 def _arrived(batch: Tensors, sent: torch.cuda.Event) -> Tensors:
-    """``batch``, which later work may use: it waits for the copy, and the memory stays until that work is done."""
+    """Make the current stream wait for the copy, and keep the batch's memory until the work on that stream is done."""
     for tensor in batch:
         current = torch.cuda.current_stream(tensor.device)
         current.wait_event(sent)

@@ -1,4 +1,4 @@
-"""Datasets that live whole on the device: a batch is one gathering of rows, and augmentation is one more."""
+"""Source of datasets that fit on the device: each batch is one ``index_select``, followed by the transform."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dualtrain.data.transforms import Transform
 class TensorSource(Source):
     """``inputs`` (N, …), uint8 or float32, and ``targets`` (N,), int64.
 
-    ``transform`` makes the model's inputs of a batch of rows; without it they are given as they are.
+    ``transform`` turns a batch of ``inputs`` into the model's inputs; without it they are passed on unchanged.
     """
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, transform: Transform | None = None) -> None:
@@ -31,10 +31,10 @@ class TensorSource(Source):
         return ((self._inputs[number], self._targets[number]) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """The batches, float32 and int64. The split moves to ``device`` at the first one, to stay there."""
+        """Yield the batches, float32 and int64. The first call moves the whole split to ``device``, where it stays."""
         self._inputs, self._targets = self._inputs.to(device), self._targets.to(device)
         for batch in batches:
             numbers = batch.numbers.to(device)
-            rows = self._inputs.index_select(0, numbers)  # whole rows, not number by number
+            rows = self._inputs.index_select(0, numbers)  # faster than indexing: it copies whole rows
             inputs = rows if self._transform is None else self._transform(rows, numbers, batch.seed)
             yield inputs, self._targets.index_select(0, numbers)

@@ -24,7 +24,7 @@ CLASSES = 10
 
 
 def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[Tensors, Tensors]:
-    """The 60,000 training and 10,000 test images, uint8 (N, 1, 28, 28), and their classes, int64 (N,).
+    """Read the 60,000 training and 10,000 test images, uint8 (N, 1, 28, 28), and their classes, int64 (N,).
 
     Raises:
         UserError: no folder is given, it does not hold the files, or the download fails.
@@ -56,30 +56,30 @@ def _read_part(images: Path, labels: Path) -> Tensors:
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
-    """The uint8 values of a file in the idx format, (n, *shape).
+    """Read the uint8 values, (n, *shape), of a file in the idx format.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not in this format, or not of this type and shape.
+        OSError: the file cannot be read.
+        ValueError: it is not in the idx format, or has another type or shape.
     """
     dimensions = 1 + len(shape)
     with open_regular(path) as file:
         head = file.read(4 * (1 + dimensions))
         if len(head) < 4 * (1 + dimensions) or head[:4] != bytes([0, 0, UINT8, dimensions]):
-            raise ValueError(f"{path.name} is no idx file of uint8 values in {dimensions} dimensions")
+            raise ValueError(f"{path.name} is not an idx file of uint8 values in {dimensions} dimensions")
         count, *found = struct.unpack(f">{dimensions}I", head[4:])
         size = os.fstat(file.fileno()).st_size
         if tuple(found) != shape or size != len(head) + count * math.prod(shape):
-            raise ValueError(f"{path.name} has {size} bytes and is said to have the shape {(count, *found)}")
+            raise ValueError(f"{path.name} has {size} bytes, but its header says the shape {(count, *found)}")
         values = numpy.fromfile(file, dtype=numpy.uint8, count=count * math.prod(shape))
     return torch.from_numpy(values.reshape(count, *shape))
 
 
 def _download(name: str, kind: Any, folder: str) -> None:
-    fetched = kind.__new__(kind)  # without reading what is there
+    fetched = kind.__new__(kind)  # its __init__ would read the files
     fetched.root = folder
     try:
-        fetched.download()  # both parts at once, each file checked by its hash
+        fetched.download()  # training and test part; torchvision checks the hash of each file
     except (URLError, OSError, RuntimeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1] if lines else type(error).__name__

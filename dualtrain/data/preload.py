@@ -1,4 +1,4 @@
-"""Imported once by the server that worker processes are forked from, so that each of them starts at once."""
+"""Imports for worker processes: the fork server loads this module once, so that each worker starts quickly."""
 
 from dualtrain.data import files
 from dualtrain.data.transforms import v2

@@ -1,7 +1,7 @@
-"""Which samples make up which batch.
+"""Order of the samples and their division into batches.
 
-A pure function of (seed, epoch, batch number): not of the world size, the backend, or where a run was interrupted.
-Ranks take consecutive parts of a global batch, as equal as can be.
+The samples of a global batch are a pure function of (seed, epoch, batch number). They do not depend on the world size, the
+backend, or restarts. Each rank gets a consecutive part of the global batch; the parts differ by at most one sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dualtrain.data.draws import derived
 class Sampler:
     """The order of ``samples`` samples, in global batches of ``global_batch``.
 
-    The last of an epoch may be shorter, or is left out with ``drop_last``.
+    The last batch of an epoch may be shorter; ``drop_last`` leaves it out.
     """
 
     samples: int
@@ -28,16 +28,16 @@ class Sampler:
 
     @property
     def batches(self) -> int:
-        """Global batches in an epoch."""
+        """Number of global batches in an epoch."""
         return self.samples // self.global_batch if self.drop_last else -(-self.samples // self.global_batch)
 
     @property
     def smallest(self) -> int:
-        """Samples in the last batch of an epoch."""
+        """Number of samples in the last batch of an epoch."""
         return self.global_batch if self.drop_last else (self.samples - 1) % self.global_batch + 1
 
     def batch(self, epoch: int, number: int) -> torch.Tensor:
-        """The sample numbers of a global batch. int64, (global_batch,) or fewer in the last batch."""
+        """Return the sample numbers of a global batch: int64, (global_batch,), fewer in the last batch."""
         order = _order(self.samples, self.seed, epoch)
         return order[number * self.global_batch : (number + 1) * self.global_batch]
 
@@ -49,5 +49,5 @@ def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def share(batch: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Rank ``rank``'s part of a global batch: consecutive, at most one sample more than another rank's."""
+    """Return the consecutive part of a global batch that ``rank`` processes. Parts differ by at most one sample."""
     return batch.tensor_split(size)[rank]

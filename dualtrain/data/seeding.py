@@ -1,4 +1,4 @@
-"""Libraries' global random numbers, made a function of (seed, sample) while a sample is read."""
+"""Seeding of the global random number generators while one sample is read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dualtrain.data.draws import sample_seed
 
 @contextmanager
 def seeded(seed: int, number: int) -> Iterator[None]:
-    """Seeds torch (CPU), ``random`` and numpy for one sample, and puts their states back afterwards.
+    """Seed torch (CPU), ``random`` and numpy from (seed, sample number), and restore their states afterwards.
 
-    Not ``torch.manual_seed``, which would also seed the GPUs that the model draws from.
+    ``torch.manual_seed`` is not used because it would also seed the GPUs, whose random numbers are the model's.
     """
     value = sample_seed(seed, number)
     states = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()

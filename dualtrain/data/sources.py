@@ -1,6 +1,6 @@
-"""What the trainer sees of data: numbered samples that come in the batches it asks for.
+"""Interface between data and trainer: numbered samples, delivered in the batches that the trainer requests.
 
-A source is for training (augmented) or for evaluation (not). It never decides an order: that is the sampler's business.
+A source is for training (augmented) or for evaluation (not augmented). It never chooses the order; the sampler does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 class Batch:
     """The samples ``numbers``, int64, (n,), of a split; n may be 0.
 
-    ``seed`` decides their augmentation: what happens to sample i is a function of (seed, i) alone, whatever the world
-    size, the batch's other samples, the worker processes, or where a run was interrupted.
+    ``seed`` determines their augmentation: that of sample i is a function of (seed, i) alone. It does not depend on the
+    world size, the other samples of the batch, the worker processes, or restarts.
     """
 
     numbers: torch.Tensor
@@ -33,38 +33,38 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
 
     @abstractmethod
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """Inputs (n, …) and targets of each batch, in order, on ``device``. One stream at a time.
+        """Yield inputs (n, …) and targets of each batch, in order, on ``device``. Only one stream may be open at a time.
 
-        ``batches`` is read ahead of what has been given out. An empty batch gives tensors of no samples.
+        ``batches`` is iterated ahead of the batches yielded (prefetching). An empty batch gives tensors with n = 0.
 
         Raises:
             UserError: a sample cannot be read.
         """
 
-    #: Whether ``contents`` gives samples as they are stored: the same bits on every processor.
+    #: Whether ``contents`` yields samples as they are stored, which gives the same bits on every kind of processor.
     stored: bool = False
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
-        """Each of the samples ``numbers`` before augmentation, as tensors, bytes or plain values: ranks compare them.
+        """Yield the samples ``numbers`` before augmentation, as tensors, bytes or plain values. Ranks compare them.
 
-        Here: what a stream gives for the seed 0, with which augmentation is the same on every rank.
+        The default yields the samples of a stream with seed 0, whose augmentation is the same on every rank.
         """
         return self.stream((Batch(torch.tensor([number])) for number in numbers), torch.device("cpu"))
 
     def close(self) -> None:  # noqa: B027 -- most sources have nothing to end
-        """Ends worker processes, if there are any. The source can be used again."""
+        """Stop the worker processes, if there are any. The source can be used again."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A dataset and what is to be learned from it.
+    """A dataset and the kind of its targets.
 
-    ``kind`` is "classes" for cross entropy of logits (n, classes) against int64 (n,), or "tokens" for logits
-    (n, t, classes) against int64 (n, t), -100 where nothing is to be predicted.
+    ``kind`` is "classes" for cross entropy of logits (n, classes) and targets int64 (n,), or "tokens" for cross entropy of
+    logits (n, t, classes) and targets int64 (n, t), in which -100 marks positions without a loss.
     """
 
     train: Source
@@ -72,9 +72,9 @@ class Task:
     shape: tuple[int, ...]  # of one input
     classes: int
     kind: Kind = "classes"
-    names: tuple[str, ...] | None = None  # of the classes, where they have any
+    names: tuple[str, ...] | None = None  # names of the classes, if they have any
 
     def close(self) -> None:
-        """Ends the worker processes of both splits."""
+        """Stop the worker processes of both splits."""
         self.train.close()
         self.val.close()

@@ -1,4 +1,4 @@
-"""Random inputs and classes, made as they are asked for: benchmarks without data."""
+"""Random inputs and classes for benchmarks without data, generated on request."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dualtrain.data import draws
 from dualtrain.data.options import Options
 from dualtrain.data.sources import Batch, Source, Task, Tensors
 
-PLACES = 1 << 16  # starts of the windows
-STRIDE = 40503  # between neighbours; odd, so that no two of PLACES samples are alike
+WINDOWS = 1 << 16  # number of windows in the row of random numbers
+STRIDE = 40503  # between the windows of samples i and i + 1; odd, so that WINDOWS consecutive samples all differ
 SHAPE = (3, 224, 224)
 CLASSES = 1000
 VAL_SHARE = 5
 
 
 class SyntheticSource(Source):
-    """``samples`` inputs of ``shape``, float32, uniform with mean 0 and variance 1, with classes that mean nothing.
+    """``samples`` inputs of ``shape``, float32, uniform with mean 0 and variance 1, with random classes.
 
-    Each input is a window of one row of random numbers, since drawing them all would be most of a small step.
+    Each input is a window of one row of random numbers: generating every input anew would take most of a short step.
     """
 
     def __init__(self, samples: int, shape: tuple[int, ...], classes: int, seed: int) -> None:
@@ -35,20 +35,20 @@ class SyntheticSource(Source):
         return self._samples
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """The batches; a sample is the same in each epoch, on each device."""
+        """Yield the batches. A sample is the same in every epoch and on every device."""
         size = math.prod(self._shape)
         if not len(self._row) or self._row.device != device:
-            row = draws.bits(self._seed, torch.zeros(1, dtype=torch.int64, device=device), size + PLACES - 1)[0]
+            row = draws.bits(self._seed, torch.zeros(1, dtype=torch.int64, device=device), size + WINDOWS - 1)[0]
             self._row = ((draws.uniform(row) - 0.5) * math.sqrt(12)).float()
         windows = self._row.unfold(0, size, 1)
         for batch in batches:
             numbers = batch.numbers.to(device)
-            inputs = windows[numbers * STRIDE % PLACES].reshape(len(numbers), *self._shape)
+            inputs = windows[numbers * STRIDE % WINDOWS].reshape(len(numbers), *self._shape)
             yield inputs, draws.below(draws.bits(self._seed + 1, numbers, 1)[:, 0], self._classes)
 
 
 def load_synthetic(options: Options) -> Task:
-    """Synthetic training and evaluation data of ``options``' shape, classes and samples."""
+    """Make synthetic training and evaluation data with the shape, classes and number of samples in ``options``."""
     shape, classes = options.input_shape(SHAPE), options.classes or CLASSES
     train = SyntheticSource(options.samples, shape, classes, seed=0)
     val = SyntheticSource(max(1, options.samples // VAL_SHARE), shape, classes, seed=2)

@@ -1,7 +1,7 @@
 """Masked language modelling on plain text.
 
-Tokens are words and punctuation marks, those of the training part that are frequent enough; what is masked where is a
-function of (seed, sample).
+Tokens are words and punctuation marks; the vocabulary holds the most frequent ones of the training part. Which tokens of a
+sample are masked is a function of (seed, sample).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dualtrain.files import read_text
 
 SPECIAL = ("[PAD]", "[UNK]", "[MASK]", "[CLS]")
 PAD, UNK, MASK, CLS = range(4)
-IGNORED = -100  # the target of what is not to be predicted, cross_entropy's own default
-CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1  # of all tokens; of the chosen ones: made [MASK], made another token
+IGNORED = -100  # the target at positions without a loss: the default ignore_index of cross_entropy
+CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1  # fraction of tokens chosen; of these, replaced by [MASK], by a random token
 
 
 class MaskedText(Source):
     """Token sequences (N, t), int64, of a vocabulary of ``size`` tokens.
 
-    ``seed`` set masks the same at each pass, for evaluation; ``None`` leaves it to the batches.
+    With a ``seed``, each pass masks the same tokens, for evaluation; with ``None``, the seed of each batch is used.
     """
 
     def __init__(self, tokens: torch.Tensor, size: int, seed: int | None = None) -> None:
@@ -41,21 +41,24 @@ class MaskedText(Source):
         return len(self._tokens)
 
     def contents(self, numbers: Sequence[int]) -> Iterator[torch.Tensor]:
-        """The tokens, not masked."""
+        """Yield the tokens without masking."""
         return (self._tokens[number] for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """Masked tokens and targets, int64 (n, t) each."""
+        """Yield masked tokens and targets, int64 (n, t) each."""
         self._tokens = self._tokens.to(device)
         for batch in batches:
             numbers = batch.numbers.to(device)
             seed = batch.seed if self._seed is None else self._seed
-            rows = self._tokens.index_select(0, numbers)  # whole rows, not number by number
+            rows = self._tokens.index_select(0, numbers)  # faster than indexing: it copies whole rows
             yield mask(rows, draws.bits(seed, numbers, 3 * self._tokens.shape[1]), self._size)
 
 
 def mask(tokens: torch.Tensor, random: torch.Tensor, size: int) -> Tensors:
-    """Inputs with some of ``tokens`` (n, t) hidden, and targets with all but those ignored. ``random`` (n, 3t), int64."""
+    """Mask some of ``tokens`` (n, t). Return the inputs, and targets that are ``IGNORED`` elsewhere.
+
+    ``random``, int64 (n, 3t), holds random bits for the choice, the kind of replacement and the random token.
+    """
     choice, way, other = random.chunk(3, 1)
     chosen = (draws.uniform(choice) < CHOSEN) & (tokens != PAD) & (tokens != CLS)
     way = draws.uniform(way)
@@ -66,7 +69,7 @@ def mask(tokens: torch.Tensor, random: torch.Tensor, size: int) -> Tensors:
 
 
 def load_text(options: Options) -> Task:
-    """The text of ``options``, cut into sequences; a tenth of them is set aside by a fixed draw.
+    """Load a text and split it into sequences; a random tenth of them, with a fixed seed, is for validation.
 
     Raises:
         UserError: the file cannot be read or is too short.
@@ -79,8 +82,8 @@ def load_text(options: Options) -> Task:
     if len(sequences) < 10:
         where = f" in {options.text_file!r}" if options.text_file else ""
         raise UserError(
-            f"the text{where} has {len(words)} tokens, {len(sequences)} sequences, and 10 are needed: give a longer "
-            "--text-file, or a shorter --sequence-length"
+            f"the text{where} has {len(words)} tokens, which make {len(sequences)} sequences, and 10 are needed: give a "
+            "longer --text-file, or a shorter --sequence-length"
         )
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0)).tolist()
     val, train = order[: len(order) // 10], order[len(order) // 10 :]
@@ -106,7 +109,7 @@ def _text(file: str | None) -> str:
 
 
 def _vocabulary(sequences: list[list[str]], size: int) -> dict[str, int]:
-    """The most frequent words and their numbers, after the special tokens; ties in alphabetical order."""
+    """Number the most frequent words, after the special tokens; equally frequent words are in alphabetical order."""
     room = size - len(SPECIAL)
     if room < 1:
         raise UserError(f"--vocabulary must be above {len(SPECIAL)}, the special tokens, not {size}")

@@ -1,4 +1,4 @@
-"""What happens to a batch of images that is on the device already: scaling, random crops and flips, normalization."""
+"""Transforms of a batch of images on the device: resizing, random crops and flips, normalization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from dualtrain.data import draws
 from dualtrain.torchvision_shim import with_torchvision_shim
 
-# (images (n, c, h, w), uint8 or float; their numbers (n,); seed) → inputs (n, c, size, size), float32
+# (images (n, c, h, w), uint8 or float; sample numbers (n,); seed) → inputs (n, c, size, size), float32
 Transform = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -21,17 +21,20 @@ IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @cache
 def v2() -> Any:
-    """The module torchvision.transforms.v2."""
+    """Import and return the module torchvision.transforms.v2."""
     return with_torchvision_shim(lambda: import_module("torchvision.transforms.v2"))
 
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """A :data:`Transform`. Values become float32, those of integers from 0 to 1.
+    """A :data:`Transform` that resizes, crops and normalizes. Values become float32, integers scaled to [0, 1].
 
-    ``resize`` scales the shorter side to so many pixels; ``size`` is the side of the crop afterwards, taken at random
-    from the image with ``pad`` pixels of zeros around it and flipped in half of the cases where ``augment``, else taken
-    from the centre; ``statistics`` normalize.
+    Args:
+        size: side of the crop in pixels; ``None`` for no crop.
+        resize: length of the shorter side in pixels before the crop; ``None`` for no resizing.
+        augment: take the crop at a random position and flip it with probability 0.5; otherwise it is a centre crop.
+        pad: pixels of zeros on each side before a random crop.
+        statistics: mean and standard deviation of each channel to normalize with.
     """
 
     size: int | None = None
@@ -57,7 +60,7 @@ class ImageTransform:
 
 @dataclass(frozen=True)
 class WeightsTransform:
-    """A :data:`Transform`: the one that came with published weights, ``preset``. Grey images become coloured ones."""
+    """A :data:`Transform` that applies ``preset``, published with weights. Grey images are expanded to three channels."""
 
     preset: Callable[[torch.Tensor], torch.Tensor]
 
@@ -70,7 +73,7 @@ class WeightsTransform:
 
 
 def to_float(images: torch.Tensor, statistics: Statistics | None) -> torch.Tensor:
-    """Images (n, c, h, w) as float32, those of integers from 0 to 1, normalized where there are ``statistics``."""
+    """Convert images (n, c, h, w) to float32, integers scaled to [0, 1], and normalize them if ``statistics`` are given."""
     functional = v2().functional
     images = functional.to_dtype(images, torch.float32, scale=True)
     if statistics is not None:
@@ -79,9 +82,9 @@ def to_float(images: torch.Tensor, statistics: Statistics | None) -> torch.Tenso
 
 
 def crop_and_flip(images: torch.Tensor, size: int, random: torch.Tensor) -> torch.Tensor:
-    """A window of ``size`` × ``size`` of each image (n, c, h, w), at a place of its own, flipped or not.
+    """Crop each image (n, c, h, w) to ``size`` × ``size`` at a random position of its own, and flip it or not.
 
-    ``random`` (n, 3), int64: bits for the row, the column and the flip.
+    ``random``, int64 (n, 3), holds random bits for the row, the column and the flip.
     """
     channels, height, width = images.shape[1:]
     step = torch.arange(size, device=images.device)

@@ -1,4 +1,4 @@
-"""The image files below a folder of classes, in the order in which torchvision's ``ImageFolder`` has them."""
+"""Listing of the image files below a folder of classes, in the order of torchvision's ``ImageFolder``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 @dataclass(frozen=True)
 class Tree:
-    """The classes, in alphabetical order, and (path, class number) of each image."""
+    """The classes in alphabetical order, and the (path, class number) of each image."""
 
     classes: list[str]
     samples: list[tuple[str, int]]
 
 
 def read_tree(folder: str) -> Tree:
-    """The classes and images of ``folder``, which has a folder for each class.
+    """List the classes and images of ``folder``, which has one folder per class.
 
     Raises:
-        OSError: a folder cannot be read, or there are no classes, or no images in one.
-        UserError: an image is no regular file, or a link leads back to a folder that it is in.
+        OSError: a folder cannot be read, there are no classes, or a class has no images.
+        UserError: an image is not a regular file, or a link leads to a folder that contains it.
     """
     with os.scandir(folder) as entries:
         classes = sorted(entry.name for entry in entries if entry.is_dir())
@@ -39,20 +39,20 @@ def read_tree(folder: str) -> Tree:
 
 
 def _images(top: str) -> list[str]:
-    """The images below ``top``, links to folders followed: by folder, then by name."""
+    """List the images below ``top``, sorted by folder, then by name. Links to folders are followed."""
     found: list[tuple[str, list[str]]] = []
-    waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
-    while waiting:
-        folder, above = waiting.pop()
+    pending: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
+    while pending:
+        folder, above = pending.pop()
         status = os.stat(folder)
         identity = status.st_dev, status.st_ino
         if identity in above:
-            raise UserError(f"{folder!r} is a link to a folder that it is in: delete it, since its images have no end")
+            raise UserError(f"{folder!r} is a link to a folder that contains it: delete the link")
         names = []
         with os.scandir(folder) as entries:
             for entry in entries:
                 if _is_dir(entry):
-                    waiting.append((entry.path, above | {identity}))
+                    pending.append((entry.path, above | {identity}))
                 elif entry.name.lower().endswith(EXTENSIONS):
                     _check_image(entry)
                     names.append(entry.name)
@@ -63,14 +63,14 @@ def _images(top: str) -> list[str]:
 def _is_dir(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads nowhere
+    except OSError:  # a broken link
         return False
 
 
 def _check_image(entry: os.DirEntry[str]) -> None:
     try:
-        regular = entry.is_file()  # known from the folder, without a look at the file, unless it is a link
+        regular = entry.is_file()  # the directory entry says so; only a link needs a stat call
     except OSError as error:
-        raise UserError(f"the image {entry.path!r} cannot be read ({error.strerror}): mend or delete it") from error
+        raise UserError(f"the image {entry.path!r} cannot be read ({error.strerror}): fix or delete it") from error
     if not regular:
-        raise UserError(f"the image {entry.path!r} cannot be read (no regular file): mend or delete it")
+        raise UserError(f"the image {entry.path!r} cannot be read (not a regular file): fix or delete it")

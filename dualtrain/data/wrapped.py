@@ -1,4 +1,4 @@
-"""Data that the user's own code builds: ``pkg.mod:build``."""
+"""Datasets that the user's own code builds: ``--dataset pkg.mod:build``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Samples:
 
     def __init__(self, dataset: Any, sample: Tensors) -> None:
         self.dataset = dataset
-        self.sample = sample  # gives an empty batch its shapes
+        self.sample = sample  # its shapes are those of an empty batch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
-        """Inputs and targets, stacked; errors of the dataset's own pass through."""
+        """Read the samples and stack them. Exceptions of the dataset itself pass through."""
         numbers, seed = wanted
         if not numbers:
             inputs, targets = (part.new_empty(0, *part.shape) for part in self.sample)
@@ -40,19 +40,19 @@ class Samples:
         try:
             inputs, targets = _stacked(samples)
         except ValueError as error:
-            return UserError(f"sample {numbers[0]} of the dataset and others do not go into one batch: {error}")
+            return UserError(f"sample {numbers[0]} of the dataset and others do not fit into one batch: {error}")
         return inputs, targets
 
     def __reduce__(self) -> Any:
-        # In a worker process, unpickling it may be what imports torchvision.
+        # Unpickling the dataset may import torchvision, which needs the shim; a worker process has not loaded it yet.
         return _unpickled, (pickle.dumps((self.dataset, self.sample)),)
 
 
 def _stacked(samples: list[Any]) -> Any:
-    """The samples as a batch. Raises ValueError or TypeError."""
+    """Stack the samples to a batch. Raises ValueError or TypeError."""
     try:
         return default_collate(samples)
-    except RuntimeError as error:  # of torch: sizes or kinds of tensors
+    except RuntimeError as error:  # torch's: tensors of different sizes or kinds
         raise ValueError(str(error).partition("\n")[0]) from error
 
 
@@ -61,17 +61,17 @@ def _unpickled(content: bytes) -> Samples:
 
 
 def load_own(name: str, folder: str | None, options: Options) -> Task:
-    """What the callable ``name`` gives for ``folder``: a :class:`Task`, or a pair of datasets, for training and evaluation.
+    """Call ``name`` with ``folder``; it must return a :class:`Task`, or two datasets, for training and evaluation.
 
     Raises:
-        UserError: it is not there, or gives something else.
+        UserError: the callable does not exist, or returns something else.
     """
     built = call_user_code(name, "--dataset", "the folder of --data-dir", folder)
     if isinstance(built, Task):
         return built
     if not isinstance(built, tuple | list) or len(built) != 2 or not all(map(_map_style, built)):
         raise UserError(
-            f"--dataset {name!r} gave a {type(built).__name__}: it must return a dualtrain.data.Task, or two map-style "
+            f"--dataset {name!r} returned a {type(built).__name__}: it must return a dualtrain.data.Task, or two map-style "
             "datasets, for training and evaluation"
         )
     return wrap(built[0], built[1], classes=options.classes, workers=options.workers, name=name)
@@ -82,12 +82,12 @@ def _map_style(part: Any) -> bool:
 
 
 def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, name: str = "dataset") -> Task:
-    """A :class:`Task` of two map-style torch datasets, whose samples are (tensor, class number or int64 tensor (t,)).
+    """Make a :class:`Task` of two map-style datasets, whose samples are (tensor, class number or int64 tensor (t,)).
 
-    ``classes`` where the training dataset has no attribute ``classes`` (names) or ``num_classes``.
+    ``classes`` is needed if the training dataset has no attribute ``classes`` (the names) or ``num_classes``.
 
     Raises:
-        UserError: samples of another kind, or nobody says how many classes there are.
+        UserError: samples of another kind, or an unknown number of classes.
     """
     known = len(train.classes) if hasattr(train, "classes") else getattr(train, "num_classes", None)
     classes = classes or known

@@ -1,1 +1,1 @@
-"""Before the story: whether a run would work here, and what to mend if not. Nothing else depends on it."""
+"""Diagnosis of the machine: would a run work here, and if not, what to fix. No other package imports it."""

@@ -1,4 +1,4 @@
-"""From all ranks' facts to what is wrong: one line each, with its cure."""
+"""Problems and notes that follow from all ranks' facts: one line each, with the cure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CURES = {
 
 
 def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
-    """What keeps a run on the backend ``chosen`` from working, and what is merely worth knowing."""
+    """Return the problems that prevent a run on the backend ``chosen``, and notes about everything else."""
     problems, notes = _mixed(rows), _other_versions(rows)
     for name in ("torch", "horovod"):
         failures = _failures(rows, name)
@@ -25,7 +25,7 @@ def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
     if rebuilt := _built_for_another(rows):
         broken = chosen == "horovod" and bool(_failures(rows, "horovod"))
         (problems if broken else notes).append(rebuilt)
-    # One line for each host, of the first of its ranks that has one.
+    # One line per host: that of its first rank that has one.
     found = {row["host"]: line for row in reversed(rows) if (line := gpu_advice(row))}
     return problems, [*notes, *found.values(), *_crowded(rows)]
 
@@ -35,7 +35,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _grouped(rows: Sequence[Row], values: Sequence[Any]) -> dict[Any, list[int]]:
-    """The ranks that have each value."""
+    """Group the ranks by value."""
     found: dict[Any, list[int]] = {}
     for row, value in zip(rows, values, strict=True):
         found.setdefault(value, []).append(row["rank"])
@@ -64,9 +64,9 @@ def _mixed(rows: Sequence[Row]) -> list[str]:
     ]
     launchers = _grouped(rows, [(row["launcher"], row["size"]) for row in rows])
     if len(launchers) > 1:
-        said = ", ".join(f"{name} with {size} on {_ranks(ranks)}" for (name, size), ranks in launchers.items())
+        found = ", ".join(f"{name} with {size} on {_ranks(ranks)}" for (name, size), ranks in launchers.items())
         lines.append(
-            f"the ranks disagree on who started them: {said}; start all with one launcher, from a clean environment"
+            f"the ranks were started by different launchers: {found}; start all with one, from a clean environment"
         )
     return lines
 
@@ -93,10 +93,8 @@ def _crowded(rows: Sequence[Row]) -> list[str]:
     lines = []
     for host in dict.fromkeys(row["host"] for row in rows):
         here = [row for row in rows if row["host"] == host]
-        cores = set().union(*(row["cores"] for row in here))  # mpirun gives each rank one of its own
-        places, what = (len(here[0]["devices"]), "GPUs") if here[0]["cuda"] else (len(cores), "cores")
-        if len(here) > places:
-            lines.append(
-                f"{host} has {len(here)} ranks for {places} {what}: they share them, and slow each other down; start fewer"
-            )
+        cores = set().union(*(row["cores"] for row in here))  # mpirun binds each rank to a core of its own
+        available, what = (len(here[0]["devices"]), "GPUs") if here[0]["cuda"] else (len(cores), "cores")
+        if len(here) > available:
+            lines.append(f"{host} has {len(here)} ranks for {available} {what}: they slow each other down; start fewer")
     return lines

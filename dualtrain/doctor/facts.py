@@ -1,4 +1,4 @@
-"""What one process can say of itself and its host without talking to the others."""
+"""Facts about one process and its host, collected without communication."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import torch
 
 from dualtrain.backends import horovod as horovod_backend
 from dualtrain.backends import torch as torch_backend
-from dualtrain.backends.hosts import WISHES
 from dualtrain.doctor.gpu import gpu_facts
 from dualtrain.doctor.network import interfaces
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, ignored
+from dualtrain.rendezvous.hosts import OVERRIDES
 from dualtrain.version import __version__
 
-# Asked in a child: in this process, MPI is for the backends to start, and a broken one may end the process.
+# Runs in a child process: a broken MPI may end it, and in this process only a backend may initialize MPI.
 _MPI_VERSION = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -34,7 +34,7 @@ print(MPI.Get_library_version())
 
 
 def gather(world: World) -> dict[str, Any]:
-    """The facts of this process: plain values, to be sent to rank 0. Blocks for a second or so; asks no other rank."""
+    """Collect the facts of this process as plain values. Blocks for about a second; not collective."""
     built, unusable = _horovod()
     return {
         "rank": world.rank,
@@ -49,7 +49,7 @@ def gather(world: World) -> dict[str, Any]:
         "gpu": gpu_facts(),
         "devices": _devices(),
         "interfaces": interfaces(),
-        "wishes": {name: os.environ[name] for name in WISHES if os.environ.get(name)},
+        "overrides": {name: os.environ[name] for name in OVERRIDES if os.environ.get(name)},
         "versions": _versions(),
         "torch": torch_backend.build_facts(),
         "horovod": built,
@@ -58,10 +58,10 @@ def gather(world: World) -> dict[str, Any]:
 
 
 def _horovod() -> tuple[dict[str, Any] | None, str | None]:
-    """Horovod's build facts, or why there are none."""
+    """Return Horovod's build facts, or the reason why there are none."""
     try:
         return horovod_backend.build_facts(), None
-    except Exception as error:  # a broken build fails in many ways, and none may end the report
+    except Exception as error:  # a broken build can raise anything; the report must go on
         return None, " ".join((str(error) if isinstance(error, UserError) else f"it cannot be loaded: {error}").split())
 
 
@@ -82,14 +82,14 @@ def _versions() -> dict[str, str | None]:
 def _mpi() -> str:
     try:
         command = [sys.executable, "-c", _MPI_VERSION]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except subprocess.TimeoutExpired:
-        said = ""
-    return said.splitlines()[0].partition(", package")[0].strip("\0 ") if said else "mpi4py cannot load it"
+        output = ""
+    return output.splitlines()[0].partition(", package")[0].strip("\0 ") if output else "mpi4py cannot load it"
 
 
 def _devices() -> list[str]:
-    """The GPUs that this process sees, or its processor."""
+    """Return the names of the GPUs that this process sees, or of its processor."""
     if torch.cuda.is_available():
         each = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
         return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in each]

@@ -1,4 +1,4 @@
-"""CUDA, NCCL and the NVIDIA driver: what there is, and whether it fits together."""
+"""Versions of CUDA, NCCL and the NVIDIA driver, and whether they are compatible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUILD = "DUALTRAIN_GPU=nccl bash launch/setup.sh"
 def gpu_facts(version_file: Path = Path("/proc/driver/nvidia/version"), library: str = "libcuda.so.1") -> dict[str, Any]:
     """Return the versions of CUDA and NCCL in torch, of the driver, and of the newest CUDA that the driver runs.
 
-    Plain values, None for what is not there. Initializes no GPU.
+    Plain values; None for what is missing. Initializes no GPU.
     """
     return {
         "cuda": torch.version.cuda,
@@ -85,8 +85,8 @@ def gpu_advice(row: Mapping[str, Any]) -> str | None:
         return f"{host} has an NVIDIA driver, but torch {build} is a CPU build: {_BUILD} installs one for CUDA"
     if gpu["driver_cuda"] is None:
         return (
-            f"{host} has NVIDIA driver {gpu['driver']}, but libcuda.so.1 cannot be loaded, and ranks use the CPU: start a "
-            "container with its GPUs (docker run --gpus all), or install the driver's libraries"
+            f"{host} has NVIDIA driver {gpu['driver']}, but libcuda.so.1 cannot be loaded, and ranks use the CPU: start "
+            "the container with GPUs (docker run --gpus all), or install the driver's libraries"
         )
     if too_old(gpu):
         oldest = _DRIVERS.get(_major(gpu["cuda"]), f"for CUDA {gpu['cuda']}")

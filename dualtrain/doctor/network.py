@@ -1,4 +1,4 @@
-"""The network interfaces of this host, and which one the backends use."""
+"""Network interfaces of this host, and the one that the backends use."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from dualtrain.backends.hosts import address, ipv4, loopback
+from dualtrain.rendezvous.hosts import address, ipv4, loopback
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface of this host; an interface may have none."""
+    """Return the addresses of each interface of this host; an interface may have none."""
     found = {name: [own] if (own := ipv4(name)) else [] for _, name in socket.if_nameindex()}
     for name, other in _ipv6():
         found.setdefault(name, []).append(other)
@@ -26,10 +26,10 @@ def _ipv6() -> list[tuple[str, str]]:
     return [(row[5], str(ipaddress.IPv6Address(bytes.fromhex(row[0])))) for row in rows]
 
 
-def used(found: Mapping[str, list[str]], wishes: Mapping[str, str], single_host: bool) -> str:
-    """The interface that the ranks talk through, and why, in words."""
-    if wishes:
-        return ", ".join(f"{name}={value}" for name, value in wishes.items())
+def used(found: Mapping[str, list[str]], overrides: Mapping[str, str], single_host: bool) -> str:
+    """Return the name of the interface that the ranks use, with the reason. ``overrides`` are environment variables."""
+    if overrides:
+        return ", ".join(f"{name}={value}" for name, value in overrides.items())
     if single_host:
         return f"{loopback()} (all ranks are on this host)"
     own = address()

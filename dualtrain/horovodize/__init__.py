@@ -1,4 +1,4 @@
-"""The way across for whole scripts: a Horovod script runs on torch.distributed without a change, or is read for traps."""
+"""Runner for unmodified Horovod scripts on torch.distributed, and a checker that reads them for differences."""
 
 from dualtrain.horovodize.imports import install, uninstall
 

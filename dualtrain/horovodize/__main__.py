@@ -1,29 +1,28 @@
-"""Runs an untouched Horovod script on torch.distributed, or reads it for what would be different there.
+"""Run an unmodified Horovod script on torch.distributed, or list what would differ there.
 
 usage: torchrun --nproc_per_node=N -m dualtrain.horovodize SCRIPT [ARGUMENT…]
        torchrun --nproc_per_node=N -m dualtrain.horovodize -m MODULE [ARGUMENT…]
        python -m dualtrain.horovodize --check SCRIPT [SCRIPT…]
 
-mpirun, srun and plain python start it as torchrun does. --check runs nothing: it prints one line for each finding,
-"differs" (works, but not as on Horovod), "trap" (a known mistake, on Horovod too) or "unsupported", and ends with
-status 0 where there are none but "differs", 1 where there are others, 2 where a file cannot be read.
+Instead of torchrun you can use mpirun, srun or plain python. --check does not run the scripts: it prints one line for each
+finding, "differs" (works, but not as on Horovod), "trap" (a known mistake, on Horovod too) or "unsupported". Its exit
+status is 0 if all findings are "differs", 1 if there are others, 2 if a file cannot be read.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 
-from dualtrain.console import show
+from dualtrain.console import refuse_on_all, show
 from dualtrain.errors import UserError
-from dualtrain.horovodize.run import Program, load_module, load_script
+from dualtrain.horovodize.run_script import Program, load_module, load_script
 from dualtrain.launchers import World, detect_world
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Does what the command line says; gives the exit status where the script does not end by one of its own."""
+    """Run the command line. Return the exit status, unless the script exits with one of its own."""
     first, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if first in ("-h", "--help"):
         show(__doc__.strip())
@@ -37,36 +36,27 @@ def main(arguments: Sequence[str]) -> int:
         world = detect_world()
         program = _load(first, rest)
     except UserError as error:
-        return _refuse_alike(error, world)
+        return refuse_on_all(error, world)
     program.run()
     return 0
 
 
 def _load(first: str, rest: list[str]) -> Program:
     if not first:
-        raise UserError("no script was given: name the one to run, or see --help")
+        raise UserError("no script was given: name one, or see --help")
     if first.startswith("-") and first != "-m":
-        raise UserError(f"unknown option {first!r}: known are -m, --check, --help; a script's own follow its name")
+        raise UserError(f"unknown option {first!r}: known are -m, --check, --help; options of the script follow its name")
     if first == "-m" and not rest:
-        raise UserError("-m was given without a module: name the one to run, or see --help")
+        raise UserError("-m was given without a module: name one, or see --help")
     wanted = os.environ.get("DUALTRAIN_BACKEND", "")
     if wanted == "horovod":
         raise UserError(
-            "DUALTRAIN_BACKEND=horovod asks for Horovod itself, which horovodize replaces: unset it, or start the script "
+            "DUALTRAIN_BACKEND=horovod requests Horovod itself, which horovodize replaces: unset it, or start the script "
             "without horovodize"
         )
     if wanted in ("", "auto"):
-        os.environ["DUALTRAIN_BACKEND"] = "torch"  # under mpirun the choice would fall on Horovod
+        os.environ["DUALTRAIN_BACKEND"] = "torch"  # under mpirun the default is Horovod
     return load_module(rest[0], rest[1:]) if first == "-m" else load_script(first, rest)
-
-
-def _refuse_alike(error: UserError, world: World) -> int:
-    """Every process has the same command line: rank 0 answers, and the others leave it the time to."""
-    if world.rank == 0:
-        show(f"dualtrain: error: {error}", sys.stderr)
-    else:
-        time.sleep(3.0)  # a launcher stops all processes when the first one ends
-    return 2
 
 
 if __name__ == "__main__":

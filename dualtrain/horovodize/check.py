@@ -1,4 +1,4 @@
-"""``python -m dualtrain.horovodize --check SCRIPT…``: says what will be different, or is a mistake, and on which line."""
+"""``python -m dualtrain.horovodize --check SCRIPT…``: print the lines that work differently, or are mistakes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LEVELS = ("trap", "unsupported", "differs")
 
 
 def check(files: Sequence[str]) -> int:
-    """Prints the findings on all files; gives the exit status."""
+    """Print the findings in all files. Return the exit status."""
     options = [name for name in files if name.startswith("-")]
     try:
         if options or not files:
             what = f"unknown option {options[0]!r}" if options else "--check was given no script"
             raise UserError(f"{what}: name the scripts to read, or see --help")
         texts = {name: _read(name) for name in files}
-        # Files that are given together are one program: one wraps the optimizer that another one steps.
+        # The files are parts of one program: one may wrap the optimizer that another one steps.
         wrapped = set().union(*(_parse(name, text).own_wrapped for name, text in texts.items()))
         sources = {name: _parse(name, text, wrapped) for name, text in texts.items()}
     except UserError as error:
@@ -39,7 +39,7 @@ def check(files: Sequence[str]) -> int:
 
 
 def findings(source: Source) -> list[Finding]:
-    """What all rules say about one script, by line, each thing once."""
+    """Return the findings of all rules in one script, sorted by line, without duplicates."""
     return sorted({finding for rule in RULES for finding in rule(source)})
 
 
@@ -67,4 +67,4 @@ def _parse(name: str, text: str, wrapped: set[str] | None = None) -> Source:
     except (SyntaxError, ValueError) as error:
         where = f"{name}:{error.lineno}" if isinstance(error, SyntaxError) else name
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UserError(f"{where} is no valid Python ({reason}): mend it first") from None
+        raise UserError(f"{where} is not valid Python ({reason}): fix it first") from None

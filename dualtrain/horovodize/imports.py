@@ -1,7 +1,7 @@
-"""The import hook: ``import horovod…`` in a script finds the modules of ``dualtrain.hvd``, the same objects.
+"""Import hook: ``import horovod…`` in a script loads the modules of ``dualtrain.hvd``.
 
-One table says where each part of Horovod lives here. A script's child processes (``spawn``, ``forkserver``) start
-without the hook, but with its ``sys.path``: a folder on it holds a module ``horovod`` that installs the hook there.
+The table ``HOMES`` maps Horovod's modules to those of dualtrain. A script's child processes (``spawn``, ``forkserver``)
+start without the hook but with the parent's ``sys.path``: a folder on it holds a module ``horovod`` that installs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from dualtrain.errors import UserError
 
-#: What a script gets, by the name it asks for. What stands below a name goes below its home.
+#: Module of dualtrain for each module of Horovod. Submodules are mapped accordingly.
 HOMES = {
     "horovod.torch": "dualtrain.hvd",
     "horovod.common.elastic": "dualtrain.hvd.elastic.common",
@@ -29,14 +29,14 @@ HOMES = {
 
 
 def run(*_: object, **__: object) -> NoReturn:
-    """Stands where ``horovod.run`` stood: scripts import it on the way to other things."""
+    """Raise UserError: ``horovod.run`` can be imported, because scripts do so without calling it."""
     raise UserError(
-        "horovod.run() starts processes, and here the launcher does: start the script with "
+        "horovod.run() starts processes, which is the launcher's task here: start the script with "
         "torchrun --nproc_per_node=N -m dualtrain.horovodize script.py, and call the function itself"
     )
 
 
-#: The packages in between, which dualtrain has no module for, and what they hold.
+#: Packages of Horovod without a counterpart in dualtrain, and their names.
 PACKAGES: dict[str, dict[str, Any]] = {
     "horovod": {"__version__": "0.28.1", "run": run},
     "horovod.common": {},
@@ -44,13 +44,13 @@ PACKAGES: dict[str, dict[str, Any]] = {
     "horovod.runner.elastic": {},
 }
 
-_OTHER_FACES = ("tensorflow", "keras", "_keras", "mxnet", "spark", "ray", "data")
+_OTHER_FRAMEWORKS = ("tensorflow", "keras", "_keras", "mxnet", "spark", "ray", "data")
 _CHILDREN = str(Path(__file__).parent / "children")
 _ROOT = str(Path(__file__).parents[2])
 
 
 def home(name: str) -> str | None:
-    """The module of dualtrain that ``name`` stands for."""
+    """Return the module of dualtrain that replaces the module ``name`` of Horovod, or None."""
     for old, new in HOMES.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -58,14 +58,14 @@ def home(name: str) -> str | None:
 
 
 class _Alias(Loader):
-    """Puts a module of dualtrain in the place of the one that was asked for."""
+    """Loader of a module of dualtrain under the requested name."""
 
     def __init__(self, target: str) -> None:
         self.target = target
 
     def exec_module(self, module: ModuleType) -> None:
         try:
-            # importlib takes what stands here as the module that was loaded.
+            # importlib returns the module that it finds here.
             sys.modules[module.__name__] = import_module(self.target)
         except ModuleNotFoundError as error:
             if error.name != self.target:
@@ -74,14 +74,14 @@ class _Alias(Loader):
 
 
 class _Package(Loader):
-    """A package that has no counterpart in dualtrain, made of its table of names."""
+    """Loader of a package without a counterpart in dualtrain, made from the table PACKAGES."""
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__.update(PACKAGES[module.__name__])
 
 
 class _Torchvision(SourceFileLoader):
-    """Loads torchvision as Python does; scripts get the hand that one of its builds needs, as dualtrain's own models do."""
+    """Loader of torchvision with the shim that its CUDA build needs beside a CPU build of torch."""
 
     def exec_module(self, module: ModuleType) -> None:
         from dualtrain.torchvision_shim import with_torchvision_shim
@@ -100,43 +100,43 @@ class _Finder(MetaPathFinder):
             return None
         if name in PACKAGES:
             return ModuleSpec(name, _Package(), origin="dualtrain", is_package=True)
-        place = home(name)
-        if place is None:
-            # Not None: the next finder must not come across an installed Horovod.
+        target_name = home(name)
+        if target_name is None:
+            # Don't return None: the next finder might find an installed Horovod.
             raise ModuleNotFoundError(_missing(name), name=name)
-        return ModuleSpec(name, _Alias(place), origin="dualtrain", is_package=name == "horovod.torch")
+        return ModuleSpec(name, _Alias(target_name), origin="dualtrain", is_package=name == "horovod.torch")
 
 
 _FINDER = _Finder()
 
 
 def _missing(name: str) -> str:
-    if name.split(".")[1] in _OTHER_FACES:
+    if name.split(".")[1] in _OTHER_FRAMEWORKS:
         return f"No module named {name!r}: dualtrain covers horovod.torch only; move this script's training to torch"
     return f"No module named {name!r}: dualtrain covers the public modules of horovod.torch 0.28.1 only"
 
 
 def install() -> None:
-    """From now on ``import horovod.torch`` gives ``dualtrain.hvd``, in this process and in its multiprocessing children.
+    """Make ``import horovod.torch`` load ``dualtrain.hvd``, in this process and in its multiprocessing children.
 
     Raises:
-        UserError: Horovod itself was imported before.
+        UserError: Horovod itself is already imported.
     """
     if _FINDER in sys.meta_path:
         return
     if "horovod" in sys.modules:
         raise UserError(
-            "Horovod itself is imported already, and its modules cannot be exchanged: install the hook before it"
+            "Horovod itself is already imported and cannot be replaced: install the hook before the first import of it"
         )
     sys.meta_path.insert(0, _FINDER)
     if _CHILDREN not in sys.path:
         sys.path.insert(1, _CHILDREN)  # behind the script's own folder, before an installed Horovod
     if _ROOT not in sys.path:
-        sys.path.append(_ROOT)  # the children must find dualtrain even where this process found it in its folder
+        sys.path.append(_ROOT)  # children must find dualtrain even if this process found it in its current folder
 
 
 def uninstall() -> None:
-    """Takes the hook away, and what was imported through it: Horovod itself can be imported again."""
+    """Remove the hook and the modules imported through it. Horovod itself can then be imported."""
     if _FINDER not in sys.meta_path:
         return
     sys.meta_path.remove(_FINDER)

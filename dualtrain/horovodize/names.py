@@ -1,6 +1,6 @@
-"""The names of horovod.torch 0.28.1, and what kind each is: what ``--check`` knows without importing anything."""
+"""The names of horovod.torch 0.28.1 by kind, for ``--check``, which imports nothing of Horovod."""
 
-#: Collectives that give back a new tensor and leave their input alone.
+#: Collectives that return a new tensor and do not change their input.
 OUT_OF_PLACE = {
     "allgather",
     "allreduce",
@@ -12,7 +12,7 @@ OUT_OF_PLACE = {
     "reducescatter",
 }
 IN_PLACE = {"allreduce_", "broadcast_", "grouped_allreduce_"}
-#: Collectives that give back a handle to wait on.
+#: Collectives that return a handle.
 ASYNC = {
     *(f"{name}_async" for name in OUT_OF_PLACE),
     "allreduce_async_",
@@ -21,11 +21,11 @@ ASYNC = {
     "sparse_allreduce_async",
 }
 OBJECTS = {"allgather_object", "broadcast_object"}
-#: Everything that all ranks must call.
+#: Functions that all ranks must call.
 COLLECTIVES = OUT_OF_PLACE | IN_PLACE | ASYNC | OBJECTS
 COLLECTIVES |= {"barrier", "broadcast_optimizer_state", "broadcast_parameters", "join", "shutdown"}
 
-#: Questions about how Horovod was built.
+#: Functions that say how Horovod was built.
 BUILD = {
     "ccl_built",
     "cuda_built",
@@ -39,23 +39,12 @@ BUILD = {
     "rocm_built",
 }
 OPS = {"Adasum", "Average", "Max", "Min", "Product", "Sum"}
-_PLACES = {"rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous"}
+_RANKS = {"rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous"}
 _SETS = {"ProcessSet", "add_process_set", "global_process_set", "remove_process_set"}
-_LIFE = {"init", "is_initialized", "poll", "start_timeline", "stop_timeline", "synchronize"}
-_PARTS = {"Compression", "DistributedOptimizer", "HorovodInternalError", "SyncBatchNorm", "elastic"}
+_LIFECYCLE = {"init", "is_initialized", "poll", "start_timeline", "stop_timeline", "synchronize"}
+_CLASSES = {"Compression", "DistributedOptimizer", "HorovodInternalError", "SyncBatchNorm", "elastic"}
 _MODULES = {"compression", "functions", "mpi_ops", "optimizer", "process_sets", "sync_batch_norm"}
-PUBLIC = COLLECTIVES | BUILD | OPS | _PLACES | _SETS | _LIFE | _PARTS | _MODULES
+PUBLIC = COLLECTIVES | BUILD | OPS | _RANKS | _SETS | _LIFECYCLE | _CLASSES | _MODULES
 
-#: Environment variables that have the meaning here that they have for Horovod.
-HONOURED = {
-    "HOROVOD_DYNAMIC_PROCESS_SETS",
-    "HOROVOD_ELASTIC",
-    "HOROVOD_FUSION_THRESHOLD",
-    "HOROVOD_STALL_CHECK_DISABLE",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "HOROVOD_TIMELINE",
-    "HOROVOD_TIMELINE_MARK_CYCLES",
-}
-#: Names of the package horovod that have nothing to do with torch.
-OTHER_FACES = {"data", "keras", "mxnet", "ray", "spark", "tensorflow"}
+#: Subpackages of horovod for other frameworks than torch.
+OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "ray", "spark", "tensorflow"}

@@ -1,4 +1,4 @@
-"""A script as the rules of ``--check`` look at it: a syntax tree whose names are known. It is never run."""
+"""A script as the rules of ``--check`` see it: a syntax tree with resolved names. The script is never run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dualtrain.horovodize.names import PUBLIC
 
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-#: What has statements of its own, and names: a rule on the order of calls looks at one at a time.
+#: A block of statements with its own names. Rules about the order of calls look at one scope at a time.
 Scope = ast.Module | Function
 
 _MODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
 
 
 class Finding(NamedTuple):
-    """Something a rule has to say about a line."""
+    """A rule's finding about one line."""
 
     line: int
     level: Level
@@ -26,24 +26,24 @@ class Finding(NamedTuple):
 
 
 class Source:
-    """One script.
+    """Syntax tree of one script, with resolved imports.
 
     Args:
-        text: its source.
-        wrapped: names under which other files of the program wrap optimizers.
+        text: source code of the script.
+        wrapped: names of the optimizers that other files of the program wrap.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: the text is not valid Python.
     """
 
     def __init__(self, text: str, wrapped: Iterable[str] = ()) -> None:
         self.tree = ast.parse(text)
-        #: All nodes, in the order of the text.
+        #: All nodes in source order.
         self.nodes = list(_in_order(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self._imported = dict(self._imports())
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
-        #: Last names of what holds an hvd.DistributedOptimizer: ``optimizer`` for ``self.optimizer`` too.
+        #: Names of variables that hold an hvd.DistributedOptimizer: ``optimizer`` also for ``self.optimizer``.
         self.wrapped = {*self.own_wrapped, *wrapped}
 
     def _imports(self) -> Iterator[tuple[str, str]]:
@@ -60,7 +60,7 @@ class Source:
                     yield from ((alias.asname or name, f"{node.module}.{name}") for name in names)
 
     def name(self, node: ast.AST) -> str:
-        """The full dotted name that ``node`` stands for by the imports, or nothing."""
+        """Resolve ``node`` by the imports to its full dotted name; return an empty string if it is not imported."""
         if isinstance(node, ast.Name):
             return self._imported.get(node.id, "")
         if isinstance(node, ast.Attribute):
@@ -69,7 +69,7 @@ class Source:
         return ""
 
     def hvd(self, node: ast.AST) -> str:
-        """What ``node`` is called in horovod.torch (``allreduce``, ``elastic.run``), or nothing."""
+        """Return the name of ``node`` in horovod.torch (``allreduce``, ``elastic.run``), or an empty string."""
         for root in ("horovod.torch.", "dualtrain.hvd."):
             full = self.name(node)
             if full.startswith(root):
@@ -78,17 +78,17 @@ class Source:
         return ""
 
     def hvd_calls(self, *names: str) -> Iterator[ast.Call]:
-        """The calls of these functions of horovod.torch."""
+        """Return the calls of these functions of horovod.torch."""
         return (call for call in self.calls if self.hvd(call.func) in names)
 
     @property
     def uses_horovod(self) -> bool:
-        """Whether anything of horovod, or of its stand-in, is imported."""
+        """True if anything of horovod or dualtrain.hvd is imported."""
         return any(name.startswith(("horovod", "dualtrain.hvd")) for name in self._imported.values())
 
     @cached_property
     def assignments(self) -> list[tuple[str, ast.expr, ast.AST]]:
-        """Everything that is assigned: the target's text, the value, the statement. Tuples are taken apart."""
+        """All assignments: (target as text, value, statement). Tuples are split into their elements."""
         found: list[tuple[str, ast.expr, ast.AST]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
@@ -100,7 +100,7 @@ class Source:
 
     @cached_property
     def wraps(self) -> list[tuple[str, ast.Call]]:
-        """The calls of hvd.DistributedOptimizer, each with the last name of what it is assigned to."""
+        """Calls of hvd.DistributedOptimizer, each with the name of the variable that it is assigned to."""
         return [
             (target.rpartition(".")[2], value)
             for target, value, _ in self.assignments
@@ -109,33 +109,33 @@ class Source:
 
     @property
     def own_wrapped(self) -> set[str]:
-        """The names under which this file wraps optimizers."""
+        """Names of the optimizers that this file wraps."""
         return {name for name, _ in self.wraps}
 
     @cached_property
     def functions(self) -> dict[str, Function]:
-        """The functions and methods of the script, by name."""
+        """Functions and methods of the script by name."""
         return {node.name: node for node in self.nodes if isinstance(node, Function)}
 
     def scopes(self) -> Iterator[tuple[Scope, list[ast.AST]]]:
-        """The module and every function, each with its own nodes in the order of the text."""
+        """Yield the module and every function, each with its own nodes in source order."""
         own: dict[ast.AST, list[ast.AST]] = {node: [] for node in self.nodes if isinstance(node, Scope)}
         for node in self.nodes[1:]:
             own[self.scope(node)].append(node)
         yield from ((scope, nodes) for scope, nodes in own.items() if isinstance(scope, Scope))
 
     def scope(self, node: ast.AST) -> Scope:
-        """The function, or else the module, that ``node`` stands in."""
+        """Return the innermost function, or else the module, that contains ``node``."""
         return next(above for above in self.above(node) if isinstance(above, Scope))
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What contains ``node``, from the inside out."""
+        """Yield the nodes that contain ``node``, from the innermost to the outermost."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Whether the two stand in different branches of one ``if``."""
+        """Return whether the two nodes are in different branches of one ``if``."""
         arms = {above: _arm(above, below) for above, below in self._steps(one)}
         return any(above in arms and arms[above] != _arm(above, below) for above, below in self._steps(other))
 
@@ -148,12 +148,12 @@ class Source:
 
 
 def last_name(node: ast.AST) -> str:
-    """``optimizer`` for ``optimizer`` and ``self.optimizer``; nothing for what is no name."""
+    """Return "optimizer" for ``optimizer`` and ``self.optimizer``, an empty string for anything but a name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """The argument that ``call`` passes by this name."""
+    """Return the keyword argument ``name`` of ``call``, or None."""
     return next((word.value for word in call.keywords if word.arg == name), None)
 
 

@@ -13,10 +13,11 @@ import os
 from dualtrain.backends.factory import choose_for_horovod_api
 
 if choose_for_horovod_api(os.environ) == "horovod":
-    from dualtrain.backends.horovod import stand_in_for
+    from dualtrain.backends.factory import replace_by_horovod
 
-    stand_in_for(__name__)
+    replace_by_horovod(__name__)
 else:
+    from dualtrain.horovod_variables import publish_place
     from dualtrain.hvd import elastic
     from dualtrain.hvd.compression import Compression
     from dualtrain.hvd.functions import (
@@ -28,7 +29,6 @@ else:
     from dualtrain.hvd.mpi_ops import *  # noqa: F403
     from dualtrain.hvd.mpi_ops import __all__ as _operations
     from dualtrain.hvd.optimizer import DistributedOptimizer
-    from dualtrain.hvd.settings import publish_place
     from dualtrain.hvd.sync_batch_norm import SyncBatchNorm
     from dualtrain.launchers import detect_world
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend, connect
-from dualtrain.backends.hosts import listening_address
 from dualtrain.errors import UserError
+from dualtrain.horovod_variables import Settings, mention_others
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
-from dualtrain.hvd.settings import Settings, mention_others
 from dualtrain.launchers import World, detect_world
+from dualtrain.rendezvous.hosts import listening_address
 
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -34,7 +34,7 @@ _generations = 0
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Joins the world that this process was launched in. Collective; blocks for the others. A second call does nothing.
+    """Join the world that this process was launched in. Collective; blocks for the others. A second call does nothing.
 
     Args:
         comm: ``None`` or an empty list for all processes; a list of their ranks; an mpi4py communicator; or a
@@ -63,17 +63,17 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def _connect(comm: Any, settings: Settings) -> Backend:
     world = detect_world()
     if hasattr(comm, "Get_rank"):
-        from dualtrain.backends.rendezvous import world_of
+        from dualtrain.rendezvous.meeting_point import world_of
 
         world = world_of(comm, world)
     elif comm:
         world = _some_of(world, list(comm))
     # Bounds the start, and is behind the coordinator's own limit, whose message names the ranks.
-    patience = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
+    timeout = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
     # Horovod's calls may come in another order on each rank, which the library sorts out in threads of its own.
-    # No GPU is taken for the script: it chooses its own, and a script for CPUs has more ranks than GPUs.
+    # No GPU is chosen for the script: it chooses its own, and a script for CPUs has more ranks than GPUs.
     name = "torch" if world.size > 1 else "local"
-    return connect(name, world=world, device="cpu", timeout=patience, transport="native")
+    return connect(name, world=world, device="cpu", timeout=timeout, transport="native")
 
 
 def _some_of(world: World, ranks: list[int]) -> World:
@@ -85,7 +85,7 @@ def _some_of(world: World, ranks: list[int]) -> World:
 
 
 def shutdown() -> None:
-    """Leaves the world. Calls of other ranks that need this one fail from now on, as Horovod's do. May be repeated."""
+    """Leave the world. Calls of other ranks that need this one fail from now on, as Horovod's do. May be repeated."""
     global _current
     if _current is None:
         return
@@ -98,19 +98,19 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` was called, and ``shutdown`` was not since."""
+    """Return whether ``init`` was called, and ``shutdown`` was not since."""
     return _current is not None
 
 
 def engine() -> Engine:
-    """What carries out collective calls. Raises HorovodInternalError before ``init``."""
+    """Return what carries out collective calls. Raises HorovodInternalError before ``init``."""
     if _current is None:
         raise HorovodInternalError(_NOT_INITIALIZED)
     return _current.engine
 
 
 def generation() -> int:
-    """A number that is different after each ``init``; 0 outside of a world."""
+    """Return a number that is different after each ``init``; 0 outside of a world."""
     return _current.generation if _current is not None else 0
 
 
@@ -121,86 +121,86 @@ def _world() -> Backend:
 
 
 def rank() -> int:
-    """This process's number, from 0. Raises ValueError before ``init``, as all of its kind here."""
+    """Return this process's number, from 0. Raises ValueError before ``init``, as all of its kind here."""
     return _world().rank
 
 
 def size() -> int:
-    """The number of processes."""
+    """Return the number of processes."""
     return _world().size
 
 
 def local_rank() -> int:
-    """This process's number among those on its host."""
+    """Return this process's number among those on its host."""
     return _world().local_rank
 
 
 def local_size() -> int:
-    """The number of processes on this host."""
+    """Return the number of processes on this host."""
     return _world().local_size
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a process with this local rank."""
+    """Return this host's number among those that have a process with this local rank."""
     return _world().world.cross_rank
 
 
 def cross_size() -> int:
-    """The number of hosts that have a process with this local rank."""
+    """Return the number of hosts that have a process with this local rank."""
     return _world().world.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of processes."""
+    """Return whether every host has the same number of processes."""
     hosts = _world().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """The process sets in use, as Horovod's own tests ask for them."""
+    """Return the process sets in use, as Horovod's own tests ask for them."""
     _world()
     return ids_and_ranks()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begins a Chrome trace at ``file_path``, written by rank 0. Raises ValueError before ``init``."""
+    """Begin a Chrome trace at ``file_path``, written by rank 0. Raises ValueError before ``init``."""
     if _world().rank == 0:
         engine().timeline.start(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Ends the trace. Raises ValueError before ``init``."""
+    """End the trace. Raises ValueError before ``init``."""
     _world()
     engine().timeline.stop()
 
 
 def mpi_threads_supported() -> bool:
-    """Raises ValueError, as Horovod does without MPI: here torch.distributed carries the tensors."""
+    """Raise ValueError, as Horovod does without MPI: here torch.distributed sends the tensors."""
     raise ValueError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
 
 
 def mpi_enabled() -> bool:
-    """False: torch.distributed carries the tensors."""
+    """False: torch.distributed sends the tensors."""
     return False
 
 
 def mpi_built() -> bool:
-    """False: torch.distributed carries the tensors."""
+    """False: torch.distributed sends the tensors."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Whether ``init`` was called: Gloo carries CPU tensors then."""
+    """Return whether ``init`` was called: Gloo sends CPU tensors then."""
     return is_initialized()
 
 
 def gloo_built() -> bool:
-    """True: Gloo carries CPU tensors."""
+    """True: Gloo sends CPU tensors."""
     return True
 
 
 def nccl_built() -> int:
-    """The version of NCCL that torch was built with, such as 22703; 0 without it."""
+    """Return the version of NCCL that torch was built with, such as 22703; 0 without it."""
     if torch.version.cuda is None:
         return 0
     version: tuple[int, ...] = torch.cuda.nccl.version()
@@ -218,10 +218,10 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether torch was built with CUDA."""
+    """Return whether torch was built with CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch was built with ROCm."""
+    """Return whether torch was built with ROCm."""
     return torch.version.hip is not None

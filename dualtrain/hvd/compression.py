@@ -12,12 +12,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor to send, and what ``decompress`` needs to undo it."""
+        """Return the tensor to send, and what ``decompress`` needs to undo it."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The received tensor as the caller knows it."""
+        """Return the received tensor as the caller knows it."""
         raise NotImplementedError
 
 
@@ -26,12 +26,12 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
@@ -45,7 +45,7 @@ class _Narrow(Compressor):
 
     @classmethod
     def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor in its own dtype again."""
+        """Return the tensor in its own dtype again."""
         return tensor.to(ctx)
 
 

@@ -1,7 +1,7 @@
-"""The way to rank 0's coordinator and back.
+"""The control channel: one connection from every rank to rank 0's coordinator.
 
-Every rank has one line to rank 0. There, one thread reads them all, and this rank's own messages, and lets the
-coordinator answer. What a rank is told arrives in the order in which the coordinator said it.
+On rank 0, one thread reads all connections, and this rank's own messages, and lets the coordinator answer. Messages to
+one rank arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from contextlib import suppress
 from typing import Protocol
 
 from dualtrain.backends import Backend
-from dualtrain.backends.lines import Line, star
+from dualtrain.horovod_variables import Settings, log
 from dualtrain.hvd.coordinator import Coordinator, Message
-from dualtrain.hvd.settings import Settings, log
+from dualtrain.rendezvous.connection import Connection, open_control_channel
 
-_FAREWELL_SECONDS = 2.5
+_CLOSING_SECONDS = 2.5
 
 
 class Control(Protocol):
-    """One rank's end of the way."""
+    """One rank's end of the control channel."""
 
     def send(self, message: Message) -> None:
-        """Brings a message to the coordinator. Raises OSError when the way is gone."""
+        """Send a message to the coordinator. Raises OSError if the connection is closed."""
 
     def answers(self) -> Iterator[Message]:
-        """What the coordinator tells this rank; blocks for the next. The last one is ``{"do": "down", …}``."""
+        """Yield the coordinator's messages to this rank; blocks for the next. The last one is ``{"do": "down", …}``."""
 
     def close(self) -> None:
-        """Hangs up, after everything that was said has been heard. Blocks for a moment."""
+        """Close the channel, after everything that was sent has been received. Blocks for up to 5 s."""
 
 
 def control(
     backend: Backend, address: str, settings: Settings, note: Callable[[str, str, int], None], cycle: Callable[[], None]
 ) -> Control:
-    """Opens the lines, and on rank 0 starts the coordinator. Collective; blocks.
+    """Open the connections, and on rank 0 start the coordinator. Collective; blocks.
 
     Args:
         backend: the ranks.
@@ -49,61 +49,65 @@ def control(
         note: gets the coordinator's events, on rank 0.
         cycle: called on rank 0 when it looks for matching calls.
     """
-    lines = star(backend, address, "hvd")
-    return _Center(backend.size, lines, settings, note, cycle) if backend.rank == 0 else _Spoke(lines[0])
+    connections = open_control_channel(backend, address, "hvd")
+    return (
+        _CoordinatorEnd(backend.size, connections, settings, note, cycle)
+        if backend.rank == 0
+        else _WorkerEnd(connections[0])
+    )
 
 
-class _Spoke:
+class _WorkerEnd:
     """Any rank's end but rank 0's."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def send(self, message: Message) -> None:
-        self._line.send(message)
+        self._connection.send(message)
 
     def answers(self) -> Iterator[Message]:
-        line, messages = self._line, self._line.early
-        line.connection.settimeout(None)
+        connection, messages = self._connection, self._connection.buffered()
+        connection.socket.settimeout(None)
         try:
             while True:
                 yield from messages
-                messages = line.receive()
+                messages = connection.receive()
         except (OSError, ValueError):
             yield {"do": "down", "why": "rank 0 has shut Horovod down, or its program has ended"}
 
     def close(self) -> None:
         with suppress(OSError):
-            self._line.connection.shutdown(socket.SHUT_RDWR)
-        self._line.connection.close()
+            self._connection.socket.shutdown(socket.SHUT_RDWR)
+        self._connection.socket.close()
 
 
-class _Center:
+class _CoordinatorEnd:
     """Rank 0's end: the coordinator, and a thread for it."""
 
     def __init__(
         self,
         size: int,
-        lines: list[Line],
+        connections: list[Connection],
         settings: Settings,
         note: Callable[[str, str, int], None],
         cycle: Callable[[], None],
     ) -> None:
-        self._lines = {line.rank: line for line in lines}
+        self._connections = {connection.rank: connection for connection in connections}
         self._cycle = cycle
         self._own: deque[Message] = deque()  # this rank's messages
         self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._ear, self._bell = socket.socketpair()
+        self._wake_up, self._waker = socket.socketpair()
         self._closing = threading.Event()
         waits = [seconds for seconds in (settings.stall_check, settings.stall_shutdown) if seconds]
         self._period = min(1.0, max(0.05, min(waits) / 4))
-        self._coordinator = Coordinator(size, self._tell, settings, note)
+        self._coordinator = Coordinator(size, self._send_to, settings, note)
         self._thread = threading.Thread(target=self._serve, name="dualtrain-hvd-match", daemon=True)
         self._thread.start()
 
     def send(self, message: Message) -> None:
         self._own.append(message)
-        self._bell.send(b"!")
+        self._waker.send(b"!")
 
     def answers(self) -> Iterator[Message]:
         while True:
@@ -112,33 +116,33 @@ class _Center:
     def close(self) -> None:
         self._closing.set()
         with suppress(OSError):
-            self._bell.send(b"!")
-        self._thread.join(2 * _FAREWELL_SECONDS)
-        self._bell.close()
-        self._ear.close()
+            self._waker.send(b"!")
+        self._thread.join(2 * _CLOSING_SECONDS)
+        self._waker.close()
+        self._wake_up.close()
 
-    def _tell(self, rank: int, message: Message) -> None:
+    def _send_to(self, rank: int, message: Message) -> None:
         if rank == 0:
             self._answers.put(message)
             return
-        with suppress(OSError):  # its line is read too, where this is noticed
-            self._lines[rank].send(message)
+        with suppress(OSError):  # reading from it fails too, and is handled there
+            self._connections[rank].send(message)
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._ear, selectors.EVENT_READ)
-            for line in self._lines.values():
-                line.connection.settimeout(None)
-                selector.register(line.connection, selectors.EVENT_READ, line)
+            selector.register(self._wake_up, selectors.EVENT_READ)
+            for connection in self._connections.values():
+                connection.socket.settimeout(None)
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
             try:
-                for line in self._lines.values():
-                    for message in line.early:
-                        self._coordinator.receive(line.rank, message)
+                for connection in self._connections.values():
+                    for message in connection.buffered():
+                        self._coordinator.receive(connection.rank, message)
                 self._match(selector)
-            except Exception as error:  # nobody else would answer the ranks
+            except Exception as error:  # otherwise the ranks would wait for an answer
                 log.exception("rank 0 cannot match calls any more")
                 self._coordinator.shut_down(f"rank 0 cannot match calls any more ({type(error).__name__}: {error})")
-            self._farewell(selector)
+            self._close_connections(selector)
 
     def _match(self, selector: selectors.BaseSelector) -> None:
         looked = time.monotonic()
@@ -146,39 +150,39 @@ class _Center:
             for key, _ in selector.select(self._period):
                 self._cycle()
                 if key.data is not None:
-                    self._hear(selector, key.data)
+                    self._receive(selector, key.data)
                 else:
-                    for _ in self._ear.recv(4096):
+                    for _ in self._wake_up.recv(4096):
                         if self._own:
                             self._coordinator.receive(0, self._own.popleft())
             if time.monotonic() - looked > self._period:
                 looked = time.monotonic()
                 self._coordinator.look_for_stalls()
 
-    def _hear(self, selector: selectors.BaseSelector, line: Line) -> None:
+    def _receive(self, selector: selectors.BaseSelector, connection: Connection) -> None:
         try:
-            for message in line.receive():
-                self._coordinator.receive(line.rank, message)
+            for message in connection.receive():
+                self._coordinator.receive(connection.rank, message)
         except (OSError, ValueError):
-            self._hang_up(selector, line)
-            self._coordinator.receive(line.rank, {"kind": "shutdown"})
+            self._drop(selector, connection)
+            self._coordinator.receive(connection.rank, {"kind": "shutdown"})
 
-    def _hang_up(self, selector: selectors.BaseSelector, line: Line) -> None:
-        selector.unregister(line.connection)
-        line.connection.close()
+    def _drop(self, selector: selectors.BaseSelector, connection: Connection) -> None:
+        selector.unregister(connection.socket)
+        connection.socket.close()
 
-    def _farewell(self, selector: selectors.BaseSelector) -> None:
-        """Ends the lines. The other ends read what was sent, then hang up: nothing is lost on the way."""
-        for line in self._lines.values():
+    def _close_connections(self, selector: selectors.BaseSelector) -> None:
+        """Shut the connections down. The other ends read what was sent, then close: no message is lost."""
+        for connection in self._connections.values():
             with suppress(OSError):
-                line.connection.shutdown(socket.SHUT_WR)
-        selector.unregister(self._ear)
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+                connection.socket.shutdown(socket.SHUT_WR)
+        selector.unregister(self._wake_up)
+        deadline = time.monotonic() + _CLOSING_SECONDS
         while selector.get_map() and time.monotonic() < deadline:
             for key, _ in selector.select(0.1):
                 try:
                     key.data.receive()
                 except (OSError, ValueError):
-                    self._hang_up(selector, key.data)
-        for line in self._lines.values():
-            line.connection.close()
+                    self._drop(selector, key.data)
+        for connection in self._connections.values():
+            connection.socket.close()

@@ -1,6 +1,6 @@
 """Which calls belong together, and in what order they are done.
 
-Horovod matches calls by name, not by order: each rank may submit in its own. So every rank tells rank 0 what it wants;
+Horovod matches calls by name, not by order: each rank may submit in its own. So every rank sends rank 0 its requests;
 here, on rank 0, calls that all ranks of a process set have made become one, in a single order that every rank then
 follows. This file is that decision alone, without sockets and without tensors: ``engine.py`` brings the messages.
 
@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from dualtrain.horovod_variables import Settings
 from dualtrain.hvd.reductions import NAMES
-from dualtrain.hvd.settings import Settings
 
 Message = dict[str, Any]
 Key = tuple[int, str, str | None]  # process set, kind, name
 
-#: What every rank must ask for alike, and how it is called in a report.
+#: What must be the same in every rank's call, and its name in a report.
 _EQUAL = {"op": "reduction", "pre": "prescale factor", "post": "postscale factor", "root": "root rank", "ranks": "ranks"}
 #: Kinds in which the first dimension may differ from rank to rank.
 _FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
-#: Kinds that all ranks carry out, though only a set's members ask for them: the library makes groups that way.
+#: Kinds that all ranks carry out, though only a set's members call them: the library makes groups that way.
 _WORLD_WIDE = {"channel", "add_process_set", "remove_process_set"}
-#: Kinds that go on without those who joined.
+#: Kinds that go on without the ranks that joined.
 _JOINABLE = {"allreduce", "grouped_allreduce", "barrier", "channel"}
 
 
@@ -42,11 +42,11 @@ class _Waiting:
 
 
 class Coordinator:
-    """Turns what the ranks ask for into what all of them do.
+    """Matches the calls of the ranks, and decides what all of them do.
 
     Args:
         size: the number of ranks.
-        tell: sends a message to a rank; what one rank is told arrives in order.
+        send: sends a message to a rank; the messages to one rank arrive in order.
         settings: how long waits may last.
         note: writes the timeline: (event, key, rank).
         clock: seconds.
@@ -55,7 +55,7 @@ class Coordinator:
     def __init__(
         self,
         size: int,
-        tell: Callable[[int, Message], None],
+        send: Callable[[int, Message], None],
         settings: Settings,
         note: Callable[[str, str, int], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,43 +63,43 @@ class Coordinator:
         self.size = size
         self.sets: dict[int, list[int]] = {0: list(range(size))}
         self._free_ids: list[int] = []
-        self._tell, self._settings, self._note, self._clock = tell, settings, note, clock
+        self._send, self._settings, self._note, self._clock = send, settings, note, clock
         self._table: dict[Key, _Waiting] = {}
         self._joined: dict[int, Message] = {}
-        #: Channel → exchange of gradients → the ranks that have asked those who joined to take part in it.
-        self._shadowed: dict[str, dict[int, set[int]]] = {}
-        #: Ranks that wait for gradients, which are not matched here: by what they wait for, when and what they said.
-        self._patient: dict[str, dict[int, tuple[float, Message]]] = {}
-        self._asked: dict[str, float] = {}
+        #: Channel → exchange of gradients → the ranks that have requested zeros from those that joined.
+        self._zeros_requested: dict[str, dict[int, set[int]]] = {}
+        #: Ranks that wait for gradients, which are not matched here: what they wait for → rank → when, and the message.
+        self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
+        self._requested: dict[str, float] = {}
         self._reported: set[str] = set()
         self._down = False
 
     def receive(self, rank: int, message: Message) -> None:
-        """Takes a message of ``rank``, and tells the ranks what follows from it."""
+        """Handle a message of ``rank``: send the ranks what follows from it."""
         kind = message["kind"]
         if self._down:
             return
         if kind == "shutdown":
             self.shut_down(message.get("why") or f"rank {rank} has shut Horovod down, or its program has ended")
         elif kind == "waiting":
-            self._note_patience(rank, message)
+            self._note_wait(rank, message)
         elif kind == "join":
             self._joined[rank] = message
             self._after_join(rank)
-        elif kind == "shadow":
-            self._shadow(rank, message)
+        elif kind == "join_with_zeros":
+            self._request_zeros(rank, message)
         else:
             self._submit(rank, message)
 
     def shut_down(self, why: str) -> None:
-        """Ends everything: every rank's calls fail with ``why`` from now on."""
+        """End the world: every rank's calls fail with ``why`` from now on."""
         if not self._down:
             self._down = True
             for rank in range(self.size):
-                self._tell(rank, {"do": "down", "why": why})
+                self._send(rank, {"do": "down", "why": why})
 
     def look_for_stalls(self) -> None:
-        """Reports calls that have waited for too long, and ends the world where that is asked for."""
+        """Report calls that have waited for too long, and end the world after the limit of the settings."""
         limits, waits = self._settings, [*self._unmatched(), *self._unsent_gradients()]
         for title, seconds, there, needed in waits:
             missing = [rank for rank in needed if rank not in there]
@@ -110,30 +110,30 @@ class Coordinator:
             if missing and limits.stall_check and seconds > limits.stall_check and title not in self._reported:
                 self._reported.add(title)
                 for rank in range(self.size):
-                    self._tell(rank, {"do": "report", "text": text})
+                    self._send(rank, {"do": "report", "text": text})
         self._reported &= {title for title, *_ in waits}
 
-    def _note_patience(self, rank: int, message: Message) -> None:
-        """A rank waits for gradients: whether the others do too is known only after they were asked."""
+    def _note_wait(self, rank: int, message: Message) -> None:
+        """Note that a rank waits for gradients; whether the others wait too is known once they have answered."""
         what, now = message["what"], self._clock()
-        if what not in self._patient or all(now - when > 5 for when, _ in self._patient[what].values()):
-            self._patient[what], self._asked[what] = {}, now
+        if what not in self._waits or all(now - when > 5 for when, _ in self._waits[what].values()):
+            self._waits[what], self._requested[what] = {}, now
             for other in range(self.size):
-                self._tell(other, {"do": "who", "what": what})
-        self._patient[what][rank] = now, message
+                self._send(other, {"do": "who", "what": what})
+        self._waits[what][rank] = now, message
 
     def _unmatched(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
-        """Title, seconds, ranks that wait, ranks that are needed, of every call that not all have made."""
+        """Yield title, seconds, waiting ranks and needed ranks of every call that not all ranks have made."""
         now = self._clock()
         for key, waiting in self._table.items():
             yield _title(key), now - waiting.since, {r for r, queue in waiting.calls.items() if queue}, self._needed(key)
 
     def _unsent_gradients(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
         now = self._clock()
-        for what, said in self._patient.items():
-            # They say it again every second while they wait.
-            fresh = {rank: message for rank, (when, message) in said.items() if now - when < 5}
-            if fresh and now - self._asked[what] > 1:
+        for what, reports in self._waits.items():
+            # A rank that waits reports it every second.
+            fresh = {rank: message for rank, (when, message) in reports.items() if now - when < 5}
+            if fresh and now - self._requested[what] > 1:
                 yield what, max(m["seconds"] for m in fresh.values()), set(fresh), next(iter(fresh.values()))["members"]
 
     # -- matching ---------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Coordinator:
     def _submit(self, rank: int, message: Message) -> None:
         key: Key = (message["set"], message["kind"], message["name"])
         if key[0] not in self.sets:
-            self._tell(rank, {"do": "fail", "id": message["id"], "why": f"process set {key[0]} was removed"})
+            self._send(rank, {"do": "fail", "id": message["id"], "why": f"process set {key[0]} was removed"})
             return
         if key not in self._table:
             self._table[key] = _Waiting(self._clock())
@@ -154,7 +154,7 @@ class Coordinator:
         return [rank for rank in self.sets.get(key[0], []) if rank not in self._joined]
 
     def _match(self, key: Key) -> None:
-        """Does the calls of ``key`` as long as every rank that can has made one."""
+        """Carry out the calls of ``key`` as long as every rank that has not joined has made one."""
         waiting = self._table[key]
         while (needed := self._needed(key)) and all(waiting.calls.get(rank) for rank in needed):
             # A rank that has joined may have left a call behind, which then takes part.
@@ -176,7 +176,7 @@ class Coordinator:
             problem = self._change_sets(key, calls)
         if problem is not None:
             for rank, message in calls.items():
-                self._tell(rank, {"do": "fail", "id": message["id"], "why": problem})
+                self._send(rank, {"do": "fail", "id": message["id"], "why": problem})
             return
         first = next(iter(calls.values()))
         facts = {name: first[name] for name in (*_EQUAL, "tensors") if name in first}
@@ -189,10 +189,10 @@ class Coordinator:
         if key[1] == "alltoall":
             facts["splits"] = [calls[rank]["splits"] for rank in members]
         for rank in range(self.size) if key[1] in _WORLD_WIDE else members:
-            self._tell(rank, {**facts, "id": calls[rank]["id"] if rank in calls else None})
+            self._send(rank, {**facts, "id": calls[rank]["id"] if rank in calls else None})
 
     def _divisor(self, members: list[int], absent: list[int]) -> int:
-        """What an average divides by: all members, unless those who joined asked to be left out of it."""
+        """Return what an average divides by: all members but those that joined with ``divide_by="active"``."""
         left_out = [rank for rank in absent if self._joined[rank]["divide_by"] == "active"]
         return len(members) - len(left_out)
 
@@ -200,33 +200,33 @@ class Coordinator:
         if len(self._joined) == self.size:
             joined, self._joined = self._joined, {}
             for other, message in joined.items():
-                self._tell(other, {"do": "joined", "id": message["id"], "last": rank})
+                self._send(other, {"do": "joined", "id": message["id"], "last": rank})
             return
         for other in range(self.size):
-            self._tell(other, {"do": "absent", "ranks": sorted(self._joined)})
+            self._send(other, {"do": "absent", "ranks": sorted(self._joined)})
         for key in list(self._table):
             if key in self._table:
                 self._match(key)
 
-    def _shadow(self, rank: int, message: Message) -> None:
-        """Asks those who joined to send zeros along in an exchange of gradients, which are not matched here.
+    def _request_zeros(self, rank: int, message: Message) -> None:
+        """Request zeros for an exchange of gradients from the ranks that joined. Gradients are not matched here.
 
-        Only once all the others have asked for it: each of them then knows that a rank has joined before the exchange
-        can end, and so looks at how many ranks its averages are not to be divided by.
+        Sent only once all other ranks have requested it: each of them then knows, before the exchange can end, that a
+        rank has joined, and reads how many ranks its averages are not divided by.
         """
         channel, exchange = message["channel"], message["exchange"]
-        asked = self._shadowed.setdefault(channel, {}).setdefault(exchange, set())
-        asked.add(rank)
-        if not asked.issuperset(self._needed((message["set"], "shadow", channel))):
+        requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())
+        requests.add(rank)
+        if not requests.issuperset(self._needed((message["set"], "join_with_zeros", channel))):
             return
-        self._shadowed[channel] = {n: ranks for n, ranks in self._shadowed[channel].items() if n > exchange}
+        self._zeros_requested[channel] = {n: ranks for n, ranks in self._zeros_requested[channel].items() if n > exchange}
         for other in self._joined:
-            self._tell(other, {"do": "shadow", "channel": channel, "exchange": exchange})
+            self._send(other, {"do": "join_with_zeros", "channel": channel, "exchange": exchange})
 
     # -- process sets -----------------------------------------------------------------------------------------------
 
     def _change_sets(self, key: Key, calls: dict[int, Message]) -> str | None:
-        """Adds or removes a process set; why not, if that cannot be."""
+        """Add or remove a process set; return why not, if that is impossible."""
         first = next(iter(calls.values()))
         if key[1] == "add_process_set":
             if first["ranks"] in self.sets.values():
@@ -248,11 +248,11 @@ class Coordinator:
         for key in [key for key in self._table if key[0] == number]:
             for rank, queue in self._table.pop(key).calls.items():
                 for message in queue:
-                    self._tell(rank, {"do": "fail", "id": message["id"], "why": f"process set {number} was removed"})
+                    self._send(rank, {"do": "fail", "id": message["id"], "why": f"process set {number} was removed"})
 
 
 def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
-    """What the ranks that made ``calls`` do not agree on, for people; ``None`` where they do."""
+    """Return, as text, what the ranks that made ``calls`` do not agree on; ``None`` if they agree."""
     for rank, call in calls.items():
         if call.get("refused") is not None:
             return f"rank {rank}: {call['refused']}"

@@ -6,7 +6,7 @@ from dualtrain.errors import BackendError
 
 
 class HorovodInternalError(BackendError):
-    """A collective operation did not happen: the ranks did not match, one was lost, or Horovod was shut down.
+    """A collective operation did not happen: the ranks did not match, one failed, or Horovod was shut down.
 
     A RuntimeError. Under ``elastic.run`` the committed state is restored and the world is joined anew.
     """

@@ -9,12 +9,14 @@ import torch
 
 from dualtrain.backends import objects
 from dualtrain.hvd.basics import engine, rank
-from dualtrain.hvd.mpi_ops import _set_id, broadcast_async_, synchronize
+from dualtrain.hvd.calls import usable_set
+from dualtrain.hvd.mpi_ops import broadcast_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
+from dualtrain.state import load_optimizer_state
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
-    """Gives every rank the root's values, in place. Collective; blocks.
+    """Copy the root's values to every rank, in place. Collective; blocks.
 
     Args:
         params: a ``state_dict()``, or an iterable of tensors or of (name, tensor) pairs. What is no tensor is left out.
@@ -22,7 +24,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
     Raises:
         ValueError: it is none of these, or a name appears twice.
-        HorovodInternalError: the ranks do not match, one was lost, or Horovod was shut down.
+        HorovodInternalError: the ranks do not match, one failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -38,7 +40,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Gives every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
+    """Send every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
 
     Never steps: Horovod's steps a fresh optimizer with zero gradients, which moves weights under weight decay, and
     leaves out the options of stateless ones. As there, a fresh optimizer's parameters have gradients of zeros after it.
@@ -52,22 +54,21 @@ def broadcast_optimizer_state(
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None):
             p.grad = torch.zeros_like(p)
     state = optimizer.state_dict() if rank() == root_rank else None
-    # On the root too: loading casts to the parameter's dtype, and must do so on all or none.
-    optimizer.load_state_dict(broadcast_object(state, root_rank, name="optimizer_state"))
+    load_optimizer_state(optimizer, broadcast_object(state, root_rank, name="optimizer_state"))
 
 
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's ``obj`` on every rank: plain values, containers, tensors, numpy arrays; never code. Blocks.
+    """Return the root's ``obj`` on every rank: plain values, containers, tensors, numpy arrays; never code. Blocks.
 
-    Classes of your own travel once every rank has named them in ``torch.serialization.add_safe_globals``.
+    Classes of your own are sent once every rank has named them in ``torch.serialization.add_safe_globals``.
 
     Raises:
         TypeError: on every rank of the set, if the object holds anything else. The next call is as good as ever.
         ValueError, HorovodInternalError: as :func:`broadcast`.
     """
-    set_id = _set_id(process_set)
+    set_id = usable_set(process_set)
     if root_rank not in (process_set.ranks or []):
         raise ValueError(f"root_rank {root_rank} is not in {process_set}: pass one of its ranks, in the world's numbering")
     is_root = rank() == root_rank
@@ -77,8 +78,8 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's ``obj`` in rank order, as :func:`broadcast_object`. Blocks."""
-    set_id = _set_id(process_set)
+    """Return every rank's ``obj`` in rank order, as :func:`broadcast_object`. Blocks."""
+    set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
     received = engine().submit("objects", name and f"allgather.{name}", set_id, [data], root=None).wait()
     return [_decoded(part, sender) for part, sender in zip(received, process_set.ranks or [], strict=True)]

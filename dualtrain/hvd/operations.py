@@ -1,4 +1,4 @@
-"""What a rank does once a call is matched: the tensors travel, in the same order on every rank.
+"""Matched calls on one rank: the tensors are sent, in the same order on every rank.
 
 One function a kind, and one table of them. Each gets the facts that all ranks agreed on (sizes included, so that none
 are exchanged again), the channel of its process set, and this rank's tensors.
@@ -22,7 +22,7 @@ class Task:
 
     Attributes:
         facts: what all ranks agreed on: op, pre, post, divisor, root, members, rows, splits.
-        channel: the ranks of the process set, on which nothing else travels.
+        channel: the ranks of the process set, on which nothing else is sent.
         tensors: this rank's inputs.
         outputs: where the results go; ``None`` for new tensors.
     """
@@ -39,7 +39,7 @@ class Task:
 
 
 def allreduce(task: Task) -> list[torch.Tensor]:
-    """The reduction of every rank's tensors, each scaled before and after it."""
+    """Return the reduction of every rank's tensors, each scaled before and after it."""
     facts = task.facts
     inputs = [scaled(tensor, facts["pre"]) for tensor in task.tensors]
     if facts["op"] == Adasum:
@@ -52,7 +52,7 @@ def allreduce(task: Task) -> list[torch.Tensor]:
 
 
 def _summed(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The reduced values of ``inputs``, in the wire's dtypes; tensors that can travel together do."""
+    """Return the reduced values of ``inputs``, in the wire's dtypes; tensors of one dtype and device are sent together."""
     groups: dict[tuple[torch.dtype, torch.device, ReduceOp], list[int]] = {}
     packed = [wire.pack(tensor) for tensor in inputs]
     for i, (tensor, values) in enumerate(zip(inputs, packed, strict=True)):
@@ -77,7 +77,7 @@ def _adasum(task: Task, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reducescatter(task: Task) -> list[torch.Tensor]:
-    """This rank's rows of the reduction; dealt out, then summed in rank order."""
+    """Return this rank's rows of the reduction; split by rank, then summed in rank order."""
     return [_reducescatter(task, tensor) for tensor in task.tensors]
 
 
@@ -88,7 +88,7 @@ def _reducescatter(task: Task, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def allgather(task: Task) -> list[torch.Tensor]:
-    """Every rank's rows, in rank order; a tensor without a dimension counts as one row."""
+    """Return every rank's rows, in rank order; a tensor without a dimension counts as one row."""
     results = []
     for i, tensor in enumerate(task.tensors):
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
@@ -98,7 +98,7 @@ def allgather(task: Task) -> list[torch.Tensor]:
 
 
 def broadcast(task: Task) -> list[torch.Tensor]:
-    """The root's tensors; ``root`` is a rank of the whole world."""
+    """Return the root's tensors; ``root`` is a rank of the whole world."""
     root = task.facts["members"].index(task.facts["root"])
     results = []
     for tensor in task.tensors:
@@ -111,15 +111,15 @@ def broadcast(task: Task) -> list[torch.Tensor]:
 
 
 def alltoall(task: Task) -> list[torch.Tensor]:
-    """The rows that every rank has for this one, and how many came from each."""
+    """Return the rows that every rank has for this one, and how many came from each."""
     me, splits, [tensor] = task.channel.rank, task.facts["splits"], task.tensors
     received = [of_rank[me] for of_rank in splits]
-    rows = task.channel.deal(tensor, splits[me], received, task.name)
+    rows = task.channel.alltoall_rows(tensor, splits[me], received, task.name)
     return [rows, torch.tensor(received, dtype=torch.int32)]
 
 
 def objects(task: Task) -> list[torch.Tensor]:
-    """Every rank's bytes in rank order, or the root's alone."""
+    """Return every rank's bytes in rank order, or the root's alone."""
     [data], lengths = task.tensors, [of_rank[0] for of_rank in task.facts["rows"]]
     if task.facts["root"] is None:
         return task.channel.gather(data, lengths, task.name)
@@ -130,12 +130,12 @@ def objects(task: Task) -> list[torch.Tensor]:
 
 
 def nothing(task: Task) -> list[torch.Tensor]:
-    """All ranks have called: that was the point."""
+    """Return nothing: all ranks have called, as a barrier needs."""
     return []
 
 
 def _delivered(task: Task, results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``results``, or for a call in place the caller's own tensors with the results in them."""
+    """Return ``results``, or for a call in place the caller's own tensors with the results in them."""
     if task.outputs is None:
         return results
     for output, result in zip(task.outputs, results, strict=True):

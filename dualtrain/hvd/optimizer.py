@@ -1,34 +1,30 @@
-"""``hvd.DistributedOptimizer``: Horovod's rules around the reducer of ``gradients.py``.
+"""``hvd.DistributedOptimizer``: Horovod's rules for when gradients are combined, around any optimizer.
 
-Gradients travel in buckets on a channel of the optimizer's own, without asking rank 0. Asked is only before the first
-exchange, for the channel, and while a rank has joined, which then sends zeros along.
+Gradients are sent in buckets on a channel of the optimizer's own, without a request to rank 0. Rank 0 takes
+part only before the first exchange, which needs the channel, and while a rank has joined, which then sends zeros.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from dualtrain.buckets import Transfer
-from dualtrain.hvd import basics
-from dualtrain.hvd.compression import BF16Compressor, Compression, FP16Compressor
+from dualtrain.gradients import Transfer
+from dualtrain.hvd.call_reducer import CallReducer
+from dualtrain.hvd.channel_reducer import ChannelReducer
+from dualtrain.hvd.compression import Compression
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built
+from dualtrain.hvd.optimizer_options import NARROW, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
-from dualtrain.hvd.reducers import CalledReducer, ChannelReducer
+from dualtrain.hvd.reducer import HorovodReducer
 from dualtrain.hvd.reductions import Adasum, Average, Sum
-from dualtrain.hvd.util import split_list
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
 from dualtrain.optimizer import combined_loss
-
-Named = list[tuple[str, torch.nn.Parameter]]
-_NARROW = {Compression.none: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -57,8 +53,8 @@ def DistributedOptimizer(  # noqa: N802
         op: Average, Sum, Min, Max, Product, or Adasum, which combines the changes of a step of each rank's own.
         gradient_predivide_factor: f: gradients times 1/f before the sum, f/size after it. Average only.
         num_groups: the deprecated form of ``groups``.
-        groups: how many buckets, or lists of the parameters that travel together.
-        sparse_as_dense: whether sparse gradients travel as dense ones.
+        groups: how many buckets, or lists of the parameters that are sent together.
+        sparse_as_dense: whether sparse gradients are sent as dense ones.
         process_set: the ranks to combine over; outside of them the optimizer steps alone.
 
     Raises:
@@ -73,77 +69,18 @@ def DistributedOptimizer(  # noqa: N802
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    named = _named(optimizer, named_parameters)
+    named = name_parameters(optimizer, named_parameters)
     base = _AdasumOptimizer if op == Adasum and (process_set.size() or 1) > 1 else _Optimizer
     # A class made for this optimizer, as Horovod does: isinstance(…, torch.optim.SGD) holds for what it makes of an SGD.
     cls = type(type(optimizer).__name__, (base, type(optimizer)), {"__module__": __name__})
     made: _Optimizer = object.__new__(cls)
-    transfer = _transfer(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
+    transfer = transfer_of(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
     made.wrap(optimizer, named, compression, backward_passes_per_step, op, transfer, process_set)
     return made
 
 
-def _named(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
-    theirs = [
-        (f"allreduce.noname.{i}.{j}", p)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, p in enumerate(group["params"])
-    ]
-    if given is None:
-        return theirs
-    named = list(given)
-    if not all(isinstance(pair, tuple) for pair in named):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
-    if twice:
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    missing = len({p for _, p in theirs} - {p for _, p in named})
-    if missing:
-        raise ValueError(f"named_parameters was specified, but {missing} of the optimizer's parameters were not named")
-    return named
-
-
-def _transfer(
-    optimizer: torch.optim.Optimizer,
-    op: int,
-    predivide: float,
-    compression: Any,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None,
-    sparse_as_dense: bool,
-    process_set: ProcessSet,
-) -> Transfer:
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if isinstance(groups, int):
-        if groups < 0:
-            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        groups = split_list(params, groups) if groups else ()
-    listed = [p for group in groups or () for p in group]
-    if not all(isinstance(p, torch.Tensor) for p in listed):
-        raise ValueError("groups must consist of torch.Tensor.")
-    if len({id(p) for p in listed}) < len(listed):
-        raise ValueError("A parameter can only appear once in groups.")
-    return Transfer(
-        before=1 / predivide,
-        after=1.0 if op == Sum else None if predivide == 1 else predivide / (process_set.size() or 1),
-        dtype=_NARROW.get(compression),
-        bucket_bytes=basics.engine().settings.fusion_bytes,
-        groups=groups or (),
-        sparse_as_dense=sparse_as_dense,
-    )
-
-
-def _base_name(named: Named, process_set: ProcessSet) -> str:
-    """The same on every rank: what is optimized."""
-    text = f"{process_set.ranks} {[(name, tuple(p.shape)) for name, p in named]}"
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    return f"{named[0][0] if named else 'nothing'}-{digest}"
-
-
 class _Optimizer(NativeOptimizer):
-    """What ``DistributedOptimizer`` makes: another optimizer, with Horovod's rules for when gradients are combined."""
+    """Result of ``DistributedOptimizer``: another optimizer, with Horovod's rules for when gradients are combined."""
 
     def wrap(
         self,
@@ -162,23 +99,23 @@ class _Optimizer(NativeOptimizer):
         self.backward_passes_per_step = passes
         self.op, self.process_set = op, process_set
         self._synchronized, self._should_synchronize = False, True
-        self.reducer: ChannelReducer | None = None  # type: ignore[assignment]
+        self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
         if process_set.included() and ((process_set.size() or 1) > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
             self.reducer = self._make_reducer(named, compression, transfer)
         if self.reducer is not None:
             self.reducer.follow(optimizer)
 
     def close(self) -> None:
-        """Stops combining gradients: backward gives this rank's own from then on. May be called again."""
+        """Stop combining gradients: backward gives this rank's own from then on. May be called again."""
         if self.reducer is not None:
             self.reducer.close()
 
-    def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> ChannelReducer:
+    def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> HorovodReducer:
         ours = {p for group in self.optimizer.param_groups for p in group["params"]}
         named = [(name, p) for name, p in named if p in ours]
-        place = _base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
-        if self.op not in (Average, Sum) or compression not in _NARROW:
-            return CalledReducer(named, *place, self.op, compression)
+        place = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
+        if self.op not in (Average, Sum) or compression not in NARROW:
+            return CallReducer(named, *place, self.op, compression)
         return ChannelReducer(named, *place, transfer)
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +128,7 @@ class _Optimizer(NativeOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """As the native optimizer's. GradScaler.step asks for it before it looks at the gradients.
+        """As the native optimizer's. GradScaler.step reads it before the gradients.
 
         Those of one rank alone would have it skip a step that the others take.
         """
@@ -204,25 +141,31 @@ class _Optimizer(NativeOptimizer):
         return self._unscales_itself()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes are summed before their gradients are exchanged, from the next step on."""
+        """Sum so many backward passes before their gradients are exchanged, from the next step on."""
         self.backward_passes_per_step = passes
         if self.reducer is not None:
             self.reducer.passes = passes
             self.reducer.rest()
 
     def synchronize(self) -> None:
-        """Makes every gradient the combination over ranks. Collective; blocks.
+        """Make every gradient the combination over ranks. Collective; blocks.
 
         Called again, it combines ``param.grad`` once more, as Horovod's does: another rank may have run a backward since.
 
         Raises:
-            HorovodInternalError: a rank was lost or has other parameters, or Horovod was shut down.
+            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
         """
         if self.reducer is not None:
             self.reducer.renew()
             self.reducer.reduce()
             self.reducer.rest()
         self._synchronized = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Raise AttributeError: Horovod's optimizers have no such method."""
+        raise AttributeError("hvd.DistributedOptimizer has no no_sync(): pass backward_passes_per_step")
+        yield
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -234,7 +177,7 @@ class _Optimizer(NativeOptimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step, on combined gradients. Collective.
+        """Run the wrapped optimizer's step, on combined gradients. Collective.
 
         A ``closure`` may be called several times (LBFGS, which Horovod refuses); the optimizer sees its loss averaged
         over ranks, with ``op=Sum`` summed, so that every rank takes the same decisions.
@@ -277,7 +220,7 @@ class _Optimizer(NativeOptimizer):
         return evaluate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The wrapped optimizer's own. Raises AssertionError between backward and ``step`` or ``synchronize``."""
+        """Zero the gradients. Raises AssertionError between backward and ``step`` or ``synchronize``."""
         if self.reducer is not None and self.reducer.dirty:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -288,14 +231,14 @@ class _Optimizer(NativeOptimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the wrapped optimizer; its gradients are combined too. On every rank."""
+        """Add a group to the wrapped optimizer; its gradients are combined too. On every rank."""
         if self.reducer is None:
             self.optimizer.add_param_group(param_group)
         else:
             super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's own; what a failed step left behind is dropped."""
+        """Load the wrapped optimizer's state, and drop what a failed step left behind."""
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:
             self.reducer.drop()
@@ -306,20 +249,20 @@ class _AdasumOptimizer(_Optimizer):
     """Each rank steps on its own gradients; the changes of the parameters are combined."""
 
     def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> Any:
-        self._compression, self._name = compression, _base_name(named, self.process_set)
+        self._compression, self._name = compression, base_name(named, self.process_set)
 
     def synchronize(self) -> None:
-        """Nothing: gradients are not combined."""
+        """Do nothing: gradients are not combined."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raises AssertionError: there is nothing to skip."""
+        """Raise AssertionError: there is nothing to skip."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of this rank's own, then the adaptive sum of all ranks' changes. Collective."""
+        """Step on this rank alone, then add the adaptive sum of all ranks' changes. Collective."""
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [p.detach().clone() for p in params]
         result = self.optimizer.step(closure)

@@ -38,11 +38,11 @@ class ProcessSet:
         self.ranks = ranks
 
     def size(self) -> int | None:
-        """The number of ranks; ``None`` while the set is not usable."""
+        """Return the number of ranks; ``None`` while the set is not usable."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This process's place in the set; ``None`` while the set is not usable. ValueError outside of it.
+        """Return this process's rank in the set; ``None`` while the set is not usable. ValueError outside of it.
 
         Roots of broadcasts are given in the world's numbering all the same.
         """
@@ -53,7 +53,7 @@ class ProcessSet:
         return self.ranks.index(_connected().backend.rank)
 
     def included(self) -> bool | None:
-        """Whether this process is in the set; ``None`` where the ranks are not known yet."""
+        """Return whether this process is in the set; ``None`` where the ranks are not known yet."""
         return None if self.ranks is None else _connected().backend.rank in self.ranks
 
     def _invalidate(self) -> None:
@@ -74,7 +74,7 @@ def _connected() -> Engine:
 
 
 def attach(engine: Engine, sets: Sequence[ProcessSet]) -> None:
-    """Makes ``sets`` usable in the world of ``engine``. Collective."""
+    """Make ``sets`` usable in the world of ``engine``. Collective."""
     global _engine
     _engine = engine
     global_process_set.ranks = list(range(engine.backend.size))
@@ -93,7 +93,7 @@ def attach(engine: Engine, sets: Sequence[ProcessSet]) -> None:
 
 
 def detach() -> None:
-    """The world has ended: no set is usable any more."""
+    """Make no set usable any more: the world has ended."""
     global _engine
     _engine = None
     for one in _attached:
@@ -102,7 +102,7 @@ def detach() -> None:
 
 
 def ids_and_ranks() -> dict[int, list[int]]:
-    """The ranks of every set that is in use, by its id."""
+    """Return the ranks of every set that is in use, by its id."""
     return {
         one.process_set_id: list(one.ranks or [])
         for one in [global_process_set, *_attached]
@@ -111,13 +111,13 @@ def ids_and_ranks() -> dict[int, list[int]]:
 
 
 def _ranks_of(comm: Any) -> list[int]:
-    from dualtrain.backends.rendezvous import ranks_in_world
+    from dualtrain.rendezvous.meeting_point import ranks_in_world
 
     return ranks_in_world(comm)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Makes a process set usable and returns it. Collective over all ranks; blocks.
+    """Make a process set usable and return it. Collective over all ranks; blocks.
 
     Raises:
         ValueError: there is a set of these ranks already, or a rank that does not exist; or sets may not be added:
@@ -148,7 +148,7 @@ def _add(engine: Engine, one: ProcessSet) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Gives a process set up; whether there was one to give up. Collective over all ranks; blocks.
+    """Remove a process set, and return whether there was one. Collective over all ranks; blocks.
 
     The global set cannot be given up. Calls on the set that not all of its ranks have made fail.
     """

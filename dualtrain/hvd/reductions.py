@@ -1,4 +1,4 @@
-"""The arithmetic around a sum over ranks: Horovod's operations, scale factors, stand-ins for joined ranks, and Adasum."""
+"""The arithmetic around a sum over ranks: Horovod's operations, scale factors, identity elements, and Adasum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NO_LENGTH = sys.float_info.min**0.5
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """``factor`` times ``tensor``, in its dtype: itself where the factor is 1, a new tensor otherwise.
+    """Return ``factor`` times ``tensor``, in its dtype: itself where the factor is 1, a new tensor otherwise.
 
     16-bit floats are multiplied in 32 bits and rounded once; integers exactly, then truncated toward zero.
     """
@@ -55,7 +55,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch.Tensor:
-    """The result of an operation from the sum (or minimum, …) of the ranks, in the wire's dtype."""
+    """Return the result of an operation from the sum (or minimum, …) of the ranks, in the wire's dtype."""
     if op != Average:
         return scaled(total, factor)
     if factor == 1:
@@ -68,8 +68,8 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
     return scaled(total, factor / divisor)
 
 
-def stand_in(dtype: torch.dtype, shape: list[int], device: torch.device, op: int) -> torch.Tensor:
-    """What a rank that has joined contributes: the values that change nothing."""
+def identity_element(dtype: torch.dtype, shape: list[int], device: torch.device, op: int) -> torch.Tensor:
+    """Return what a rank that has joined contributes: a tensor of the identity element of ``op``."""
     return torch.full(shape, _identity(dtype, op), dtype=dtype, device=device)
 
 
@@ -87,7 +87,7 @@ def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
 
 
 def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The adaptive sum of one tensor per rank, in a tree over neighbouring ranks; any number of them.
+    """Return the adaptive sum of one tensor per rank, in a tree over neighbouring ranks; any number of them.
 
     Two gradients are added less what they have in common: parallel ones are averaged, orthogonal ones summed.
     Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, and Horovod's

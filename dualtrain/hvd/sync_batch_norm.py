@@ -12,11 +12,11 @@ class SyncBatchNorm(batchnorm.SyncBatchNorm):
     """A BatchNorm layer with the statistics of all ranks in training. ``convert_sync_batchnorm(model)`` converts models."""
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``row``."""
+        """Return every rank's ``row``."""
         gathered: torch.Tensor = allgather(row.unsqueeze(0))
         return gathered
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's ``values``."""
+        """Return the sum of every rank's ``values``."""
         summed: torch.Tensor = allreduce(values, op=Sum)
         return summed

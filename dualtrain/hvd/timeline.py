@@ -30,7 +30,7 @@ class Timeline:
         return self._file is not None
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """Begins a new file at ``path``; an unfinished one is closed first.
+        """Begin a new file at ``path``; an unfinished one is closed first.
 
         Raises:
             OSError: the file cannot be written.
@@ -46,7 +46,7 @@ class Timeline:
             )
 
     def stop(self) -> None:
-        """Ends the file. Nothing to do where none is open."""
+        """End the file. Nothing to do where none is open."""
         with self._lock:
             if self._file is None:
                 return
@@ -56,27 +56,27 @@ class Timeline:
             self._file = None
 
     def begin(self, what: str, activity: str) -> None:
-        """``activity`` (such as ALLREDUCE) starts on the tensor ``what`` (such as allreduce.loss)."""
+        """Record that ``activity`` (such as ALLREDUCE) starts on the tensor ``what`` (such as allreduce.loss)."""
         with self._lock:
             if self._file is not None and (what, activity) not in self._open:
                 self._open.add((what, activity))
                 self._write(name=activity, ph="B", pid=self._line(what))
 
     def end(self, what: str, activity: str) -> None:
-        """``activity`` ends; nothing where its start was not seen."""
+        """Record that ``activity`` ends; nothing if its start was not recorded."""
         with self._lock:
             if self._file is not None and (what, activity) in self._open:
                 self._open.remove((what, activity))
                 self._write(name=activity, ph="E", pid=self._line(what))
 
     def mark(self, what: str, name: str) -> None:
-        """A moment without length: a rank is ready."""
+        """Record a moment: a rank is ready."""
         with self._lock:
             if self._file is not None:
                 self._write(name=name, ph="X", pid=self._line(what), dur=0)
 
     def cycle(self) -> None:
-        """Rank 0 looked for calls that match."""
+        """Record that rank 0 looked for calls that match."""
         with self._lock:
             if self._file is not None and self.mark_cycles:
                 self._write(name="CYCLE_START", ph="i", pid=0, s="g")

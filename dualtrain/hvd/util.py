@@ -7,47 +7,47 @@ from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from dualtrain.backends import hosts
-from dualtrain.backends.collectives import shares
+from dualtrain.backends.collectives import split_sizes
+from dualtrain.rendezvous import hosts
 
 T = TypeVar("T")
 
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Sets environment variables for a while; ``None`` unsets one."""
+    """Set environment variables for a while; ``None`` unsets one."""
     with hosts.variables(variables):
         yield
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """``items`` in ``parts`` runs of nearly equal length, the first ones longer."""
-    ends = list(accumulate(shares(len(items), parts), initial=0))
+    """Return ``items`` in ``parts`` runs of nearly equal length, the first ones longer."""
+    ends = list(accumulate(split_sizes(len(items), parts), initial=0))
     return [items[start:end] for start, end in pairwise(ends)]
 
 
 def num_rank_is_power_2(ranks: int) -> bool:
-    """Whether ``ranks`` is a power of two."""
+    """Return whether ``ranks`` is a power of two."""
     return ranks > 0 and ranks & (ranks - 1) == 0
 
 
 def is_iterable(value: Any) -> bool:
-    """Whether one can iterate over ``value``."""
+    """Return whether one can iterate over ``value``."""
     return isinstance(value, Iterable)
 
 
 def gpu_available(framework: str = "torch", verbose: bool = False) -> bool:
-    """Whether torch sees a GPU."""
+    """Return whether torch sees a GPU."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """False: torch.distributed carries the tensors."""
+    """False: torch.distributed sends the tensors."""
     return False
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """True: Gloo carries CPU tensors."""
+    """True: Gloo sends CPU tensors."""
     return True

@@ -1,4 +1,4 @@
-"""Models, by name: small ones of our own, torchvision's classifiers, and the user's."""
+"""Models by name: small ones of this package, torchvision's classifiers, and the user's own."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def build(
     freeze_backbone: bool = False,
     weights: str | None = None,
 ) -> nn.Module:
-    """The model ``name``, on the CPU, with random weights from torch's global seed unless told otherwise.
+    """Build the model ``name`` on the CPU. Weights are random, from torch's global generator, unless an option sets them.
 
     Args:
-        name: one of ours, a classification model of torchvision, or ``pkg.mod:build``, which is called with
-            ``(shape, classes)``, or without arguments where it takes none, and returns a module.
-        shape: of one input: (channels, height, width) of an image, (length,) of a text.
-        classes: how many kinds of answers; for a text, the size of the vocabulary.
-        pretrained: start from torchvision's weights, but for the head; :func:`fetch` downloads them before.
-        freeze_backbone: only the last linear or convolutional layer trains, and BatchNorm before it stays as it is.
-        weights: a file of weights for the whole model, safetensors or a state dict.
+        name: a model of this package, a classification model of torchvision, or ``pkg.mod:build``, which is called with
+            ``(shape, classes)``, or without arguments if it takes none, and returns a module.
+        shape: shape of one input: (channels, height, width) of an image, (length,) of a text.
+        classes: number of classes; for a text, the size of the vocabulary.
+        pretrained: start from torchvision's weights, except for the head; call :func:`fetch` before to download them.
+        freeze_backbone: train only the last linear or convolutional layer; BatchNorm before it stays in evaluation mode.
+        weights: file of weights for the whole model, safetensors or a state dict.
 
     Raises:
-        UserError: an unknown name, data that the model does not take, weights that are not there or do not fit.
+        UserError: the name is unknown, the model does not take such inputs, or weights are missing or do not fit.
     """
     model = _build(name, shape, classes, pretrained)
     if weights is not None:
@@ -71,7 +71,7 @@ def _build(name: str, shape: Shape, classes: int, pretrained: bool) -> nn.Module
 def _freeze(model: nn.Module, name: str) -> None:
     if name in _TEXTS:
         raise UserError(
-            f"--freeze-backbone: {name} has no head of its own, its output layer is its embedding: leave it out"
+            f"--freeze-backbone: {name} has no separate head, its output layer shares the embedding's weights: leave it out"
         )
     freeze_backbone(model, find_head(model))
 
@@ -81,17 +81,17 @@ def _three(name: str, shape: Shape) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def _take(name: str, shape: Shape, dimensions: int, words: str) -> Shape:
+def _take(name: str, shape: Shape, dimensions: int, inputs: str) -> Shape:
     if len(shape) != dimensions:
-        raise UserError(f"--model {name} takes {words} and the dataset gives {tuple(shape)}: choose another --model")
+        raise UserError(f"--model {name} takes {inputs} and the dataset has {tuple(shape)}: choose another --model")
     return shape
 
 
 def _checked(model: object, name: str) -> nn.Module:
     if not isinstance(model, nn.Module):
-        raise UserError(f"--model {name!r} gave a {type(model).__name__}: it must return a torch.nn.Module")
+        raise UserError(f"--model {name!r} returned a {type(model).__name__}: it must return a torch.nn.Module")
     if not any(True for _ in model.parameters()):
-        raise UserError(f"--model {name!r} gave a {type(model).__name__} without parameters: there is nothing to train")
+        raise UserError(f"--model {name!r} returned a {type(model).__name__} without parameters: there is nothing to train")
     return model
 
 

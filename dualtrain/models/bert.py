@@ -13,9 +13,9 @@ PADDING = 0  # the token number of [PAD]
 
 
 class Bert(nn.Module):
-    """Tokens (n, t), int64, to logits (n, t, vocabulary). The output layer shares the embedding's weights.
+    """Encoder from tokens, int64 (n, t), to logits (n, t, vocabulary). The output layer shares the embedding's weights.
 
-    No dropout unless asked for: its random numbers would belong to a rank, and a run could not go on at another size.
+    Dropout is off by default: its random numbers differ between ranks, so results would depend on the world size.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Bert(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (n, t, vocabulary) for each place, from the places that are not [PAD]."""
+        """Compute the logits (n, t, vocabulary) of all positions. Attention ignores [PAD]."""
         hidden = self.norm(self.embedding(tokens) + self.positions[: tokens.shape[1]])
         hidden = self.encoder(hidden, src_key_padding_mask=tokens == PADDING)
         return functional.linear(hidden, self.embedding.weight, self.output_bias)

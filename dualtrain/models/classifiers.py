@@ -1,4 +1,4 @@
-"""torchvision's classification models by name, fitted to the data's channels and classes."""
+"""torchvision's classification models by name, adapted to the data's channels and classes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dualtrain.models.freezing import find_head
 from dualtrain.models.weights import differences, fetch, read_pickled
 from dualtrain.torchvision_shim import torchvision
 
-# Their extra heads make training outputs that no loss here takes, and their default start draws for minutes.
+# No auxiliary heads: their outputs in training mode are tuples. No init_weights: it takes minutes.
 _PLAIN = {"aux_logits": False, "init_weights": False}
 _OPTIONS: dict[str, dict[str, Any]] = {"googlenet": _PLAIN, "inception_v3": _PLAIN}
 IMAGENET_CLASSES = 1000
 
 
 def names() -> list[str]:
-    """The classification models that torchvision has."""
+    """Return the names of torchvision's classification models."""
     models = torchvision().models
     found: list[str] = models.list_models(module=models)
     return found
 
 
 def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained: bool) -> nn.Module:
-    """torchvision's model ``name``, its first convolution for ``shape``'s channels, its head for ``classes``.
+    """Build torchvision's model ``name`` with a first convolution for ``shape``'s channels and a head for ``classes``.
 
-    With ``pretrained``, everything but a head of another size starts from torchvision's weights.
+    With ``pretrained``, all layers start from torchvision's weights, except a head of another size.
 
     Raises:
-        UserError: the weights cannot be had.
+        UserError: the weights cannot be downloaded, are damaged, or do not fit.
     """
     options: dict[str, Any] = dict(_OPTIONS.get(name, {}))
     if "vit" in name and "max" not in name:
@@ -51,7 +51,7 @@ def _load_published(model: nn.Module, name: str) -> None:
     try:
         state = read_pickled(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"the weights in {path} are damaged: delete the file, to download it again") from error
+        raise UserError(f"the weights in {path} are damaged: delete the file, and the next run downloads it") from error
     state = {key: value for key, value in state.items() if not key.lower().startswith("aux")}
     head, ours = find_head(model), model.state_dict()
     for key in (f"{head}.weight", f"{head}.bias"):
@@ -64,7 +64,7 @@ def _load_published(model: nn.Module, name: str) -> None:
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, keep: bool) -> None:
-    """A first convolution of ``channels`` inputs; with ``keep``, of weights that answer grey as the old one did."""
+    """Replace the first convolution by one of ``channels`` inputs; ``keep`` keeps its response to grey images."""
     name, old = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
     new = nn.Conv2d(
         channels,

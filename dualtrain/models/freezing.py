@@ -1,4 +1,4 @@
-"""A backbone that stays as it is while the head learns."""
+"""Freezing of a model's backbone: only its head is trained."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Norm = TypeVar("Norm", bound=_BatchNorm)
 
 
 class FrozenNorm(_BatchNorm):
-    """BatchNorm that stays in evaluation mode: ``model.train()`` would let it drift after the new data."""
+    """BatchNorm that stays in evaluation mode, so that ``model.train()`` does not update its running statistics."""
 
     def train(self: Norm, mode: bool = True) -> Norm:
-        """Evaluation mode, whatever is asked for."""
+        """Set evaluation mode, whatever ``mode`` is."""
         return super().train(False)
 
 
@@ -36,9 +36,9 @@ _FROZEN = {nn.BatchNorm1d: FrozenNorm1d, nn.BatchNorm2d: FrozenNorm2d, nn.BatchN
 
 
 def freeze_backbone(model: nn.Module, head: str) -> None:
-    """Leaves only the module named ``head`` to train, in place. Names and shapes of all tensors stay.
+    """Freeze all modules except the one named ``head``, in place. Names and shapes of tensors do not change.
 
-    Parameters outside it lose ``requires_grad``, and their BatchNorm keeps its running statistics, also after
+    Parameters outside the head lose ``requires_grad``, and BatchNorm there keeps its running statistics, also after
     ``model.train()`` and in copies of the model.
     """
     for name, module in model.named_modules():
@@ -47,16 +47,16 @@ def freeze_backbone(model: nn.Module, head: str) -> None:
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(False)
         if type(module) in _FROZEN:
-            # The class changes and not the object, so that what refers to the layer still does.
+            # Change the class of the object: a new object would leave references to the old layer behind.
             module.__class__ = _FROZEN[type(module)]
             module.train()
 
 
 def find_head(model: nn.Module) -> str:
-    """The name of the last linear or convolutional layer, which in a classifier gives the classes.
+    """Return the name of the last linear or convolutional layer, which is the head of a classifier.
 
     Raises:
-        UserError: there is none with parameters of its own.
+        UserError: the model has no such layer.
     """
     layers: list[str] = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     if not layers or not layers[-1]:

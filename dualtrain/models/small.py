@@ -1,7 +1,7 @@
-"""Small convolutional networks: the default job's, and the two of the tutorials that people compare.
+"""Small convolutional networks: the model of the default job, and those of two well-known tutorials.
 
-Pooling comes before the ReLU behind a convolution, and not after it as in the tutorials: the largest number above 0 is the
-same either way, and so is the way back to it, to the bit; but there is a fourth of the numbers left to compare with 0.
+Here pooling comes before ReLU; in the tutorials it comes after. Outputs and gradients are the same, bit for bit, because
+ReLU is monotonic, and ReLU then has a quarter of the elements to process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def convnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Two 3×3 convolutions of 16 and 32 channels, a pooling, and two linear layers."""
+    """Build two 3×3 convolutions of 16 and 32 channels, a pooling, and two linear layers."""
     channels, height, width = shape
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
@@ -26,7 +26,7 @@ def convnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def mnist_net(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Two 3×3 convolutions of 10 channels, each with a pooling, and one linear layer (490 → 10 on MNIST)."""
+    """Build two 3×3 convolutions of 10 channels, each with a pooling, and one linear layer (490 → 10 on MNIST)."""
     channels, height, width = shape
     return nn.Sequential(
         nn.Conv2d(channels, 10, 3, padding=1),
@@ -41,7 +41,7 @@ def mnist_net(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def mnist_convnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Two 5×5 convolutions of 16 and 32 channels with BatchNorm and pooling, one linear layer (1568 → 10 on MNIST)."""
+    """Build two 5×5 convolutions of 16 and 32 channels, BatchNorm and pooling, and a linear layer (1568 → 10 on MNIST)."""
     channels, height, width = shape
     return nn.Sequential(
         *_block(channels, 16),

@@ -1,4 +1,4 @@
-"""Weights that a model starts from: a local file, or torchvision's published ones."""
+"""Initial weights of a model: a local file, or torchvision's published weights."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from dualtrain.errors import UserError
 from dualtrain.files import open_regular, readable_path
 from dualtrain.torchvision_shim import torchvision
 
-SHOWN = 3  # names of an error, so that it stays one line
+SHOWN = 3  # names listed in an error message, so that it stays one line
 
 
 def load_weights(model: nn.Module, file: str) -> None:
-    """Puts the tensors of ``file`` into ``model``: safetensors, or a state dict of ``torch.save`` (weights only).
+    """Copy the tensors of ``file`` into ``model``. It may be a safetensors file or a state dict of ``torch.save``.
 
-    A ``module.`` in front of every name, and a checkpoint that has its weights under ``state_dict`` or ``model``, are fine.
+    Accepts names that all start with ``module.``, and checkpoints with their weights under ``state_dict`` or ``model``.
 
     Raises:
-        UserError: the file cannot be read, or its names or shapes are not the model's.
+        UserError: the file cannot be read, or its names or shapes differ from the model's.
     """
     state = read_state(file)
     consume_prefix_in_state_dict_if_present(state, "module.")
     wrong = differences(model.state_dict(), state)
     if wrong:
-        raise UserError(f"--weights {file!r} does not fit the model: {'; '.join(wrong)}: give weights of this very model")
+        raise UserError(f"--weights {file!r} does not fit the model: {'; '.join(wrong)}: give weights of the same model")
     model.load_state_dict(state, strict=False)
 
 
 def read_state(file: str) -> dict[str, torch.Tensor]:
-    """Names and tensors of a weights file, on the CPU. No code of the file runs.
+    """Read the names and tensors of a weights file, on the CPU. Pickled code in the file is not run.
 
     Raises:
-        UserError: the file is not there, or not weights.
+        UserError: the file is missing, damaged, or holds something else than weights.
     """
     advice = "give a safetensors file, or a state dict that torch.save wrote"
     try:
@@ -61,25 +61,25 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
 
 
 def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
-    """Names and tensors of a safetensors file. Raises OSError, or ValueError where it is damaged."""
+    """Read the names and tensors of a safetensors file. Raises OSError, or ValueError if it is damaged."""
     with readable_path(file) as path:
         try:
             return safetensors.torch.load_file(path)
-        except Exception as error:  # it raises what the file's bytes lead to
+        except Exception as error:  # a damaged file can make it raise almost any exception
             raise ValueError(str(error)) from error
 
 
 def read_pickled(file: str | Path) -> Any:
-    """What ``torch.save`` wrote, if it is tensors and plain values. Raises OSError, or ValueError where it is not."""
+    """Read tensors and plain values that ``torch.save`` wrote. Raises OSError, or ValueError for anything else."""
     with open_regular(file) as opened:
         try:
             return torch.load(opened, map_location="cpu", weights_only=True)
-        except Exception as error:  # it raises what the file's bytes lead to
+        except Exception as error:  # a damaged file can make it raise almost any exception
             raise ValueError(str(error)) from error
 
 
 def _unusable(name: Any, tensor: torch.Tensor) -> str | None:
-    """Why a tensor of a file cannot be copied into a model; ``None`` where it can."""
+    """Return the reason why a tensor of a file cannot be copied into a model, or ``None`` if it can."""
     if not isinstance(name, str):
         return f"the key {name!r}, which is not text"
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_complex():
@@ -89,8 +89,8 @@ def _unusable(name: Any, tensor: torch.Tensor) -> str | None:
 
 
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    """In words, how the names and shapes of ``theirs`` differ from ``ours``; empty where they fit."""
-    # Files from before torch 0.4.1 lack this counter, which no computation here uses.
+    """Describe how the names and shapes of ``theirs`` differ from ``ours``; return an empty list if they fit."""
+    # Files written before torch 0.4.1 lack this counter, which is not used here.
     missing = [name for name in ours if name not in theirs and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in theirs if name not in ours]
     shapes = [
@@ -112,7 +112,7 @@ def _few(names: Iterable[str]) -> str:
 
 
 def published(name: str) -> Any:
-    """torchvision's best weights of the model ``name``: an entry of its ``Weights`` enumeration.
+    """Return torchvision's default weights of the model ``name``, a member of its ``Weights`` enumeration.
 
     Raises:
         UserError: torchvision has no model or weights of that name.
@@ -121,18 +121,18 @@ def published(name: str) -> Any:
         return torchvision().models.get_model_weights(name).DEFAULT
     except (ValueError, AttributeError) as error:
         raise UserError(
-            f"torchvision publishes no weights of {name!r}, which --pretrained and --augment weights need: leave "
-            "them out, or choose one of its models"
+            f"torchvision publishes no weights of {name!r}, and --pretrained and --augment weights need them: leave these "
+            "flags out, or choose one of its models"
         ) from error
 
 
 def fetch(name: str) -> Path:
-    """The file of torchvision's weights of ``name`` in torch hub's folder, downloaded if it is not there yet.
+    """Download torchvision's weights of ``name`` into torch hub's folder, unless they are there; return the file's path.
 
-    To be called by one rank a host before the others; the file appears whole or not at all.
+    Call it on one rank per host before the others. An incomplete download leaves no file.
 
     Raises:
-        UserError: there are none, or the download fails.
+        UserError: there are no such weights, or the download fails.
     """
     url: str = published(name).url
     path: Path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]

@@ -1,1 +1,1 @@
-"""The end of the story: run folders, finished or not, become one page with results, settings and charts."""
+"""Report of runs, finished or not: one page with results, settings and charts."""

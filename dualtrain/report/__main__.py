@@ -1,7 +1,7 @@
-"""``python -m dualtrain.report RUN [RUN …] [--out PAGE.html]``: what runs came to, as one page and one picture.
+"""``python -m dualtrain.report RUN [RUN …] [--out PAGE.html]``: show the results of runs on one page and in one picture.
 
-Runs may be finished, going on or interrupted; several are laid over each other. Without --out, the page is report.html, in
-the run's folder if there is one run, else in the current folder. The picture beside it, with .png, shows the same.
+Runs may be finished, running or interrupted. The charts show all runs in the same axes. Without --out, the page is
+report.html, in the run's folder if there is one run, else in the current folder. The picture, with .png, shows the same.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualtrain.console import parser_of, say, show
+from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
-from dualtrain.report.page import page
-from dualtrain.report.picture import picture
+from dualtrain.report.report_charts import picture
+from dualtrain.report.report_page import page
 from dualtrain.report.runs import read_runs
 
 
@@ -35,16 +35,16 @@ def _write(folders: Sequence[str], out: str | None) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the report and prints where it is; gives the exit status: 0, or 2 where the user can mend it."""
+    """Write the report and print its paths. Return the exit status: 0, or 2 for an error that the user can fix."""
     parser = parser_of("dualtrain.report", str(__doc__))
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument("--out", metavar="PAGE.html", help="where the page goes; the picture goes beside it")
+    parser.add_argument("--out", metavar="PAGE.html", help="path of the page; the picture is written beside it")
     try:
         given = parser.parse_args(arguments)
         for path in _write(given.runs, given.out):
             show(path)
     except UserError as error:
-        say(error)
+        print_error(error)
         return 2
     return 0
 

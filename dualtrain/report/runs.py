@@ -1,4 +1,4 @@
-"""What run folders say, as tables and curves: missing values and lines that are cut off are left out."""
+"""Tables and curves from run folders. Missing values and incomplete lines are left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLORS = ("#0b6fb8", "#e07b00", "#2a9152", "#c2383c", "#7a56b3", "#8a5a48", "#d4
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder says; ``summary`` is empty where the run has not finished."""
+    """The contents of a run's folder. ``summary`` is empty if the run has not finished."""
 
     folder: Path
     label: str
@@ -30,13 +30,13 @@ class Run:
     summary: dict[str, Any]
 
     def curve(self, kind: str, key: str) -> tuple[list[float], list[float]]:
-        """Optimizer steps and finite values of ``key`` in the lines of a ``kind``."""
+        """Return the optimizer steps and the finite values of ``key`` in the lines of a ``kind``."""
         lines = [line for line in self.metrics if line.get("kind") == kind]
         points = [(line["step"], line[key]) for line in lines if _finite(line.get("step")) and _finite(line.get(key))]
         return [step for step, _ in points], [value for _, value in points]
 
     def last(self, key: str) -> Any:
-        """The final value of ``key``, or the latest one there is."""
+        """Return the value of ``key`` in the summary, or else in the last line that has it."""
         values = (line[key] for line in reversed(self.metrics) if key in line)
         return self.summary[key] if key in self.summary else next(values, None)
 
@@ -67,7 +67,7 @@ _COLUMNS: dict[str, Callable[[Run], str]] = {
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
-    """The runs of these folders, each once, with labels and colours of their own.
+    """Read the runs in these folders, each once, and give each a label and a colour.
 
     Raises:
         UserError: a folder holds no metrics.
@@ -82,7 +82,7 @@ def _read_run(folder: Path, label: str, color: str) -> Run:
     summary = _or_nothing(lambda: read(str(folder)))
     last = max((line["step"] for line in metrics if _finite(line.get("step"))), default=0)
     if _finite(summary.get("steps")) and last > summary["steps"]:
-        summary = {}  # of an earlier end: the run has been gone on with
+        summary = {}  # it is from before the run was resumed
     config = _or_nothing(lambda: read_json(folder / "config.json"))
     return Run(folder, label, color, config, metrics, summary)
 
@@ -111,7 +111,7 @@ def _finite(value: Any) -> bool:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """For each folder the last parts of its path that no other one ends in."""
+    """Return for each folder the shortest end of its path that no other folder has."""
 
     def end(path: Path, parts: int) -> str:
         return " ".join("/".join(path.parts[-parts:]).encode(errors="replace").decode().split())
@@ -127,20 +127,20 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text, the head first; ``names``: the runs that are named in cells, by (row, column)."""
+    """Rows of text, the header first. ``names`` maps (row, column) of a cell to the run that it names."""
 
     rows: list[list[str]]
     names: dict[tuple[int, int], Run]
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """One row for each run."""
+    """Return the table of results, one row per run."""
     rows = [[run.label, *(cell(run) for cell in _COLUMNS.values())] for run in runs]
     return Table([["run", *_COLUMNS], *rows], {(row, 0): run for row, run in enumerate(runs, 1)})
 
 
 def differing_settings(runs: Sequence[Run]) -> Table | None:
-    """One row for each setting that is not the same in all runs that tell theirs; ``None`` if there are none."""
+    """Return a row for each setting that differs between the runs with a config.json; ``None`` if none differs."""
     known = [run for run in runs if run.config]
     names = [name for name in dict.fromkeys(name for run in known for name in run.config) if name != "run_dir"]
     rows = [[name, *(_text(run.config.get(name)) for run in known)] for name in names]
@@ -150,7 +150,7 @@ def differing_settings(runs: Sequence[Run]) -> Table | None:
 
 
 def same_weights(runs: Sequence[Run]) -> str:
-    """One sentence on the weights of the finished runs."""
+    """Return one sentence that compares the weights of the finished runs."""
     hashes = [run.summary["weights_sha256"] for run in runs if "weights_sha256" in run.summary]
     if len(hashes) < 2:
         return "" if len(runs) == 1 else "Same weights: not known before two runs have finished."
@@ -160,7 +160,7 @@ def same_weights(runs: Sequence[Run]) -> str:
 
 
 def title(runs: Sequence[Run]) -> tuple[str, str]:
-    """The report's name, and what is true of all runs."""
+    """Return the report's title, and a line with what all runs have in common."""
     shared = [{_text(run.config.get(name)) for run in runs} for name in ("dataset", "model")]
     what = [values.pop() for values in shared if len(values) == 1]
     name = f"Training report: {runs[0].label if len(runs) == 1 else f'{len(runs)} runs'}"

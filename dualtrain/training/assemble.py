@@ -1,4 +1,4 @@
-"""From settings to things: the data, the model and what computes it."""
+"""From settings to objects: the data, the model, and the arguments of the trainer."""
 
 from __future__ import annotations
 
@@ -14,37 +14,46 @@ import torch
 from torch import nn
 
 from dualtrain.backends import Backend
-from dualtrain.batchnorm import SyncBatchNorm
-from dualtrain.config import Config
+from dualtrain.batchnorm import synchronize_norms
+from dualtrain.config import DataSection, ModelSection, RunSection
 from dualtrain.data import Batch, Task, load_data
 from dualtrain.data.draws import derived
-from dualtrain.data.options import LIMIT, NAMES
+from dualtrain.data.options import LIMIT
+from dualtrain.data.sampler import Sampler
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
-from dualtrain.training.randomness import seed_all
+from dualtrain.training.data_parallel import measured, replicate
+from dualtrain.training.on_ranks import on_all_ranks
+from dualtrain.training.rank_state import seed_all
 from dualtrain.training.same_run import compare_task
-from dualtrain.training.together import together
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
-def load_task(config: Config, backend: Backend) -> Task:
-    """The data. Where they must be downloaded, one rank of each host does, and the others wait for it. Collective."""
-    options = {name: value for name, value in dataclasses.asdict(config).items() if name in NAMES}
+def load_task(data: DataSection, model: str, backend: Backend) -> Task:
+    """Load the data; where they are downloaded, one rank of each host does, before the others. Collective.
+
+    Args:
+        data: the dataset and its options.
+        model: the model's name, for ``augment="weights"``.
+        backend: the ranks.
+    """
+    options = {**dataclasses.asdict(data), "model": model}
+    dataset, folder = options.pop("dataset"), options.pop("data_dir")
 
     def load(download: bool) -> Task:
-        return load_data(config.dataset, config.data_dir, **{**options, "download": download})
+        return load_data(dataset, folder, **{**options, "download": download})
 
     fetched = None
-    if config.download:
+    if data.download:
         first = backend.local_rank == 0
-        fetched = together(backend, "download of the data", lambda: load(True) if first else None)
-    task = together(backend, "data", lambda: _filled(fetched or load(False), config.dataset))
+        fetched = on_all_ranks(backend, "download of the data", lambda: load(True) if first else None)
+    task = on_all_ranks(backend, "data", lambda: _check_sizes(fetched or load(False), dataset))
     compare_task(task, backend)
     return task
 
 
-def _filled(task: Task, name: str) -> Task:
+def _check_sizes(task: Task, name: str) -> Task:
     for title, source in (("train on", task.train), ("evaluate on", task.val)):
         if not len(source):
             raise UserError(f"--dataset {name!r} has no samples to {title}: give some")
@@ -54,15 +63,21 @@ def _filled(task: Task, name: str) -> Task:
 
 
 @torch.no_grad()
-def try_out(config: Config, task: Task, model: nn.Module) -> None:
-    """Computes one sample, so that a model and data that do not fit are told before the run begins.
+def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
+    """Compute one sample, so that a model that does not fit the data is reported before the run begins.
+
+    Args:
+        task: the data.
+        model: on any device.
+        dataset: the dataset's name, for messages.
+        name: the model's name, for messages.
 
     Raises:
-        UserError: they do not.
+        UserError: the model does not fit the data.
     """
     device = next(model.parameters()).device
     inputs, targets = next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device))
-    what = f"--model {config.model} and --dataset {config.dataset} do not fit"
+    what = f"--model {name} and --dataset {dataset} do not fit"
     model.eval()
     try:
         outputs = model(inputs)
@@ -87,77 +102,71 @@ def try_out(config: Config, task: Task, model: nn.Module) -> None:
         )
 
 
-def make_model(config: Config, task: Task, backend: Backend) -> nn.Module:
-    """The model, on this rank's device, the same on every rank if it draws its weights from torch. Collective."""
-    if config.pretrained:
+def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -> nn.Module:
+    """Make the model on this rank's device, equal on every rank if it draws its weights from torch. Collective."""
+    if section.pretrained:
         first = backend.local_rank == 0
-        together(backend, "download of the weights", lambda: str(fetch(config.model)) if first else None)
-    seed_all(config.seed)
-    model = together(
+        on_all_ranks(backend, "download of the weights", lambda: str(fetch(section.name)) if first else None)
+    seed_all(seed)
+    model = on_all_ranks(
         backend,
         "model",
         lambda: build(
-            config.model,
+            section.name,
             task.shape,
             task.classes,
-            pretrained=config.pretrained,
-            freeze_backbone=config.freeze_backbone,
-            weights=config.weights,
+            pretrained=section.pretrained,
+            freeze_backbone=section.freeze_backbone,
+            weights=section.weights,
         ),
     )
     # From here on each rank draws numbers of its own, for dropout and the like.
-    seed_all(derived(config.seed, "rank", backend.rank))
-    if config.sync_batchnorm:
+    seed_all(derived(seed, "rank", backend.rank))
+    if section.sync_batchnorm:
         synchronize_norms(model, backend)
-    layout = torch.channels_last if config.channels_last else torch.preserve_format
+    layout = torch.channels_last if section.channels_last else torch.preserve_format
     return model.to(device=backend.device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
 
 
-class RankNorm(SyncBatchNorm):
-    """BatchNorm over the samples of all ranks of ``backend``, which a subclass names: copies of a layer share it.
+def make_computation(
+    run: RunSection, section: ModelSection, label_smoothing: float, model: nn.Module, backend: Backend
+) -> dict[str, Any]:
+    """Return the trainer's arguments that say how ``model`` is computed; none where it is called as it is.
 
-    A channel of its own: a rank that has no gradients for some layers sends buckets at other times than the others.
+    Raises:
+        UserError: nn.DataParallel cannot be used here.
     """
-
-    backend: Backend
-    title: str
-
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
-        return self.backend.allgather(row[None], name=f"{self.title}.statistics")
-
-    def total(self, values: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
-        return self.backend.allreduce(values, "sum", name=f"{self.title}.gradient")
+    if run.data_parallel and backend.size > 1:
+        raise UserError(f"--data-parallel is one process on all GPUs, and this job has {backend.size}: start one")
+    if run.parallel_loss:
+        return {"measure": measured(model, backend.device, run.output_device, label_smoothing)}
+    if run.data_parallel:
+        return {"forward": replicate(model, backend.device, run.output_device)}
+    return {"forward": compiled(model)} if section.compile else {}
 
 
-def synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replaces the BatchNorm layers of ``model`` that train, in place; frozen ones (of another class) stay.
-
-    Collective; blocks.
-    """
-    layers = [
-        (title, layer)
-        for title, layer in model.named_modules()
-        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    ]
-    if layers:
-        kind: Any = type("RankNorm", (RankNorm,), {"backend": backend.channel()})
-        for title, layer in layers:
-            made = kind.convert_sync_batchnorm(layer)
-            made.title = title
-            parent, _, name = title.rpartition(".")
-            setattr(model.get_submodule(parent), name, made)
+def check_batches(sampler: Sampler, size: int, accumulate: int, *, sync_batchnorm: bool) -> None:
+    """Raise UserError where there is no whole batch, or BatchNorm over all ranks would lack samples on a rank."""
+    if not sampler.batches:
+        raise UserError(
+            f"--drop-last leaves nothing of {sampler.samples} samples in batches of {sampler.global_batch}: "
+            "lower --batch-size"
+        )
+    if sync_batchnorm and sampler.smallest // size < accumulate:
+        raise UserError(
+            f"--sync-batchnorm needs samples on every rank in every backward pass, and the smallest batch has "
+            f"{sampler.smallest} for {size} ranks × {accumulate}: give --drop-last, or another batch size"
+        )
 
 
 def compiled(model: nn.Module) -> Forward:
-    """``model`` through torch.compile, which works at the first call. Raises UserError there if it cannot."""
+    """Compile ``model`` with torch.compile, at its first call. Raises UserError there if it cannot."""
     fast = torch.compile(model)
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         try:
             outputs: torch.Tensor = fast(inputs)
-        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+        except compile_errors() as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"--compile does not work with this model here ({reason}): leave it out") from error
         return outputs
@@ -165,12 +174,23 @@ def compiled(model: nn.Module) -> Forward:
     return forward
 
 
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of torch.compile that are the user's to avoid.
+
+    Private in torch 2.13 to 2.15: the base classes of Dynamo's and Inductor's errors have no public name.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return TorchDynamoException, InductorError
+
+
 @contextmanager
-def determinism(wanted: bool) -> Iterator[None]:
-    """Only operations whose results repeat bit for bit, for a while; torch raises where it has none."""
+def determinism(requested: bool) -> Iterator[None]:
+    """Inside the block, use only operations whose results repeat bit for bit, if ``requested``; others raise."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
+    if requested:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     try:
@@ -181,5 +201,5 @@ def determinism(wanted: bool) -> Iterator[None]:
 
 
 def threads(backend: Backend) -> int:
-    """This host's cores, shared by its ranks. Not OMP_NUM_THREADS, which torchrun sets and horovodrun does not."""
+    """Return this rank's share of the host's cores. Not OMP_NUM_THREADS, which torchrun sets and horovodrun does not."""
     return max(1, len(os.sched_getaffinity(0)) // backend.local_size)

@@ -1,4 +1,4 @@
-"""How far a run has come: plain numbers, kept in checkpoints."""
+"""The position of a run and its results so far: plain numbers, kept in checkpoints."""
 
 from __future__ import annotations
 
@@ -13,29 +13,42 @@ from dualtrain.training.objective import NAMES, added, metrics
 
 @dataclass
 class Cursor:
-    """The place of a run between two steps."""
+    """The position of a run between two steps, and what it has measured.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: epochs done.
+        batch: global batches of this epoch that are done.
+        seconds: spent in steps.
+        samples: of all ranks.
+        sums: of ``objective.NAMES``, over this epoch so far.
+        last: the last evaluation, training metrics included.
+        best: the best evaluation so far, with its step and epoch.
+        stale: evaluations since the best one.
+        evaluated_step: the step of the last evaluation.
+    """
 
     step: int = 0
     epoch: int = 0
-    batch: int = 0  # global batches of this epoch that are done
+    batch: int = 0
     seconds: float = 0.0
     samples: int = 0
-    sums: list[float] = field(default_factory=lambda: [0.0] * len(NAMES))  # over this epoch so far
-    last: dict[str, float] = field(default_factory=dict)  # what the last evaluation came to
-    best: dict[str, float] = field(default_factory=dict)  # the best evaluation so far, and its step and epoch
-    stale: int = 0  # evaluations since then
-    judged: int = 0  # the step of the last evaluation
+    sums: list[float] = field(default_factory=lambda: [0.0] * len(NAMES))
+    last: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    stale: int = 0
+    evaluated_step: int = 0
 
     def count(self, sums: Sequence[float], samples: int, seconds: float) -> None:
-        """One more step is done."""
+        """Advance by one step."""
         self.step, self.batch, self.samples = self.step + 1, self.batch + 1, self.samples + samples
         self.seconds += seconds
         self.sums = added(self.sums, sums)
 
-    def judge(self, evaluation: dict[str, float], measure: str) -> bool:
-        """Notes an evaluation; gives whether it is the best so far: the lowest loss, or the highest accuracy."""
+    def update_best(self, evaluation: dict[str, float], measure: str) -> bool:
+        """Record an evaluation; return whether it is the best so far: the lowest loss, or the highest accuracy."""
         self.last = {**metrics(self.sums, "train_"), **evaluation}
-        self.judged = self.step
+        self.evaluated_step = self.step
         sign = -1 if measure.endswith("loss") else 1
         better = not self.best or sign * evaluation[measure] > sign * self.best[measure]
         self.stale = 0 if better else self.stale + 1
@@ -44,47 +57,51 @@ class Cursor:
         return better
 
     def next_epoch(self) -> None:
-        """The epoch is over."""
+        """Advance to the next epoch."""
         self.epoch, self.batch, self.sums = self.epoch + 1, 0, [0.0] * len(NAMES)
 
     @property
     def speed(self) -> float:
-        """Samples a second, over all ranks and steps."""
+        """Samples per second, over all ranks and steps."""
         return self.samples / max(self.seconds, 1e-9)
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Self:
-        """The cursor that :meth:`plain` gave these values of.
+        """Restore a cursor from the values that :meth:`plain` returned.
 
         Raises:
-            ValueError: they are no values of one.
+            ValueError: they are not those of a cursor.
         """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        if plain.keys() != fields.keys():
-            raise ValueError(f"its position has {', '.join(map(str, plain))}, not {', '.join(fields)}")
+        names = {_STORED.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
+        if plain.keys() != names.keys():
+            raise ValueError(f"its position has {', '.join(map(str, plain))}, not {', '.join(names)}")
         default = cls()
         for name, value in plain.items():
-            if not _alike(value, getattr(default, name)):
+            if not _has_kind_of(value, getattr(default, names[name])):
                 raise ValueError(f"its position has {name} = {value!r}")
         if plain["best"] and type(plain["best"].get("step")) is not int:
             raise ValueError("its best evaluation has no step")
-        return cls(**plain)
+        return cls(**{names[name]: value for name, value in plain.items()})
 
     def plain(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {**vars(self)}
+        """Return the values for a checkpoint."""
+        return {_STORED.get(name, name): value for name, value in vars(self).items()}
 
 
-def _alike(value: Any, default: Any) -> bool:
-    """Whether ``value`` is of the kind of ``default``: counts and sums are not negative, measures are any numbers."""
+#: Fields that checkpoints hold under another name: the one that version 0.1.0 wrote.
+_STORED = {"evaluated_step": "judged"}
+
+
+def _has_kind_of(value: Any, default: Any) -> bool:
+    """Check that ``value`` is of the kind of ``default``: counts and sums are not negative, metrics are any numbers."""
     if isinstance(default, dict):
-        return isinstance(value, dict) and all(_number(part) for part in value.values())
+        return isinstance(value, dict) and all(_is_number(part) for part in value.values())
     if isinstance(default, list):
-        return isinstance(value, list) and len(value) == len(default) and all(map(_number, value))
+        return isinstance(value, list) and len(value) == len(default) and all(map(_is_number, value))
     if isinstance(default, int):
         return type(value) is int and 0 <= value < 2**63
-    return _number(value) and 0 <= value < math.inf
+    return _is_number(value) and 0 <= value < math.inf
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,10 +1,10 @@
-"""Settings that objects and functions hold, as text that is the same on two ranks where the settings are.
+"""Describe the settings that objects and functions hold, as text that is equal on two ranks if the settings are.
 
-There are no addresses in it, no order of sets and no device numbers, and no code of the objects' own is run. A function is
-its name, its code and what it uses of the variables that it captures; global variables are not followed. An object is its
-class and its public attributes that are plain values, tensors, functions or modules.
+The text contains no addresses, no order of sets and no device numbers, and no code of the objects is run. A function is
+described by its name, its code and what it uses of the variables that it captures; global variables are not followed. An
+object is described by its class and its public attributes that are plain values, tensors, functions or modules.
 
-Left out is what a process knows of its own place: names with a leading underscore, and those of ranks and devices.
+Left out are attributes that may differ between ranks: names with a leading underscore, and those of ranks and devices.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Text:
 
 
 def of_object(name: str, value: Any) -> dict[str, Text | None]:
-    """The class of ``value``, or the function, and what it holds; ``name`` begins all names."""
+    """Describe the class of ``value``, or the function, and its settings, by names that begin with ``name``."""
     if value is None:
         return {name: None}
     if isinstance(value, nn.Module):
@@ -55,7 +55,7 @@ def of_object(name: str, value: Any) -> dict[str, Text | None]:
 
 
 def of_module(name: str, module: nn.Module) -> dict[str, Text | None]:
-    """The class and the plain public attributes (sizes, probabilities, …) of ``module`` and of the modules in it."""
+    """Describe the class and the plain public attributes (sizes, probabilities, …) of ``module`` and its submodules."""
     found: dict[str, Text | None] = {}
     for path, part in module.named_modules():
         where = f"{name}.{path}" if path else name
@@ -67,7 +67,7 @@ def of_module(name: str, module: nn.Module) -> dict[str, Text | None]:
 
 
 def of_weights(name: str, value: Any, model: nn.Module) -> dict[str, Text]:
-    """A hash of each parameter and buffer of ``value``, if it is a module, that is not one of ``model``'s."""
+    """Hash each parameter and buffer of ``value``, if it is a module, that is not one of ``model``'s."""
     if not isinstance(value, nn.Module):
         return {}
     others = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -76,12 +76,12 @@ def of_weights(name: str, value: Any, model: nn.Module) -> dict[str, Text]:
 
 
 def describe(value: Any) -> str:
-    """``value`` as text."""
+    """Describe ``value`` as text."""
     return _text(value, set())
 
 
 def _text(value: Any, seen: set[int], depth: int = 0) -> str:
-    """``seen`` has the objects and functions that are described already: of those, the kind is enough."""
+    """Describe ``value``; of objects and functions in ``seen``, which are described already, only the kind."""
     if isinstance(value, _ARRAYS):
         return _array(numpy.asarray(value))
     if isinstance(value, torch.device):
@@ -91,7 +91,7 @@ def _text(value: Any, seen: set[int], depth: int = 0) -> str:
     if isinstance(value, _PLAIN):
         return re.sub(r"cuda:\d+", "cuda", repr(value))
     if isinstance(value, torch.Tensor):
-        return _form(value) if value.requires_grad else _hashed(value)  # weights may still differ: rank 0's will be taken
+        return _form(value) if value.requires_grad else _hashed(value)  # weights: rank 0's are broadcast later
     if depth < _DEPTH and isinstance(value, _CONTAINERS):
         return _container(value, seen, depth + 1)
     if id(value) in seen or depth >= _DEPTH:
@@ -111,7 +111,7 @@ def _container(value: Any, seen: set[int], depth: int) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The settings that an object or a function holds, by name."""
+    """Yield the settings that an object or a function holds, by name."""
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, types.MethodType):
@@ -136,7 +136,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
-    """What a function with these ``words`` in it uses of a variable: of a program's ``args``, say, a few settings."""
+    """Yield what a function that contains these ``words`` uses of a variable: of a program's ``args``, a few settings."""
     used = {word for word in words if not _OWN.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items() if key in used)
@@ -150,13 +150,13 @@ def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _words(code: types.CodeType) -> set[str]:
-    """The attributes and short texts that are written in a function."""
+    """Return the names of attributes and the texts in a function's code."""
     inner = [_words(item) for item in code.co_consts if isinstance(item, types.CodeType)]
     return {*code.co_names, *(item for item in code.co_consts if isinstance(item, str))}.union(*inner)
 
 
 def _is_setting(value: Any, depth: int = 0) -> bool:
-    """A plain value or a few of them, and no path: files may lie elsewhere on each host."""
+    """Return whether this is a plain value or a few of them, and not a path: each host may have other folders."""
     if isinstance(value, list | tuple):
         return depth < 2 and len(value) <= _ITEMS and all(_is_setting(item, depth + 1) for item in value)
     return isinstance(value, _PLAIN) and not (isinstance(value, str) and "/" in value)
@@ -174,7 +174,7 @@ def _content(cell: types.CellType) -> list[Any]:
 
 
 def _kind(value: Any) -> str:
-    """The class of an object; of a function its name and a hash of its code."""
+    """Return the class of an object; of a function its name and a hash of its code."""
     if isinstance(value, Text):
         return value.text
     if isinstance(value, type):
@@ -187,13 +187,13 @@ def _kind(value: Any) -> str:
 
 
 def class_name(named: Any) -> str:
-    """The full name of a class or function."""
-    # A process that multiprocessing has started calls its main module by another name.
+    """Return the full name of a class or function."""
+    # multiprocessing gives the main module another name in the processes that it starts.
     return f"{named.__module__}.{named.__qualname__}".replace("__mp_main__", "__main__")
 
 
 def _code(code: types.CodeType) -> str:
-    """What a function does, wherever it is written."""
+    """Return a function's bytecode, constants and names, without file names and line numbers."""
     constants = [_code(item) if isinstance(item, types.CodeType) else describe(item) for item in code.co_consts]
     return f"{code.co_code.hex()} {constants} {code.co_names} {code.co_varnames} {code.co_freevars}"
 

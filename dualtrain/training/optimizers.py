@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from dualtrain.config import Config
+from dualtrain.config import ScheduleSection, StepSection
 from dualtrain.config.values import option_value
 from dualtrain.errors import UserError
 
@@ -20,51 +20,51 @@ _UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base; one that calls t
 
 
 def optimizer_names() -> dict[str, Any]:
-    """torch's optimizers, by lower-case name."""
+    """Return torch's optimizers by lower-case name."""
     kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if inspect.isclass(kind)}
     return {
         name: kind for name, kind in kinds.items() if issubclass(kind, torch.optim.Optimizer) and name not in _UNSUITABLE
     }
 
 
-def make_optimizer(config: Config, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer that ``config`` names, over the parameters that train.
+def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Make the optimizer that ``step`` names, over the parameters that require gradients.
 
     Raises:
         UserError: an unknown name, or options that it does not have.
     """
     kinds = optimizer_names()
-    kind = kinds.get(config.optimizer.lower())
+    kind = kinds.get(step.optimizer.lower())
     if kind is None:
-        raise UserError(f"--optimizer {config.optimizer!r} is not known: choose one of {', '.join(sorted(kinds))}")
+        raise UserError(f"--optimizer {step.optimizer!r} is not known: choose one of {', '.join(sorted(kinds))}")
     known = {name: option.default for name, option in inspect.signature(kind).parameters.items() if name != "params"}
-    options = _options(config, known)
-    for name, value in (("momentum", config.momentum), ("weight_decay", config.weight_decay)):
+    options = _options(step, known)
+    for name, value in (("momentum", step.momentum), ("weight_decay", step.weight_decay)):
         if name in known:
             options.setdefault(name, value)
         elif value:
-            raise UserError(f"--{name.replace('_', '-')} {value:g}: {config.optimizer} has none; leave it out")
+            raise UserError(f"--{name.replace('_', '-')} {value:g}: {step.optimizer} has none; leave it out")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UserError("the model has no parameters to train: choose another --model, or leave --freeze-backbone out")
     try:
         optimizer: torch.optim.Optimizer = kind(parameters, lr=lr, **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"--optimizer {config.optimizer} refuses its options ({error}): change them") from error
+        raise UserError(f"--optimizer {step.optimizer} refuses its options ({error}): change them") from error
     return optimizer
 
 
-def _options(config: Config, known: dict[str, Any]) -> dict[str, Any]:
+def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
     """Return what ``--optimizer-options`` sets; ``known`` has the names and defaults of the optimizer's options."""
     options: dict[str, Any] = {}
-    for part in (config.optimizer_options or "").split(",") if config.optimizer_options else []:
+    for part in (step.optimizer_options or "").split(",") if step.optimizer_options else []:
         name, sign, text = part.strip().partition("=")
         if not sign:
             raise UserError(f"--optimizer-options must be name=value pairs as in nesterov=true, not {part!r}")
         if name not in known or name in ("lr", "params"):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(list(known)[1:])}"
-            raise UserError(f"--optimizer-options {part!r}: {config.optimizer} has no option {name!r}{hint}")
+            raise UserError(f"--optimizer-options {part!r}: {step.optimizer} has no option {name!r}{hint}")
         options[name] = option_value(text)
         if isinstance(options[name], str) and isinstance(known[name], bool | int | float | tuple):
             raise UserError(f"--optimizer-options {part!r}: {text!r} is no value; give a number, true or false")
@@ -72,38 +72,89 @@ def _options(config: Config, known: dict[str, Any]) -> dict[str, Any]:
 
 
 _FACTORED = ("row_var", "col_var")  # of Adafactor, which keeps sums over rows and columns
+#: Options that say how a step is computed, and not what: without them it can be tried on tensors that have no values.
+_HOW = ("capturable", "foreach", "fused")
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError where a parameter has state of another shape: a step would fail, or repeat it for all elements."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and name not in _FACTORED and value.shape != parameter.shape:
+    """Check that the options and the state that ``optimizer`` has loaded are of the kinds and shapes that it makes itself.
+
+    Raises:
+        ValueError: a part is missing, or has another kind or shape: a step would fail, or repeat it for all elements.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    known = inspect.signature(type(inner)).parameters  # loading adds more to the defaults
+    for number, group in enumerate(inner.param_groups):
+        for name, default in inner.defaults.items():
+            if name not in known:
+                continue
+            if name not in group or not _alike(group[name], default):
+                found = type(group[name]).__name__ if name in group else "none"
+                raise ValueError(f"the optimizer's group {number} has no usable {name}: it is {found}")
+        for parameter in group["params"]:
+            if inner.state.get(parameter):
+                _check_state_of(parameter, inner.state[parameter], _first_state(inner, group, parameter))
+
+
+def _check_state_of(parameter: torch.Tensor, state: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        if value is not None and (name not in state or not _alike(state[name], value)):
+            raise ValueError(f"the optimizer's {name} is missing, or of another kind")
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and name not in _FACTORED and (value.dim() or name in expected):
+            wanted = expected[name].shape if isinstance(expected.get(name), torch.Tensor) else parameter.shape
+            if value.shape != wanted:
                 shapes = f"{tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}"
                 raise ValueError(f"the optimizer's {name} has the shape {shapes}")
 
 
-def scaled_lr(config: Config, size: int) -> tuple[float, str]:
-    """The learning rate for ``size`` ranks, and the arithmetic in words.
+def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the state that a first step makes, as tensors without values; empty if the optimizer needs values."""
+    known = inspect.signature(type(optimizer)).parameters
+    options = {name: group[name] for name in optimizer.defaults if name in known and name not in _HOW}
+    twin = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    twin.grad = torch.empty_like(twin)
+    try:
+        new: Any = type(optimizer)([twin], **options)
+        new.step()
+    except Exception:
+        return {}
+    return dict(new.state[twin])
+
+
+def _alike(value: Any, expected: Any) -> bool:
+    """Return whether ``value`` is of the kind of ``expected``; whatever is optional and not given may be anything."""
+    if expected is None or (isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return True
+    if isinstance(expected, int | float) and not isinstance(expected, bool):
+        return isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+    if isinstance(expected, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(expected) and all(map(_alike, value, expected))
+    return type(value) is type(expected)
+
+
+def scaled_lr(schedule: ScheduleSection, step: StepSection, size: int) -> tuple[float, str]:
+    """Return the learning rate for ``size`` ranks, and its computation in words.
 
     The linear rule: P. Goyal et al.: Accurate, Large Minibatch SGD, 2017; the square root: A. Krizhevsky: One weird
     trick for parallelizing convolutional neural networks, 2014.
     """
-    if config.lr_scale == "none":
-        return config.lr, f"learning rate {config.lr:g}, not scaled"
-    batch, reference = config.global_batch(size), config.lr_batch or config.batch_size
+    if schedule.lr_scale == "none":
+        return schedule.lr, f"learning rate {schedule.lr:g}, not scaled"
+    batch, reference = step.global_batch(size), schedule.lr_batch or step.batch_size
     assert reference is not None
     factor = batch / reference
     words = f"{batch}/{reference}"
-    if config.lr_scale == "sqrt":
+    if schedule.lr_scale == "sqrt":
         factor, words = math.sqrt(factor), f"√({words})"
-    return config.lr * factor, f"learning rate {config.lr:g} × {words} = {config.lr * factor:g} ({config.lr_scale})"
+    lr = schedule.lr * factor
+    return lr, f"learning rate {schedule.lr:g} × {words} = {lr:g} ({schedule.lr_scale})"
 
 
-def make_schedule(config: Config, optimizer: torch.optim.Optimizer, lr: float, total_steps: int) -> LambdaLR:
-    """The learning rate of every step, as a function of the step alone: a run that goes on needs nothing else."""
-    shape = _shape(config, max(total_steps - config.warmup_steps, 1), lr)
-    warmup = config.warmup_steps
+def make_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, lr: float, total_steps: int) -> LambdaLR:
+    """Make the schedule: a function of the step alone, so that a resumed run needs no other state."""
+    shape = _shape(section, max(total_steps - section.warmup_steps, 1), lr)
+    warmup = section.warmup_steps
 
     def factor(step: int) -> float:
         return (step + 1) / (warmup + 1) if step < warmup else shape(step - warmup)
@@ -111,31 +162,31 @@ def make_schedule(config: Config, optimizer: torch.optim.Optimizer, lr: float, t
     return LambdaLR(optimizer, factor)
 
 
-def _shape(config: Config, steps: int, lr: float) -> Callable[[int], float]:
-    """The factor on the learning rate at each of ``steps`` steps after the warm-up."""
-    floor = config.lr_min / lr
+def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], float]:
+    """Return the factor on the learning rate at each of ``steps`` steps after the warm-up."""
+    floor = section.lr_min / lr
     if floor > 1:
-        raise UserError(f"--lr-min {config.lr_min:g} is above the learning rate {lr:g}: lower it")
-    drops = _milestones(config)
+        raise UserError(f"--lr-min {section.lr_min:g} is above the learning rate {lr:g}: lower it")
+    drops = _milestones(section)
     shapes: dict[str, Callable[[float], float]] = {
         "constant": lambda step: 1.0,
         # I. Loshchilov, F. Hutter: SGDR: Stochastic Gradient Descent with Warm Restarts, 2017.
         "cosine": lambda step: floor + (1 - floor) * _half_cosine(step / steps),
-        "polynomial": lambda step: floor + (1 - floor) * max(1 - step / steps, 0.0) ** config.lr_power,
-        "step": lambda step: config.lr_gamma ** (step // (config.lr_step or steps)),
-        "multistep": lambda step: config.lr_gamma ** sum(step >= drop for drop in drops),
+        "polynomial": lambda step: floor + (1 - floor) * max(1 - step / steps, 0.0) ** section.lr_power,
+        "step": lambda step: section.lr_gamma ** (step // (section.lr_step or steps)),
+        "multistep": lambda step: section.lr_gamma ** sum(step >= drop for drop in drops),
         "one-cycle": lambda step: _one_cycle(step, steps),
     }
-    return shapes[config.schedule]
+    return shapes[section.name]
 
 
-def _milestones(config: Config) -> list[int]:
+def _milestones(section: ScheduleSection) -> list[int]:
     try:
-        drops = [int(text) for text in (config.lr_milestones or "").split(",") if text.strip()]
+        drops = [int(text) for text in (section.lr_milestones or "").split(",") if text.strip()]
     except ValueError:
         drops = [0]
-    if config.schedule == "multistep" and (not drops or min(drops) < 1):
-        raise UserError(f"--lr-milestones must be steps above 0 as in 1000,2000, not {config.lr_milestones!r}")
+    if section.name == "multistep" and (not drops or min(drops) < 1):
+        raise UserError(f"--lr-milestones must be steps above 0 as in 1000,2000, not {section.lr_milestones!r}")
     return drops
 
 

@@ -1,12 +1,14 @@
 """Mixed precision: torch's autocast around the forward pass, and its GradScaler for fp16.
 
-Gradients are summed over the ranks before they are looked at, so that every rank finds the same overflow, skips the
-same step and has the same scale: the decision needs no message of its own.
+The scaler sees gradients that are summed over the ranks already. Every rank therefore finds the same overflow, skips the
+same step and keeps the same scale, without a message of its own.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +17,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """How a model computes on a device.
+    """Autocast and the gradient scaler of one trainer.
 
     Args:
         amp: ``"off"``, ``"bf16"`` or ``"fp16"``.
-        device: where.
+        device: where the model is.
 
     Raises:
         ValueError: another ``amp``.
@@ -28,14 +30,27 @@ class Precision:
     def __init__(self, amp: str, device: torch.device) -> None:
         if amp != "off" and amp not in DTYPES:
             raise ValueError(f"amp={amp!r} is not known: choose off, bf16 or fp16")
-        self._kind = device.type
+        self._device_type = device.type
         self._dtype = DTYPES.get(amp)
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
-        # Has its scale made: a rank without samples in the first step would have none.
+        # Create the scale tensor now: a rank without samples in the first step would have none.
         self.scaler.scale(torch.zeros(1, device=device))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """For the forward pass and the loss."""
-        if self._dtype is None and not torch.is_autocast_enabled(self._kind):
-            return nullcontext()  # to enter autocast that is off takes longer than many an operation
-        return torch.autocast(self._kind, self._dtype, enabled=self._dtype is not None)
+        """Return the context for the forward pass and the loss."""
+        if self._dtype is None and not torch.is_autocast_enabled(self._device_type):
+            return nullcontext()  # entering a disabled autocast takes longer than many an operation
+        return torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
+
+    def skipped_step_allowed(self) -> AbstractContextManager[None]:
+        """Return the context for a schedule's step: the scaler may have skipped the optimizer's first one."""
+        # Only with a scaler: catching warnings takes longer than many a step.
+        return _ignore_order_warning() if self.scaler.is_enabled() else nullcontext()
+
+
+@contextmanager
+def _ignore_order_warning() -> Iterator[None]:
+    """Ignore torch's warning of a wrong order of calls, which it gives where the first step was skipped."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        yield

@@ -1,25 +1,87 @@
-"""What the folder of a run that goes on must hold before its next step."""
+"""Resuming a run: the checkpoint to take, whether its settings match, and the files that its folder must hold."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dualtrain.config import SETTINGS, OutputSection
+from dualtrain.console import show
+from dualtrain.errors import UserError
 from dualtrain.files import link_whole, remove_temporary
 from dualtrain.training import checkpoint
+from dualtrain.training.cursor import Cursor
+from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.results import weights_of
 from dualtrain.training.run_dir import BEST_WEIGHTS, step_of, write_weights
-from dualtrain.training.together import on_root
-
-if TYPE_CHECKING:
-    from dualtrain.training.loop import Run
+from dualtrain.training.trainer import Trainer
 
 _CHECKPOINTS = re.compile(r"(best|step-[0-9]+)\.safetensors")
 
 
+def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the checkpoint that ``output.resume`` asks for: that file, or the newest good one of the run's folder.
+
+    Args:
+        output: ``resume`` is not ``None``.
+        settings: all settings of this run by name, to be compared with those in the checkpoint.
+
+    Raises:
+        UserError: there is none, or it was made with other settings.
+    """
+    if output.resume:
+        tree = checkpoint.load(Path(output.resume))
+    else:
+        assert output.run_dir is not None
+        tree, problems = checkpoint.newest_good(Path(output.run_dir) / "checkpoints")
+        for problem in problems:
+            show(f"{problem}: going on from the one before")
+    _compare(tree, settings)
+    return tree
+
+
+def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse other values of fixed settings: the result would be neither this run's nor a new one's."""
+    written_as = tree.get("format")
+    if type(written_as) is not int or written_as != checkpoint.FORMAT:
+        raise UserError(
+            "the checkpoint is not of a run of this version of dualtrain: start anew, or use the version it is of"
+        )
+    _check_form(tree)
+    # A setting that was added after the checkpoint was written had its default.
+    written = {name: tree["config"].get(name, one.default) for name, one in SETTINGS.items() if one.fixed}
+    differences = [name for name, value in written.items() if value != settings[name]]
+    if differences:
+        had = " ".join(_as_flag(name, written[name]) for name in differences)
+        has = " ".join(_as_flag(name, settings[name]) for name in differences)
+        raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or start anew")
+
+
+def _check_form(tree: dict[str, Any]) -> None:
+    """Raise UserError for a file that has the format of a run's checkpoint, and not its parts."""
+    kinds = {"trainer": dict, "cursor": dict, "config": dict, "global_batch": int, "data": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(tree.get(name), kind)]
+    try:
+        json.dumps(tree.get("config"))
+    except TypeError:  # a tensor, which cannot be compared with a setting
+        wrong.append("config")
+    if wrong or any(type(tree["data"].get(name)) is not int for name in ("samples", "classes")):
+        raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
+
+
+def _as_flag(name: str, value: Any) -> str:
+    """Format a setting as it is typed."""
+    flag = SETTINGS[name].flag
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"no {flag}" if value is None else f"{flag} {value}"
+
+
 def set_aside(folder: Path, step: int) -> None:
-    """Renames what a run's folder holds of steps behind ``step``, and removes what a killed process left. On rank 0."""
+    """Rename a run folder's files of steps after ``step``, and remove what a killed process left. On rank 0."""
     remove_temporary(folder / "checkpoints", _CHECKPOINTS)
     checkpoint.set_aside(folder / "checkpoints", step)
     weights = folder / BEST_WEIGHTS
@@ -28,38 +90,46 @@ def set_aside(folder: Path, step: int) -> None:
         checkpoint.put_aside(weights, weights)
 
 
-def restore_best(run: Run, saved: dict[str, Any]) -> bool:
-    """Makes the files of the best evaluation those that ``run.cursor`` names; a run may be killed before it writes them.
+def restore_best(trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder: Path, other: Path | None) -> bool:
+    """Restore the files of the best evaluation that ``cursor`` names: a run may be killed before it writes them.
 
-    Collective. Gives whether they are there: not if no checkpoint of that step is left.
+    Collective.
+
+    Args:
+        trainer: has the state of ``saved``, before and after.
+        cursor: that of ``saved``.
+        saved: the checkpoint that the run goes on from.
+        folder: the run's.
+        other: another folder of checkpoints to search.
+
+    Returns:
+        Whether the files are there: not if no checkpoint of that step is left.
     """
-    if not run.cursor.best:
+    if not cursor.best:
         return True
-    step = int(run.cursor.best["step"])
-    there, state = on_root(run.backend, "best checkpoint", lambda: _find_best(run, step))
+    step = int(cursor.best["step"])
+    there, state = on_rank_zero(trainer.backend, "best checkpoint", lambda: _find_best(folder, other, step))
     if not there or state is None:
         return bool(there)
-    # The weights that are evaluated are computed by all ranks, from the state of that step.
-    if step != run.cursor.step:
-        run.trainer.load_state_dict(state)
-    weights = weights_of(run.trainer)
-    if step != run.cursor.step:
-        run.trainer.load_state_dict(saved["trainer"])
-    on_root(run.backend, "best weights", lambda: write_weights(run.folder / BEST_WEIGHTS, weights, step))
+    # All ranks compute the weights that are evaluated, from the state of that step.
+    if step != cursor.step:
+        trainer.load_state_dict(state)
+    weights = weights_of(trainer)
+    if step != cursor.step:
+        trainer.load_state_dict(saved["trainer"])
+    on_rank_zero(trainer.backend, "best weights", lambda: write_weights(folder / BEST_WEIGHTS, weights, step))
     return True
 
 
-def _find_best(run: Run, step: int) -> tuple[bool, dict[str, Any] | None]:
-    """Whether there is a best checkpoint, of ``step``; and the trainer's state in it, if its weights have no file yet."""
-    folder = run.folder / "checkpoints"
-    best = folder / checkpoint.BEST
-    if checkpoint.step_in(best) == step and step_of(run.folder / BEST_WEIGHTS) == step:
+def _find_best(folder: Path, other: Path | None, step: int) -> tuple[bool, dict[str, Any] | None]:
+    """Return whether there is a checkpoint of ``step``, and the trainer's state in it if its weights have no file yet."""
+    best = folder / "checkpoints" / checkpoint.BEST
+    if checkpoint.step_in(best) == step and step_of(folder / BEST_WEIGHTS) == step:
         return True, None
-    elsewhere = [Path(run.config.resume).parent] if run.config.resume else []
-    found = checkpoint.find_step([folder, *elsewhere], step)
+    found = checkpoint.find_step([best.parent, *([other] if other else [])], step)
     if found is None:
         return False, None
     path, tree = found
     if path != best:
         link_whole(path, best)
-    return True, tree["trainer"] if step_of(run.folder / BEST_WEIGHTS) != step else None
+    return True, tree["trainer"] if step_of(folder / BEST_WEIGHTS) != step else None

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from dualtrain.config import Config
+from dualtrain.config import OutputSection
 from dualtrain.errors import UserError
 from dualtrain.files import link_whole, parse_json, read_text, readable_path, remove_temporary, write_json, write_whole
 
@@ -25,25 +24,30 @@ BEST_WEIGHTS = "model-best.safetensors"
 _NAMES = re.compile(r"(config|task|summary)\.json|metrics\.jsonl|model(-best)?\.safetensors")
 
 
-def claim(config: Config) -> str:
-    """Makes the run's folder, or finds the one to go on in, and gives its path. On rank 0 only.
+def claim(output: OutputSection, recipe: str, settings: Mapping[str, Any]) -> str:
+    """Make the run's folder, or find the one to resume in, write ``config.json``, and return its path. On rank 0 only.
+
+    Args:
+        output: names the folder.
+        recipe: begins the name of a new folder, where ``output`` names none.
+        settings: the content of ``config.json``.
 
     Raises:
         UserError: it cannot be written, or holds another run.
     """
-    if config.run_dir is None:
-        folder = _fresh(Path("runs"), f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if output.run_dir is None:
+        folder = _new_folder(Path("runs"), f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     else:
-        folder = Path(config.run_dir)
+        folder = Path(output.run_dir)
     try:
-        if _holds_another_run(folder, config):
+        if _holds_another_run(folder, output.resume):
             raise UserError(
                 f"--run-dir {str(folder)!r} holds another run: choose a new folder, or go on with that run "
                 "(--resume alone, if it has checkpoints)"
             )
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         remove_temporary(folder, _NAMES)
-        write_json(folder / "config.json", dataclasses.asdict(config))
+        write_json(folder / "config.json", dict(settings))
     except OSError as error:
         raise UserError(
             f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): choose a folder that you may write"
@@ -51,17 +55,17 @@ def claim(config: Config) -> str:
     return str(folder)
 
 
-def _holds_another_run(folder: Path, config: Config) -> bool:
-    """Whether something would be lost: not if the run is to go on, or came to nothing before its first checkpoint."""
+def _holds_another_run(folder: Path, resume: str | None) -> bool:
+    """Check whether a run in ``folder`` would be lost: one that is not resumed, and has a checkpoint or a summary."""
     if not (folder / "config.json").exists():
         return False
-    if config.resume is not None:
-        return config.resume != "" and Path(config.resume).resolve().parent != (folder / "checkpoints").resolve()
+    if resume is not None:
+        return resume != "" and Path(resume).resolve().parent != (folder / "checkpoints").resolve()
     return (folder / "summary.json").exists() or any((folder / "checkpoints").glob("step-*"))
 
 
-def _fresh(parent: Path, name: str) -> Path:
-    """A folder that did not exist: runs that start within one second do not meet."""
+def _new_folder(parent: Path, name: str) -> Path:
+    """Make a folder that did not exist: runs that start within the same second get different ones."""
     number = 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")
@@ -77,12 +81,12 @@ def _fresh(parent: Path, name: str) -> Path:
 
 
 def write_weights(path: Path, weights: dict[str, torch.Tensor], step: int) -> None:
-    """Writes a model's weights, and the step that they are of, for any tool that reads safetensors."""
+    """Write a model's weights and their step as safetensors. Raises OSError."""
     write_whole(path, safetensors.torch.save(weights, metadata={"step": str(step)}))
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a file of :func:`write_weights` is of; ``None`` if there is no such file, or it does not say."""
+    """Read the step of a file of :func:`write_weights`; ``None`` if there is no such file, or no step in it."""
     try:
         with readable_path(path) as file, safetensors.safe_open(file, framework="pt") as content:
             return int((content.metadata() or {})["step"])
@@ -91,16 +95,16 @@ def step_of(path: Path) -> int | None:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one object a line, on the disk as soon as it is written, whole or not at all."""
+    """``metrics.jsonl``: one object a line; each line is handed to the file system at once, whole or not at all."""
 
-    def __init__(self, folder: Path, step: int, say: Callable[[str], None]) -> None:
-        """Keeps what earlier parts of the run wrote up to ``step``. Raises OSError."""
+    def __init__(self, folder: Path, step: int, report: Callable[[str], None]) -> None:
+        """Keep the lines of earlier parts of the run up to ``step``; ``report`` others. Raises OSError."""
         path = folder / "metrics.jsonl"
         lines, unreadable = _lines(path)
         if unreadable:
             aside = path.with_name(f"{path.name}.aside")
             link_whole(path, aside)
-            say(f"{path} has {unreadable} lines that are no metrics: they are left out, and it is kept as {aside.name}")
+            report(f"{path} has {unreadable} lines that are no metrics: they are left out, and it is kept as {aside.name}")
         content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
         write_whole(path, content)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -108,23 +112,23 @@ class MetricsFile:
         self._size = len(content)
 
     def write(self, **values: Any) -> None:
-        """Adds one line. Raises OSError, and leaves the lines before it whole."""
+        """Append one line. Raises OSError, and leaves the lines before it whole."""
         line = (json.dumps(values) + "\n").encode()
-        if self._file.write(line) != len(line):  # a disk that is full in the middle of the line
+        if self._file.write(line) != len(line):  # the disk became full within the line
             self._file.truncate(self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._size += len(line)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines that are metrics, and how many others there are."""
+    """Return the lines that are metrics, and how many others there are."""
     if not os.path.lexists(path):
         return [], 0
-    # The last line of a run that was killed may be incomplete: it is written again.
+    # The last line of a killed run may be incomplete: the resumed run writes it again.
     complete = [line for line in read_text(path, errors="replace").split("\n")[:-1] if line]
     parsed = [_metrics(line) for line in complete]
     lines = [line for line in parsed if line is not None]

@@ -1,11 +1,12 @@
-"""All ranks must be in the same run: settings, versions, data and what a trainer is given are compared at the start.
+"""Check that all ranks are in the same run: compare settings, versions, data and a trainer's arguments at the start.
 
-Ranks with other settings would train to other weights, or to a mixture of both, and end well.
+Ranks with different settings would train to other weights, or to a mixture, and end without an error.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,14 +17,16 @@ import torch
 from torch import nn
 
 from dualtrain.backends import Backend
-from dualtrain.backends.comparison import compare, in_words
-from dualtrain.config import FIELDS, Config, flag
-from dualtrain.console import warn
+from dualtrain.backends.comparison import compare
+from dualtrain.config import SETTINGS
 from dualtrain.data import Source, Task
 from dualtrain.data.seeding import seeded
+from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError
 from dualtrain.training.description import Text, class_name, describe, of_module, of_object, of_weights
 from dualtrain.version import __version__
+
+log = logging.getLogger("dualtrain")
 
 #: Settings that may differ between ranks, and why; all others are compared.
 MAY_DIFFER = {
@@ -49,25 +52,29 @@ _SAMPLES = 16  # of a split that are compared
 _SECONDS = 5.0  # after which no further sample is read for it
 
 
-def compare_settings(config: Config, backend: Backend) -> None:
-    """Makes sure that all ranks have the same settings, versions and kind of device. Collective; blocks.
+def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
+    """Check that all ranks have the same settings, versions and kind of device. Collective; blocks.
 
-    Unlike processors are one warning: they round differently, and torch runs on them all the same.
+    Different processors are one warning: they round differently.
+
+    Args:
+        settings: the values of all settings by name.
+        backend: the ranks.
 
     Raises:
         RanksDifferError: on every rank; names the settings and each rank's value.
     """
 
     def read() -> dict[str, Any]:
-        given = {flag(name): "given" if getattr(config, name) is not None else None for name in _GIVEN_OR_NOT}
-        same = {flag(name): getattr(config, name) for name in FIELDS if name not in MAY_DIFFER}
+        given = {SETTINGS[name].flag: None if settings[name] is None else "given" for name in _GIVEN_OR_NOT}
+        same = {one.flag: settings[name] for name, one in SETTINGS.items() if name not in MAY_DIFFER}
         return {**same, **given}
 
     _require_same(backend, "settings", read, "give every rank the same command line")
 
 
 def compare_task(task: Task, backend: Backend) -> None:
-    """Makes sure that all ranks have the same data: sizes and classes, then some samples of each split. Collective; blocks.
+    """Check that all ranks have the same data: sizes and classes, then some samples of each split. Collective; blocks.
 
     Raises:
         RanksDifferError: on every rank; names what differs, a sample that some ranks cannot read included.
@@ -85,7 +92,7 @@ def compare_trainer(
     objects: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> None:
-    """Makes sure that a trainer is given the same on all ranks: classes, functions and settings. Collective; blocks.
+    """Check that a trainer is given the same on all ranks: classes, functions and settings. Collective; blocks.
 
     Not the model's weights, which are rank 0's afterwards.
 
@@ -112,7 +119,7 @@ def compare_trainer(
 
 
 def compare_arguments(backend: Backend, call: str, values: Mapping[str, object]) -> None:
-    """Makes sure that all ranks make ``call`` with the same ``values``. Collective; blocks.
+    """Check that all ranks make ``call`` with the same ``values``. Collective; blocks.
 
     Raises:
         RanksDifferError: on every rank; names the arguments and each rank's value.
@@ -128,7 +135,7 @@ def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, o
         cures = dict.fromkeys(_CURES.get(difference.name, cure) for difference in others)
         raise RanksDifferError(f"the ranks do not have the same {what}: {in_words(others)}; {', and '.join(cures)}")
     if unlike and backend.rank == 0:
-        _warn_once(f"the ranks have unlike processors, whose results differ in the last digits: {in_words(unlike)}")
+        _warn_once(f"the ranks have different processors, whose results differ in the last digits: {in_words(unlike)}")
 
 
 def _platform(backend: Backend) -> dict[str, str]:
@@ -148,7 +155,7 @@ def _processors(backend: Backend) -> dict[str, str | None]:
 
 @cache
 def _warn_once(text: str) -> None:
-    warn(text)
+    log.warning(text)
 
 
 # -- data ---------------------------------------------------------------------------------------------------------
@@ -190,25 +197,25 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
 def _why_not_comparable(
     backend: Backend, title: str, source: Source, first: Mapping[str, str], *, unlike: bool
 ) -> str | None:
-    """Why other values on another rank prove nothing, if so. Collective, and the same on every rank."""
+    """Return why different values may be of the same data, if there is a reason. Collective; equal on every rank."""
     try:
         again = _checksums(title, source)
         repeats = all(again[name] == first[name] for name in again.keys() & first.keys())
-    except Exception:  # what it could read once, it cannot read again
+    except Exception:  # a dataset that cannot be read twice
         repeats = False
     if not all(backend.allgather_object(repeats, name="whether samples can be read again")):
         return "the dataset gives another value each time that a sample is read"
     # The same on every rank: an attribute of the class of a source.
     stored = all(backend.allgather_object(bool(getattr(source, "stored", False)), name="whether samples are as stored"))
-    return "unlike processors compute them" if unlike and not stored else None
+    return "different processors compute them" if unlike and not stored else None
 
 
 def _checksums(title: str, source: Source) -> dict[str, str]:
-    """A hash of each of some samples, evenly spread from the first to the last."""
+    """Hash some samples, evenly spread from the first to the last."""
     size, began = len(source), time.monotonic()
     found: dict[str, str] = {}
     numbers = sorted({place * (size - 1) // max(1, min(_SAMPLES, size) - 1) for place in range(min(_SAMPLES, size))})
-    # A source of the user's own may be one in all but its class.
+    # A source of the user's own need not be a subclass of Source.
     contents = getattr(source, "contents", None) or partial(Source.contents, source)
     with seeded(0, 0):
         read = _lazily(contents, numbers)
@@ -217,7 +224,7 @@ def _checksums(title: str, source: Source) -> dict[str, str]:
             try:
                 found[name] = hashlib.blake2b(describe(next(read)).encode(), digest_size=8).hexdigest()
             except Exception as error:
-                # What no rank can read is none of this check: the run meets it when it comes to that sample.
+                # A sample that no rank can read is equal on all: the run raises the error when it reaches it.
                 found[name] = f"unreadable ({' '.join(str(error).split()) or type(error).__name__})"
                 break
             if time.monotonic() - began > _SECONDS:

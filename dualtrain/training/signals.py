@@ -1,4 +1,4 @@
-"""Being told to stop: a signal is noted in its handler, and acted on by all ranks at the end of a step."""
+"""Signals that ask a run to save or to stop: noted in the handler, acted on by all ranks at the end of a step."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-#: In the order in which they travel between ranks. The first two end the run, the last one only has it saved.
+#: In the order of the control flags of a step. The first two end the run, the last one only saves a checkpoint.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_IMPATIENT_SECONDS = 2.0  # a launcher repeats a Ctrl-C at once; a person does it later
+_REPEAT_SECONDS = 2.0  # a launcher repeats a Ctrl-C at once; a person does it later
 
 
-#: Whether SIGUSR1 has come before there was anything to save.
+#: Has an entry if SIGUSR1 has come before there was anything to save.
 _early: list[bool] = []
 
 
 def note_early_requests() -> None:
-    """Has a SIGUSR1 that comes before the first step, or after the last, not end this process.
+    """Keep SIGUSR1 from ending this process before the first step and after the last one.
 
-    One that comes before has the state after the first step saved. For a process that is a rank and nothing else. While
-    Python itself starts, only a parent can help, that blocks the signal or has it ignored (``trap '' USR1``).
+    One that comes before the first step saves the state after that step. For a process that does nothing but train. While
+    Python itself starts, only a parent can help: it blocks the signal or ignores it (``trap '' USR1``).
     """
     signal.signal(signal.SIGUSR1, lambda *_: _early.append(True))
 
 
 def take_early_request() -> bool:
-    """Whether a SIGUSR1 has come before there was anything to save; asked once."""
+    """Return whether a SIGUSR1 has come before there was anything to save, and forget it."""
     came = bool(_early)
     _early.clear()
     return came
 
 
 def ignore_late_requests() -> None:
-    """Has a SIGUSR1 not end a process that is about to end by itself: Python's last act is to drop its handlers."""
+    """Keep SIGUSR1 from ending a process that is about to exit: Python removes its handlers before the end."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Signals:
-    """Notes signals while it is entered. In a thread other than the main one it notes nothing."""
+    """Handlers that note ``SIGNALS`` inside a ``with`` block; in a thread other than the main one, nothing is noted."""
 
     def __init__(self) -> None:
         self._noted: dict[int, float] = {}
@@ -60,11 +60,11 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         first = self._noted.setdefault(number, now)
-        if number == signal.SIGINT and now - first > _IMPATIENT_SECONDS:
-            os._exit(128 + number)  # asked twice: the step that should end does not
+        if number == signal.SIGINT and now - first > _REPEAT_SECONDS:
+            os._exit(128 + number)  # a second Ctrl-C: the step that should end does not
 
     def take(self) -> list[float]:
-        """1 for each of ``SIGNALS`` that has come and was not taken yet, else 0. Those that end the run stay noted."""
-        news = [float(number in self._noted) for number in SIGNALS]
+        """Return 1 for each of ``SIGNALS`` that was received, else 0. SIGUSR1 is returned once, the others every time."""
+        flags = [float(number in self._noted) for number in SIGNALS]
         self._noted.pop(signal.SIGUSR1, None)
-        return news
+        return flags

@@ -1,18 +1,16 @@
-"""One optimizer step over all ranks, and everything that a model carries from one step to the next.
+"""``Trainer``: one optimizer step over all ranks, and all state that a model takes from one step to the next.
 
-It knows a ``Backend`` and a ``DistributedOptimizer``, and never which backend it is on. The command line's run
-(``run.py``) gives it the batches of a sampler, a user's own program those of any loader (``fit``).
+It knows a ``Backend`` and a ``DistributedOptimizer``, and never which backend it is on. ``loop.py`` gives it the batches of
+the command line's run; a user's own program gives it any loader (``fit``).
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,57 +18,38 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
-from dualtrain.buckets import Transfer
 from dualtrain.errors import DivergedError
+from dualtrain.gradients import Transfer
+from dualtrain.gradients.parameters import check_supported, warn_of_ddp
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.parameters import check_supported, warn_of_ddp
 from dualtrain.state import averaged_buffers, broadcast_parameters
 from dualtrain.training import checkpoint
-from dualtrain.training.local_state import local_state, restore_local_state
-from dualtrain.training.objective import NAMES, CrossEntropy, MeanLoss, Objective, OfTorch, added, metrics
+from dualtrain.training.objective import NAMES, Loss, Objective, added, as_objective, metrics
+from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.precision import DTYPES, Precision
+from dualtrain.training.rank_state import local_state, restore_local_state
 from dualtrain.training.same_run import compare_arguments, compare_trainer
-from dualtrain.training.together import on_root
+from dualtrain.training.step import CONTROL_FLAGS, Step, StepScalars, with_last
 
-T = TypeVar("T")
 Tensors = tuple[torch.Tensor, torch.Tensor]
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-NEWS = 3  # numbers of the caller's own that travel with a step
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a step came to, over all ranks: the sums of ``objective.NAMES``, and the caller's news."""
-
-    totals: list[float]
-    news: list[float]
-
-    @property
-    def sums(self) -> torch.Tensor:
-        """The totals as a tensor, float64, (4,)."""
-        return torch.tensor(self.totals, dtype=torch.float64)
-
-    @property
-    def loss(self) -> float:
-        """The mean loss."""
-        return metrics(self.totals, "")["loss"]
 
 
 class Trainer:
-    """A model in training on every rank of ``backend``. Making one is collective: rank 0's weights are taken.
+    """A model in training on every rank of ``backend``. Making one is collective; rank 0's weights are broadcast.
 
     Args:
         model: on the backend's device; its parameters stay the optimizer's.
-        optimizer: any torch optimizer over them, but those that need a closure.
-        loss: ``loss(outputs, targets)``, the mean over the samples, or an ``Objective``; cross entropy by default.
+        optimizer: any torch optimizer over them that needs no closure.
+        loss: ``loss(outputs, targets)``, the mean over the samples, or an ``Objective``, which returns a pair of that and
+            four sums; cross entropy by default.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; steps once an optimizer step.
-        clip_norm: gradients are scaled down to this norm, of all together, after the ranks' sum.
+        clip_norm: gradients are scaled down to this total norm, after the sum over ranks.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
-        ema: the decay of an average of the weights, which is evaluated in their place.
-        compress: what gradients travel as: ``"none"``, ``"fp16"`` or ``"bf16"``.
-        forward: what computes the outputs, if not ``model`` itself: a compiled form of it, or replicas.
-        measure: what computes the loss and its sums of (inputs, targets) in training, if not ``loss`` of the outputs.
+        ema: the decay of an exponential moving average of the weights, which is evaluated in their place.
+        compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
+        forward: computes the outputs, if not ``model`` itself: a compiled form of it, or replicas.
+        measure: an ``Objective`` of (inputs, targets) in training, in place of ``loss`` of the outputs.
 
     Raises:
         RanksDifferError: on every rank, where the ranks are given other classes, functions or settings; the model's weights
@@ -103,91 +82,97 @@ class Trainer:
         self.schedule = schedule
         self.clip_norm = clip_norm
         self.precision = Precision(amp, backend.device)
-        self.objective = _objective(loss)
+        self.objective = as_objective(loss)
         self._forward = forward or model
         self._measure = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
-        self._compressed = compress != "none"
         broadcast_parameters(model, backend)
-        # The sums, the ranks whose loss is not finite, and the caller's news travel with the gradients; not where those
-        # are rounded to 16 bits on their way.
-        # A few numbers are added up faster outside of tensors, and to the same bits.
-        self._numbers = [0.0] * (len(NAMES) + 1 + NEWS)
+        # The scalars are sent with the gradients, but not where those are rounded to 16 bits.
+        self._scalars = StepScalars()
+        self._piggyback = compress == "none"
         self.optimizer = DistributedOptimizer(
             optimizer,
             model.named_parameters(),
             backend=backend,
-            carry=0 if self._compressed else len(self._numbers),
-            transfer=Transfer(dtype=DTYPES[compress] if self._compressed else None),
+            extra=StepScalars.COUNT if self._piggyback else 0,
+            transfer=Transfer(dtype=None if self._piggyback else DTYPES[compress]),
         )
-        self._cargo = self.optimizer.cargo.numpy()
+        self._extra = self.optimizer.extra.numpy()
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     def close(self) -> None:
-        """Stops averaging gradients, so that the model can train on by other means. May be called again."""
+        """Stop averaging gradients, so that the model can be trained by other means. May be called again."""
         self.optimizer.close()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def step(self, batches: Iterable[Tensors], expected: float, news: Sequence[float] = (0.0,) * NEWS) -> Step:
-        """One optimizer step on all ranks' ``batches`` together. Collective; blocks.
+    def step(
+        self,
+        batches: Iterable[Tensors],
+        expected: float,
+        control_flags: Sequence[float] = (0.0,) * CONTROL_FLAGS,
+        *,
+        news: Sequence[float] | None = None,
+    ) -> Step:
+        """Take one optimizer step on all ranks' ``batches``. Collective; blocks.
 
-        The gradient is that of the mean loss over all that counts on all ranks, however unequal their shares.
+        The gradient is that of the mean loss over all samples of all ranks, however unevenly they are split.
 
         Args:
-            batches: this rank's part, one backward pass each, on the backend's device; may be none.
-            expected: how much counts on all ranks together (samples, say), the same on every rank. Where it turns out
-                different, the gradients are scaled to what it was.
-            news: ``NEWS`` numbers that are summed over the ranks.
+            batches: this rank's part, one backward pass each, on the backend's device; may be empty.
+            expected: the total weight on all ranks (the number of samples, say), the same on every rank. Where the real
+                one differs, the gradients are rescaled to it.
+            control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
+            news: deprecated name of ``control_flags``.
 
         Raises:
-            DivergedError: a loss is infinite or not a number; before the weights take it, on every rank.
-            BackendError: a rank was lost, or the time ran out.
+            DivergedError: on every rank, before the optimizer steps: a loss is infinite or not a number.
+            BackendError: a rank failed, or the timeout passed.
         """
+        if news is not None:
+            warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
+            control_flags = news
         self.optimizer.zero_grad()
-        self._numbers = [0.0] * (len(NAMES) + 1) + list(news)
+        self._scalars.reset(control_flags)
         last = False
-        for (inputs, targets), last in _with_last(batches):
+        for (inputs, targets), last in with_last(batches):
             self._pass(inputs, targets, expected, last=last)
         if not last:
-            self._load_numbers()  # a rank without samples
+            self._load_scalars()  # a rank without samples
         self.optimizer.synchronize()
-        total = self._total()
-        sums, broken, news_of_all = total[: len(NAMES)], total[len(NAMES)], total[-NEWS:]
-        if broken:
-            raise DivergedError(self._who(self._numbers[len(NAMES)] > 0))
-        if sums[1] > 0:
-            self._take(expected / sums[1])
-        return Step(sums, news_of_all)
+        step, diverged = StepScalars.result(self._total_scalars())
+        if diverged:
+            raise DivergedError(self._divergence())
+        if step.totals[1] > 0:
+            self._update(expected / step.totals[1])
+        return step
 
     def _pass(self, inputs: torch.Tensor, targets: torch.Tensor, expected: float, *, last: bool) -> None:
         with nullcontext() if last else self.optimizer.no_sync():
             with self.precision.autocast():
                 loss, sums = self._measure(inputs, targets)
             found = list(map(float, sums))
-            self._numbers[: len(NAMES)] = added(self._numbers[: len(NAMES)], found)
-            if not math.isfinite(sum(found)):
-                self._numbers[len(NAMES)] = 1.0
+            self._scalars.add(found)
             if last:
-                self._load_numbers()
-            # The ranks' gradients are averaged; the mean over all weighs each batch by what counts in it.
+                self._load_scalars()
+            # The ranks' gradients are averaged; the mean over all samples weighs each batch by its own weight.
             share = found[1] * self.backend.size / expected
             self.precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
-    def _load_numbers(self) -> None:
-        """Has the numbers travel with this step's gradients."""
-        if not self._compressed:
-            self._cargo[:] = self._numbers
+    def _load_scalars(self) -> None:
+        """Send the scalars with this step's gradients."""
+        if self._piggyback:
+            self._extra[:] = self._scalars.values
 
-    def _total(self) -> list[float]:
-        """The numbers' sums over all ranks, once the gradients are there. Collective."""
-        if not self._compressed:
-            total: list[float] = self._cargo.tolist()
+    def _total_scalars(self) -> list[float]:
+        """Return the scalars' sums over all ranks, once the gradients are reduced. Collective."""
+        if self._piggyback:
+            total: list[float] = self._extra.tolist()
             return total
-        mine = torch.tensor(self._numbers, dtype=torch.float64)
+        mine = torch.tensor(self._scalars.values, dtype=torch.float64)
         return self.backend.allreduce(mine, "sum", name="metrics").tolist()
 
-    def _take(self, factor: float) -> None:
-        """Steps on the gradients, which are the same on every rank from here on."""
+    def _update(self, factor: float) -> None:
+        """Multiply the gradients, which are the same on every rank, by ``factor``; clip them; step."""
         scaler, groups = self.precision.scaler, self.optimizer.param_groups
         if factor != 1:
             for gradient in [p.grad for group in groups for p in group["params"] if p.grad is not None]:
@@ -198,15 +183,15 @@ class Trainer:
         scaler.step(self.optimizer)
         scaler.update()
         if self.schedule is not None:
-            # Only where it is needed: to catch warnings takes longer than many a step.
-            with _order_unwatched() if scaler.is_enabled() else nullcontext():
+            with self.precision.skipped_step_allowed():
                 self.schedule.step()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
 
-    def _who(self, here: bool) -> str:
-        bad = self.backend.allgather_object(here, name="divergence")
-        ranks = [str(rank) for rank, at_fault in enumerate(bad) if at_fault]
+    def _divergence(self) -> str:
+        """Name the ranks whose loss is not finite. Collective."""
+        flags = self.backend.allgather_object(self._scalars.diverged, name="divergence")
+        ranks = [str(rank) for rank, diverged in enumerate(flags) if diverged]
         if len(ranks) == self.backend.size > 1:
             return "the loss became infinite or not a number on all ranks"
         return f"the loss became infinite or not a number on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
@@ -214,10 +199,10 @@ class Trainer:
     # -- any loader -------------------------------------------------------------------------------------------------
 
     def fit(self, loader: Iterable[Sequence[torch.Tensor]], epochs: int = 1) -> list[dict[str, float]]:
-        """Trains on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
+        """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
-        Ranks may have different numbers of batches: those that have run out wait for the others. A loader's
-        ``sampler.set_epoch`` is called if it has one.
+        Ranks may have different numbers of batches: those without any left contribute nothing to the remaining steps. A
+        loader's ``sampler.set_epoch`` is called if it has one.
 
         Returns:
             One dict an epoch: the mean loss and, of classifiers, the accuracies, over all ranks' samples.
@@ -236,21 +221,21 @@ class Trainer:
 
     def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> list[float]:
         self.model.train()
-        total, batches, expected = [0.0] * len(NAMES), _with_last(loader), 0.0
+        total, batches, expected = [0.0] * len(NAMES), with_last(loader), 0.0
         more = True
         while more:
             batch, last = next(batches, (None, True))
-            if not expected:  # what is agreed on once: the largest first batch on every rank
+            if not expected:  # agreed on once: the largest first batch of any rank, times the ranks
                 size = torch.tensor([0.0 if batch is None else float(len(batch[1]))])
                 expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
             mine = [] if batch is None else [self.to_device(batch)]
             step = self.step(mine, expected or 1.0, [float(not last), 0.0, 0.0])
             total = added(total, step.totals)
-            more = step.news[0] > 0
+            more = step.control_flags[0] > 0
         return total
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
-        """``batch`` on the backend's device. Raises TypeError if it is not (inputs, targets)."""
+        """Copy ``batch`` to the backend's device. Raises TypeError if it is not (inputs, targets)."""
         if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(part, torch.Tensor) for part in batch):
             raise TypeError(
                 f"a batch must be a pair of tensors, (inputs, targets), not {type(batch).__name__}: give the loader a "
@@ -266,13 +251,13 @@ class Trainer:
     def evaluate(
         self, batches: Iterable[Sequence[torch.Tensor]], objective: Objective | None = None, prefix: str = "val_"
     ) -> dict[str, float]:
-        """The mean loss and accuracies over all ranks' ``batches``. Collective; blocks.
+        """Compute the mean loss and the accuracies over all ranks' ``batches``. Collective; blocks.
 
-        The ranks' running statistics are averaged for it, and put back.
+        Running statistics are averaged over the ranks for the evaluation, and restored after it.
         """
         model = self.evaluated
         forward = self._forward if self.ema is None else model
-        objective = objective or self.objective
+        objective = self.objective if objective is None else as_objective(objective)
         total = [0.0] * len(NAMES)
         with averaged_buffers(model, self.backend):
             training = model.training
@@ -288,28 +273,28 @@ class Trainer:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The model that counts: the averaged one if there is an average of the weights."""
+        """The model that is evaluated and saved: the average of the weights, if there is one."""
         return self.model if self.ema is None else self.ema.module
 
-    # -- what is kept -----------------------------------------------------------------------------------------------
+    # -- saving -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, as plain values and tensors. Collective, and the same on every rank.
+        """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
-        What ranks have of their own (running statistics, random numbers) is there once for each.
+        State of single ranks (running statistics, random numbers) is included once for each rank.
         """
         mine = local_state(self.model, self.backend.device)
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
-            "schedule": _plain(self.schedule.state_dict()) if self.schedule is not None else None,
+            "schedule": _without_functions(self.schedule.state_dict()) if self.schedule is not None else None,
             "ema": dict(self.ema.state_dict()) if self.ema is not None else None,
             "ranks": self.backend.allgather_object(mine, name="state of the ranks"),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave, on any backend. At another world size, random numbers start anew."""
+        """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
@@ -318,17 +303,17 @@ class Trainer:
         restore_local_state(self.model, state["ranks"], self.backend)
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
-            # As after each step: this rank's own, not those of the rank that wrote the file.
+            # As after each step: this rank's own buffers, not those of the rank that wrote the file.
             for average, own in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
                 average.copy_(own)
 
     def save(self, path: str | Path) -> None:
-        """Writes :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if it cannot."""
+        """Write :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if it cannot."""
         state = self.state_dict()
-        on_root(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))
+        on_rank_zero(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))
 
     def resume(self, path: str | Path) -> None:
-        """Goes on from a file of :meth:`save`, or a run's checkpoint, which every rank reads.
+        """Restore the state of a file of :meth:`save`, or of a run's checkpoint, which every rank reads.
 
         Raises:
             UserError: the file is missing or damaged, or is of another model or optimizer.
@@ -338,32 +323,6 @@ class Trainer:
             self.load_state_dict(state.get("trainer", state))
 
 
-def _objective(loss: Loss | Objective | None) -> Objective:
-    if loss is None:
-        return CrossEntropy()
-    if isinstance(loss, nn.CrossEntropyLoss):
-        return OfTorch(loss)
-    return loss if isinstance(loss, CrossEntropy | MeanLoss | OfTorch) else MeanLoss(loss)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _order_unwatched() -> Iterator[None]:
-    """A first step that overflows is skipped, and torch takes that for a wrong order of calls."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        yield
-
-
-def _with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each batch, and whether it is the last."""
-    iterator = iter(batches)
-    batch = next(iterator, None)
-    while batch is not None:
-        following = next(iterator, None)
-        yield batch, following is None
-        batch = following
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Without the functions that some schedulers keep in their state, which the same program has anyway."""
+def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
+    """Drop the functions that some schedulers keep in their state: the resuming program has them too."""
     return {name: value for name, value in state.items() if not callable(value)}

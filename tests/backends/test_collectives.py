@@ -236,7 +236,7 @@ def without_history(backend):
     assert mine.requires_grad
 
 
-def test_results_carry_no_history_and_leaves_may_be_reduced_in_place(spmd):
+def test_results_have_no_history_and_leaves_may_be_reduced_in_place(spmd):
     spmd(without_history)
 
 
@@ -447,7 +447,7 @@ def alltoall_refusals(backend):
     backend.barrier()
 
 
-def test_alltoall_refuses_what_cannot_be_dealt(spmd):
+def test_alltoall_refuses_what_cannot_be_split(spmd):
     spmd(alltoall_refusals)
 
 
@@ -684,7 +684,7 @@ def primitives(backend):
         assert work.wait() is None
         assert work.done()
         check(tensor, reduced([data(rank, 5, seed=n) for rank in range(backend.size)], ReduceOp.SUM))
-    backend.settle()
+    backend.drain()
 
 
 def test_primitives_run_side_by_side_with_checked_calls(spmd):
@@ -780,7 +780,7 @@ def one_mistakes(backend, which):
 
 
 @pytest.mark.parametrize("which", MISTAKES)
-def test_a_mistake_of_one_rank_is_heard_by_all_and_nobody_waits(many, which):
+def test_a_mistake_of_one_rank_is_an_error_on_all_and_no_rank_waits(many, which):
     many(one_mistakes, which)
 
 

@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from dualtrain.backends.comparison import Difference, compare, in_words, ranks_in_words
+from dualtrain.backends.comparison import compare
+from dualtrain.differences import Difference, in_words, ranks_in_words
 from dualtrain.errors import BackendError, UserError
 from tests.threads import run_threads
 

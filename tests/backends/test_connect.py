@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import torch
 from dualtrain import BackendError, UserError, connect
 from dualtrain.backends.factory import NAMES, _as_numbers, _compare_choices, _locate, _take_device, choose
 from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import variables
 from tests.conftest import require_horovod
 from tests.pool import ROOT, free_port
 
@@ -63,6 +66,47 @@ def test_the_device_may_be_named_or_given():
     for device in ("cpu", torch.device("cpu")):
         with connect("local", device=device) as backend:
             assert backend.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["local", "torch"])
+def test_connect_leaves_the_environment_and_the_signals_as_they_are(name):
+    def state():
+        handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+        return dict(os.environ), handlers, torch.get_num_threads(), torch.get_default_dtype()
+
+    before = state()
+    with connect(name, world=ALONE, device="cpu") as backend:
+        assert state() == before
+        backend.group([0])
+        assert state() == before
+    assert state() == before
+
+
+def test_only_one_thread_at_a_time_changes_the_environment(monkeypatch):
+    monkeypatch.delenv("DUALTRAIN_TEST", raising=False)
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def first():
+        with variables({"DUALTRAIN_TEST": "first"}):
+            inside.set()
+            leave.wait(30)
+
+    def second():
+        with variables({"DUALTRAIN_TEST": "second"}):
+            seen.append(os.environ["DUALTRAIN_TEST"])
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert inside.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert seen == []
+    assert os.environ["DUALTRAIN_TEST"] == "first"
+    leave.set()
+    for thread in threads:
+        thread.join(30)
+    assert seen == ["second"]
+    assert "DUALTRAIN_TEST" not in os.environ
 
 
 def test_alone_under_a_launcher_of_two_is_refused():
@@ -114,29 +158,29 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def taken():
-    """A port that a server has."""
+def busy_port():
+    """A port that a server listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
-def horovods(taken):
-    """What a fresh process hears of Horovod: missing, with its port in use, and found as a world of another size."""
-    command = [sys.executable, "-c", HOROVODS, str(taken)]
+def horovods(busy_port):
+    """What a new process says of Horovod: missing, with its port in use, and found as a world of another size."""
+    command = [sys.executable, "-c", HOROVODS, str(busy_port)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ["torch", "horovod"])
-def test_a_port_in_use_is_named(name, taken, request):
+def test_a_port_in_use_is_named(name, busy_port, request):
     if name == "horovod":
         require_horovod()
         said = request.getfixturevalue("horovods")["port"]
     else:
-        said = refusal("torch", World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", taken)))
-    assert f"port {taken} on 127.0.0.1 is in use by another program, or by another rank 0: set MASTER_PORT" in said
+        said = refusal("torch", World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", busy_port)))
+    assert f"port {busy_port} on 127.0.0.1 is in use by another program, or by another rank 0: set MASTER_PORT" in said
 
 
 def test_a_rendezvous_that_nobody_serves_is_named():
@@ -212,10 +256,10 @@ def gpus(monkeypatch):
     return see
 
 
-@pytest.mark.parametrize(("hosts", "taken"), [("aabb", [0, 1, 0, 1]), ("abab", [0, 0, 1, 1]), ("aaab", [0, 1, 0, 0])])
-def test_the_ranks_of_a_host_take_its_gpus_in_turn(hosts, taken, gpus):
+@pytest.mark.parametrize(("hosts", "numbers"), [("aabb", [0, 1, 0, 1]), ("abab", [0, 0, 1, 1]), ("aaab", [0, 1, 0, 0])])
+def test_the_ranks_of_a_host_use_its_gpus_in_turn(hosts, numbers, gpus):
     gpus(0, 1)
-    for rank, number in enumerate(taken):
+    for rank, number in enumerate(numbers):
         rows = [[other, 0] for other in range(len(hosts))]
         rows[rank] = None
         backend = Seen(rank, hosts, rows, "cuda")
@@ -308,7 +352,7 @@ def test_a_with_statement_closes_and_lets_exceptions_through():
         raise KeyError("mine")
 
 
-def test_the_default_process_group_is_made_where_it_is_asked_for_and_only_there():
+def test_the_default_process_group_is_made_where_it_is_requested_and_only_there():
     with connect("torch", world=ALONE):
         assert not torch.distributed.is_initialized()
         with connect("torch", world=ALONE, default_group=True):

@@ -13,8 +13,8 @@ import pytest
 
 from dualtrain import UserError
 from dualtrain import main as command
-from dualtrain.backends.rendezvous import within
-from dualtrain.backends.store import listen, serve
+from dualtrain.rendezvous.meeting_point import within
+from dualtrain.rendezvous.store import listen, serve
 from tests.conftest import require_horovod
 from tests.forked import Forked, holds, places, run_ranks, torchrun
 from tests.pool import ROOT, free_port

@@ -1,4 +1,4 @@
-"""The store in which a job's processes find each other: its operations, and whom it lets in."""
+"""The store in which a job's processes find each other: its operations, and whom it accepts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from dualtrain import UserError
-from dualtrain.backends import hosts, store
-from dualtrain.backends.http_store import HttpStore
-from dualtrain.backends.store import StoreClient, dial, listen, serve
 from dualtrain.backends.torch import _JobStore
+from dualtrain.rendezvous import hosts, store
+from dualtrain.rendezvous.http_store import HttpStore
+from dualtrain.rendezvous.store import StoreClient, dial, listen, serve
 from tests.pool import free_port
 
 LOCAL = "127.0.0.1"
@@ -26,7 +26,7 @@ LOCAL = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    """Has each call come from a process of its own."""
+    """Make each call come from a process of its own."""
     monkeypatch.setattr(store, "_process", lambda: secrets.token_hex(8))
 
 
@@ -100,7 +100,7 @@ def test_a_wait_ends_when_another_process_sets_the_key(job, join):
     setter = threading.Timer(0.2, clients[0].call, ("set", "late", "here"))
     setter.start()
     assert clients[1].call("get", "late", wait=20.0) == "here"
-    setter.join()  # it hears that it was done a little later
+    setter.join()  # the answer comes a little later
 
 
 def test_nobody_listens_when_all_have_joined(job, join):
@@ -117,11 +117,11 @@ def test_another_secret_is_refused_at_both_ends(job, join):
     with pytest.raises(UserError, match=rf"rank 1 .*{LOCAL}:{port} .*not of this job: DUALTRAIN_SECRET must be the same"):
         join([port], 1, "a guess")
     assert server.call("count") == 0
-    assert isinstance(join([port], 1), StoreClient)  # the guess has taken nobody's place
+    assert isinstance(join([port], 1), StoreClient)  # the guess has not used up the rank
 
 
 def test_the_secret_is_not_sent(job, join):
-    """What a server without it is told proves nothing to the real one."""
+    """What a server without it receives is no proof to the real one."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
         said = []
@@ -129,7 +129,7 @@ def test_the_secret_is_not_sent(job, join):
         def listener():
             connection, _ = false.accept()
             with connection:
-                connection.sendall(b'{"store": "00"}\n')
+                connection.sendall(b'{"nonce": "00"}\n')
                 said.append(connection.recv(4096))
                 connection.sendall(b'{"proof": "' + json.loads(said[0])["proof"].encode() + b'"}\n')
 
@@ -146,10 +146,10 @@ def test_the_secret_is_not_sent(job, join):
         assert json.loads(lines.readline()) == {"refused": "secret"}
 
 
-def test_strangers_keep_nobody_waiting(job, join):
+def test_unauthenticated_peers_delay_nobody(job, join):
     _, port = job
     silent = [socket.create_connection((LOCAL, port)) for _ in range(20)]
-    for words in (
+    for request in (
         b"GET / HTTP/1.0\r\n\r\n",
         b"[]\n",
         b"\xff\n",
@@ -159,7 +159,7 @@ def test_strangers_keep_nobody_waiting(job, join):
         b"x" * 5000,
     ):
         with socket.create_connection((LOCAL, port)) as loud:
-            loud.sendall(words)
+            loud.sendall(request)
     client = join([port], 1)
     client.call("set", "key", "value")
     for each in silent:
@@ -178,23 +178,23 @@ def test_two_processes_with_one_rank_end_the_job(job, join):
             each.call("get", "host/2", wait=60.0)
 
 
-def test_a_process_that_has_not_heard_the_answer_may_come_again(job, join, monkeypatch):
+def test_a_process_that_has_not_received_the_answer_may_repeat(job, join, monkeypatch):
     server, port = job
     monkeypatch.setattr(store, "_process", lambda: "the same")
-    join([port], 1)._line.connection.close()
+    join([port], 1)._connection.socket.close()
     join([port], 1).call("set", "key", "value")
     assert server.call("get", "key") == "value"
 
 
-def test_ranks_of_two_worlds_are_told_apart(job, join):
+def test_ranks_of_two_worlds_are_different_processes(job, join):
     _, port = job
     for world in ("0-1", "2-3"):
         join([port], 1, world=world)
     assert falls_silent(port)
 
 
-def test_who_passes_words_on_from_another_port_is_found_out(job, join):
-    """A stranger at an earlier port, between a rank and its server: neither end takes the other's proof."""
+def test_a_relay_at_another_port_is_detected(job, join):
+    """An unauthenticated process at another port, between a rank and its server: neither end accepts the other's proof."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
 
@@ -210,7 +210,7 @@ def test_who_passes_words_on_from_another_port_is_found_out(job, join):
         with pytest.raises(UserError, match="not of this job"):
             join([false.getsockname()[1]], 1, timeout=1.0)
         thread.join()
-    join([port], 1)  # nobody has taken its place
+    join([port], 1)  # the rank is still free
 
 
 def test_a_rank_outside_the_size_is_refused(job, join):
@@ -244,7 +244,7 @@ def test_who_serves_has_gone(join):
     port = free_port()
     server = serve(listen(LOCAL, [port], 3), 3, "")
     client = join([port], 1, "")
-    client._line.connection.shutdown(socket.SHUT_RDWR)
+    client._connection.socket.shutdown(socket.SHUT_RDWR)
     with pytest.raises(UserError, match="the process that serves the job's store has gone"):
         _JobStore(client, 5.0).get("key")
     server.close()
@@ -253,7 +253,7 @@ def test_who_serves_has_gone(join):
 def test_horovods_server_answers_only_who_knows_the_secret():
     server = HttpStore(LOCAL)
     at = f"http://{LOCAL}:{server.port}"
-    known = f"http://{server.place}:{server.port}/scope/key"
+    known = f"http://{server.url_prefix}:{server.port}/scope/key"
     try:
         urllib.request.urlopen(urllib.request.Request(known, b"value", method="PUT"), timeout=5).close()
         with urllib.request.urlopen(known, timeout=5) as answer:
@@ -273,9 +273,9 @@ def test_a_hosts_address_is_the_chosen_interfaces(monkeypatch):
     monkeypatch.setattr(hosts, "_resolved", lambda host: "127.0.1.1" if host == "here" else host)
     monkeypatch.setattr(hosts, "_route", lambda towards: "192.0.2.9" if towards == "there" else "127.0.0.1")
     monkeypatch.setattr(hosts.socket, "if_nameindex", lambda: list(enumerate(found)))
-    for name in hosts.WISHES:
+    for name in hosts.OVERRIDES:
         monkeypatch.delenv(name, raising=False)
     assert hosts.address("there") == "192.0.2.9"
-    assert hosts.address() == "192.0.2.7"  # what this host's name stands for leads nowhere
+    assert hosts.address() == "192.0.2.7"  # this host's name resolves to a loopback address
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert hosts.address("there") == "192.0.2.8"

@@ -1,10 +1,11 @@
-"""A rank that is gone: the others hear of it, which one it was and why, within ten seconds."""
+"""A rank that has failed: the others report which one, and why, within ten seconds."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import pickle
 import signal
 import socket
 import time
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from dualtrain import BackendError
-from dualtrain.backends.lines import Line, cut_off
-from dualtrain.backends.watch import Loss, Watch
+from dualtrain.backends import watch as watch_module
+from dualtrain.backends.watch import Watch
+from dualtrain.errors import PeerFailedError, PeerFailure
+from dualtrain.rendezvous.connection import Connection, cut_off
 from tests.conftest import require_horovod
-from tests.patience import impatient
 from tests.pool import Pool
+from tests.short_waits import short_waits
 from tests.test_pool import await_end
 from tests.threads import run_threads
 
@@ -101,7 +104,7 @@ def fails_at_once(backend):
     return survive(backend, backend.barrier)
 
 
-def test_a_rank_that_fails_at_once_is_heard():
+def test_a_rank_that_fails_at_once_is_reported():
     results = run_threads(3, fails_at_once)
     for rank, result in enumerate(results):
         assert rank == 1 or "rank 1 stopped: ValueError: boom" in result[0]
@@ -115,7 +118,7 @@ def raises_in_a_with_statement(backend):
     return survive(backend, backend.barrier)
 
 
-def test_an_exception_in_a_with_statement_is_told_to_the_others():
+def test_an_exception_in_a_with_statement_is_reported_to_the_others():
     results = run_threads(3, raises_in_a_with_statement)
     assert results.pop(1) is None
     for message, first, _ in results:
@@ -126,11 +129,11 @@ def test_an_exception_in_a_with_statement_is_told_to_the_others():
 def leaves_early(backend):
     if backend.rank == 0:
         return backend.close()
-    with impatient(backend):  # a rank that leaves in good order gives no other reason
+    with short_waits(backend):  # a rank that leaves in good order gives no other reason
         return survive(backend, backend.barrier)
 
 
-def test_who_waits_for_a_rank_that_has_left_is_told(typical):
+def test_a_wait_for_a_rank_that_has_left_is_an_error(typical):
     _, *results = typical(leaves_early)
     typical.leave()
     for message, first, _ in results:
@@ -139,16 +142,16 @@ def test_who_waits_for_a_rank_that_has_left_is_told(typical):
 
 
 def misses_a_call(backend):
-    """Rank 0 does not come; the others, which wait too, are not taken for missing."""
+    """Rank 0 does not come; the others, which wait too, are not named."""
     backend.barrier()
-    backend.timeout, patience = 4.0, backend.timeout
+    backend.timeout, before = 4.0, backend.timeout
     try:
         if backend.rank == 0:
             return time.sleep(6.0)
         with pytest.raises(BackendError, match="waited 4 s for rank 0, which has not reached this operation, or hangs"):
             backend.barrier()
     finally:
-        backend.timeout = patience
+        backend.timeout = before
 
 
 def test_a_wait_that_runs_out_names_the_rank_that_does_not_come(pool):
@@ -172,18 +175,21 @@ def waits_elsewhere(backend):
     assert "for rank 0, which" in backend._overdue()
 
 
-def test_ranks_that_wait_in_different_calls_are_told_so():
+def test_ranks_that_wait_in_different_calls_are_named():
     run_threads(2, waits_elsewhere)
 
 
 # -- the watch by itself, over threads --------------------------------------------------------------------------------
 
-STRANGERS = [
+#: What an unauthenticated peer may answer to the challenge.
+UNAUTHENTICATED = [
+    b'{"rank": 1, "nonce": "00", "proof": "guessed"}\n',
     b'{"rank": 1, "secret": "guessed"}\n',
     b'{"rank": 1}\n',
     b"[1, 2]\n",
     b"GET / HTTP/1.1\r\n\r\n",
-    b'{"rank": 1, "secret": "\xff"}\n',
+    b'{"rank": 1, "nonce": "00", "proof": "\xff"}\n',
+    b'{"rank": Infinity, "nonce": "00", "proof": ""}\n',
     b"[" * 20_000 + b"\n",
     b"7\n",
     b"\n",
@@ -191,54 +197,94 @@ STRANGERS = [
 ]
 
 
-def meet_strangers(backend):
+def intrude(backend):
     if backend.rank == 0:
         watch = Watch(backend, "127.0.0.1")
-        assert [line.rank for line in watch._lines] == [1]
-        watch.announce("farewell")
+        assert [one.rank for one in watch._connections] == [1]
+        watch.announce("the end")
         return None
     where = backend.broadcast_object(name="watch")
-    for words in STRANGERS:
-        with socket.create_connection(where["at"], timeout=20) as stranger:
-            stranger.sendall(words)
-            stranger.shutdown(socket.SHUT_WR)
+    for answer in UNAUTHENTICATED:
+        with socket.create_connection(where["at"], timeout=20) as intruder, intruder.makefile("rb") as received:
+            assert set(json.loads(received.readline())) == {"nonce"}
+            intruder.sendall(answer)
+            intruder.shutdown(socket.SHUT_WR)
             try:
-                assert stranger.recv(1) == b""  # hung up on, told nothing
+                assert received.read() in (b"", b'{"refused": "secret"}\n')
             except ConnectionResetError:
                 pass
-    line = Line(socket.create_connection(where["at"], timeout=20), rank=0)
-    line.send({"rank": backend.rank, "secret": where["secret"]})
-    told = line.receive()
-    line.connection.close()
+    connection = Connection.dial(tuple(where["at"]), backend.rank, where["secret"], 20.0)
+    messages = connection.receive()
+    connection.socket.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(where["at"], timeout=20)
-    return told
+    return messages
 
 
-def test_strangers_are_hung_up_on_and_the_door_is_closed_afterwards():
-    _, told = run_threads(2, meet_strangers)
-    assert told == [{"rank": 0, "reason": "stopped: farewell", "quiet": False}]
+def test_unauthenticated_peers_are_disconnected_and_the_listening_socket_is_closed_afterwards():
+    _, messages = run_threads(2, intrude)
+    assert messages == [{"rank": 0, "reason": "stopped: the end", "quiet": False}]
 
 
-def fails_with_its_greeting(backend):
+class Recorder:
+    """A socket that records what is sent through it."""
+
+    def __init__(self, connected):
+        self.connected, self.sent = connected, b""
+
+    def sendall(self, data):
+        self.sent += data
+        self.connected.sendall(data)
+
+    def __getattr__(self, name):
+        return getattr(self.connected, name)
+
+
+def record_the_handshake(backend):
+    with pytest.MonkeyPatch.context() as patch:
+        recorders, create = [], socket.create_connection
+        if backend.rank == 1:
+            patch.setattr(
+                socket, "create_connection", lambda *args: recorders.append(Recorder(create(*args))) or recorders[0]
+            )
+            where = backend.broadcast_object(name="watch")
+            Connection.dial(tuple(where["at"]), 1, where["secret"], 20.0).socket.close()
+            return where["secret"].encode() in recorders[0].sent
+    watch = Watch(backend, "127.0.0.1")
+    return watch.leave()
+
+
+def test_the_secret_is_not_sent_over_a_control_channel():
+    assert run_threads(2, record_the_handshake) == [None, False]
+
+
+def fails_with_its_handshake(backend):
+    """The report arrives together with the last message of the handshake."""
     if backend.rank == 0:
         watch = Watch(backend, "127.0.0.1")
-        watch.settle(CONTRACT_SECONDS)
+        watch.wait_for_report(CONTRACT_SECONDS)
         watch.leave()
-        return watch.loss
+        return watch.failure
+    report = json.dumps({"rank": 1, "reason": "stopped: boom", "quiet": False}).encode() + b"\n"
     where = backend.broadcast_object(name="watch")
-    greeting = {"rank": 1, "secret": where["secret"]}
-    reason = {"rank": 1, "reason": "stopped: boom", "quiet": False}
-    with socket.create_connection(where["at"], timeout=20) as connection:
-        connection.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in (greeting, reason)))
+    with pytest.MonkeyPatch.context() as patch:
+        send = Connection.send
+
+        def send_both(connection, message):
+            if "rank" not in message:  # rank 0's thread sends too
+                return send(connection, message)
+            return connection.socket.sendall(json.dumps(message).encode() + b"\n" + report)
+
+        patch.setattr(Connection, "send", send_both)
+        Connection.dial(tuple(where["at"]), 1, where["secret"], 20.0).socket.close()
     return None
 
 
-def test_a_rank_that_fails_with_its_greeting_is_heard():
-    assert run_threads(2, fails_with_its_greeting)[0] == Loss(1, "stopped: boom")
+def test_a_report_that_comes_with_the_handshake_is_received():
+    assert run_threads(2, fails_with_its_handshake)[0] == PeerFailure(1, "stopped: boom")
 
 
-def hears_of_waits(backend):
+def receives_waits(backend):
     """Rank 0 passes on what rank 1 waits for."""
     watch = Watch(backend, "127.0.0.1")
     if backend.rank == 1:
@@ -255,82 +301,117 @@ def hears_of_waits(backend):
 
 
 def test_what_a_rank_waits_for_reaches_all_others():
-    run_threads(3, hears_of_waits)
+    run_threads(3, receives_waits)
 
 
-def hear_of_losses(backend):
+def receive_failures(backend):
     watch = Watch(backend, "127.0.0.1")
-    heard = []
-    watch.on_loss = heard.append
+    received = []
+    watch.on_peer_failure = received.append
     backend.barrier()
     if backend.rank == 1:
         watch.announce("ValueError: cause")
-        watch.announce("once only")
+        watch.announce("not sent")
         watch.leave()
     else:
-        watch.settle(CONTRACT_SECONDS)
-        assert heard == [watch.loss] == [Loss(1, "stopped: ValueError: cause")]
+        watch.wait_for_report(CONTRACT_SECONDS)
+        assert received == [watch.failure] == [PeerFailure(1, "stopped: ValueError: cause")]
     backend.barrier()
     if backend.rank == 2:
         watch.announce("RuntimeError: consequence")
     backend.barrier()
-    return watch.loss
+    return watch.failure
 
 
-def test_the_first_loss_is_the_one_that_is_told():
-    losses = run_threads(3, hear_of_losses)
-    assert losses == [Loss(1, "stopped: ValueError: cause"), None, Loss(1, "stopped: ValueError: cause")]
+def test_the_first_failure_is_the_one_that_is_reported():
+    failures = run_threads(3, receive_failures)
+    assert failures == [PeerFailure(1, "stopped: ValueError: cause"), None, PeerFailure(1, "stopped: ValueError: cause")]
 
 
 def leave_in_good_order(backend):
     watch = Watch(backend, "127.0.0.1")
-    heard = []
-    watch.on_loss = heard.append
+    received = []
+    watch.on_peer_failure = received.append
     backend.barrier()
     if backend.rank == 1:
         watch.leave()
     else:
         deadline = time.monotonic() + CONTRACT_SECONDS
-        while watch.loss is None:
+        while watch.failure is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     backend.barrier()
-    assert heard == []  # nobody is alarmed
-    return watch.loss
+    assert received == []  # no callback
+    return watch.failure
 
 
-def test_leaving_in_good_order_alarms_nobody():
-    quiet = Loss(1, "has left the job", quiet=True)
+def test_leaving_in_good_order_calls_no_callback():
+    quiet = PeerFailure(1, "has left the job", quiet=True)
     assert run_threads(3, leave_in_good_order) == [quiet, None, quiet]
 
 
 def test_a_world_of_one_has_nobody_to_watch():
     def alone(backend):
         watch = Watch(backend, "127.0.0.1")
-        watch.announce("nobody hears")
+        watch.announce("not sent")
         watch.leave()
-        watch.settle(CONTRACT_SECONDS)
-        return watch.loss, watch._lines
+        watch.wait_for_report(CONTRACT_SECONDS)
+        return watch.failure, watch._connections
 
     assert run_threads(1, alone) == [(None, [])]
 
 
-def test_a_line_carries_many_messages_and_pieces_of_them():
+def test_a_connection_carries_many_messages_and_parts_of_them():
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-    line = Line(theirs, rank=1)
+    connection = Connection(theirs, rank=1)
     ours.sendall(json.dumps({"a": 1}).encode() + b'\n{"b": 2}\n{"c"')
-    assert line.receive() == [{"a": 1}, {"b": 2}]
+    assert connection.receive_one() == {"a": 1}
+    assert connection.buffered() == [{"b": 2}]
+    assert connection.buffered() == []
     ours.sendall(b": 3}\n")
-    assert line.receive() == [{"c": 3}]
+    assert connection.receive() == [{"c": 3}]
     ours.close()
-    with pytest.raises(ConnectionResetError, match="hung up"):
-        line.receive()
+    with pytest.raises(ConnectionResetError, match="closed the connection"):
+        connection.receive()
     theirs.close()
 
 
 @pytest.mark.parametrize(("number", "expected"), [("ETIMEDOUT", True), ("ENETUNREACH", True), ("ECONNRESET", False)])
-def test_what_the_network_ends_is_told_from_what_a_process_ends(number, expected):
+def test_the_end_of_the_network_and_of_a_process_are_distinguished(number, expected):
     assert cut_off(OSError(getattr(errno, number), "")) is expected
-    assert not cut_off(ValueError("a line without an end"))
+    assert not cut_off(ValueError("a message without an end"))
+
+
+def catches_the_failure(backend):
+    if backend.rank == 1:
+        return backend.abort("ValueError: boom")
+    with pytest.raises(PeerFailedError) as caught:
+        backend.barrier()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), copy.failure) == (str(caught.value), caught.value.failure)
+    return caught.value.failure
+
+
+def test_the_error_of_a_failed_rank_holds_the_failure():
+    assert run_threads(2, catches_the_failure)[0] == PeerFailure(1, "stopped: ValueError: boom")
+
+
+def old_names(backend):
+    watch, seen = backend.watch, []
+    with pytest.warns(DeprecationWarning, match=r"Backend.settle is called Backend.drain now"):
+        backend.settle()
+    with pytest.warns(DeprecationWarning, match=r"Watch.on_loss is called Watch.on_peer_failure now"):
+        watch.on_loss = seen.append
+    with pytest.warns(DeprecationWarning, match=r"Watch.loss is called Watch.failure now"):
+        assert watch.loss is None
+    with pytest.warns(DeprecationWarning, match=r"Watch.settle is called Watch.wait_for_report now"):
+        watch.settle(0.0)
+    assert watch.on_peer_failure == seen.append
+
+
+def test_the_names_of_version_0_1_still_work_and_warn():
+    run_threads(1, old_names)
+    with pytest.warns(DeprecationWarning, match=r"watch.Loss is called dualtrain.PeerFailure now"):
+        assert watch_module.Loss is PeerFailure

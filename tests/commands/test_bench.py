@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from dualtrain.bench import __main__ as bench
-from dualtrain.bench import launch, measure, pace
+from dualtrain.bench import measure, pace, start_contender
 from dualtrain.bench.__main__ import main
+from dualtrain.bench.bench_charts import picture
+from dualtrain.bench.bench_page import page
 from dualtrain.bench.contenders import alone
-from dualtrain.bench.digits import write_mnist
-from dualtrain.bench.launch import LaunchError, Place, found_in, run_program
-from dualtrain.bench.measure import Asked, Results, Sample, sample_of
-from dualtrain.bench.page import page
-from dualtrain.bench.picture import picture
+from dualtrain.bench.measure import Plan, Results, Sample, sample_of
+from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
     COMPARISONS,
     COSTS,
     ENTRIES,
+    FALLBACKS,
     GLOO,
     JOBS,
     LENGTHS,
@@ -32,11 +32,11 @@ from dualtrain.bench.plan import (
     QUICK,
     ROUNDS,
     SIZES,
-    SPARES,
     TUNED,
     jobs_of,
 )
 from dualtrain.bench.rows import rows_of, sweep_of
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, run_program
 from dualtrain.bench.statistics import estimate
 from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.worker import MARK
@@ -83,11 +83,11 @@ def test_one_pair_has_no_width():
 
 def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
     """Seven rounds in which every contender takes its seconds, and the slower the later, alike for all."""
-    found = Results(missing=missing or {}, efforts=[1.0] * ROUNDS)
-    for name, taken in seconds.items():
+    found = Results(missing=missing or {}, step_fractions=[1.0] * ROUNDS)
+    for name, value in seconds.items():
         name = name.replace("_", "-")
         sha = (weights or {}).get(name, "alone" if name == "alone" else "raw")
-        jobs = {"resnet18": taken, "small": taken / 10}
+        jobs = {"resnet18": value, "small": value / 10}
         found.samples[name] = [
             Sample({job: s * (1 + 0.1 * number) for job, s in jobs.items()}, dict.fromkeys(jobs, sha), None, 2)
             for number in range(ROUNDS)
@@ -135,8 +135,8 @@ def test_fewer_than_seven_pairs_are_not_judged():
     assert ratio.found.pairs == dataclasses.asdict(ratio)["found"]["pairs"] == ROUNDS - 1
     said = text(found, rows, "here")
     unjudged = sum(r.target is not None for r in rows if r.found.pairs < ROUNDS)
-    assert f"targets that are not judged: {unjudged}; a verdict takes 7 pairs" in said
-    assert said.endswith("This rests on 6 pairs only: a verdict takes 7.")
+    assert f"targets that are not judged: {unjudged}; a verdict needs 7 pairs" in said
+    assert said.endswith("This rests on 6 pairs only: a verdict needs 7.")
 
 
 def test_seven_pairs_are_judged_and_nothing_is_said_of_their_number():
@@ -277,13 +277,13 @@ def test_who_was_left_out_early_does_not_answer():
     assert "This rests on" not in said
 
 
-def test_a_spare_answers_the_same_question():
-    asked = {(comparison.one, comparison.other) for comparison in COMPARISONS}
-    for horovod in ("hvd-gloo", SPARES["hvd-gloo"]):
-        assert {("shm", horovod), (SPARES["shm"], horovod)} <= asked
-    for name, spare in SPARES.items():
+def test_a_fallback_answers_the_same_question():
+    compared = {(comparison.one, comparison.other) for comparison in COMPARISONS}
+    for horovod in ("hvd-gloo", FALLBACKS["hvd-gloo"]):
+        assert {("shm", horovod), (FALLBACKS["shm"], horovod)} <= compared
+    for name, fallback in FALLBACKS.items():
         assert ENTRIES[name].quick
-        assert {"small", "convnet"} <= set(jobs_of(ENTRIES[spare], QUICK))
+        assert {"small", "convnet"} <= set(jobs_of(ENTRIES[fallback], QUICK))
 
 
 def test_the_ranks_of_no_communication_meet_before_the_first_batch(monkeypatch):
@@ -365,13 +365,13 @@ def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_pa
     mpirun.write_text(f"#!/bin/sh\necho '{says}'\n")
     mpirun.chmod(0o755)
     started = []
-    monkeypatch.setattr(launch, "_beside", lambda name: str(mpirun) if name == "mpirun" else name)
-    monkeypatch.setattr(launch, "_watched", lambda commands, place: started.extend(commands) or "")
-    launch._open_mpi.cache_clear()
+    monkeypatch.setattr(start_contender, "_beside", lambda name: str(mpirun) if name == "mpirun" else name)
+    monkeypatch.setattr(start_contender, "_watched", lambda commands, spec: started.extend(commands) or "")
+    start_contender._open_mpi.cache_clear()
     try:
-        run_program(["python", "x.py"], MPI, Place(3, "cpu", tmp_path))
+        run_program(["python", "x.py"], MPI, LaunchSpec(3, "cpu", tmp_path))
     finally:
-        launch._open_mpi.cache_clear()
+        start_contender._open_mpi.cache_clear()
     ((command, _),) = started
     assert Path(command[0]).name == ("mpirun" if "Open MPI" in says else "horovodrun")
     assert command[-2:] == ["python", "x.py"]
@@ -381,7 +381,7 @@ def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_pa
 
 def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
     program = f"import json, os; os.write(1, ({MARK!r} + json.dumps(dict(os.environ)) + chr(10)).encode())"
-    said = found_in(run_program([sys.executable, "-c", program], GLOO, Place(2, "cpu", tmp_path)))
+    said = found_in(run_program([sys.executable, "-c", program], GLOO, LaunchSpec(2, "cpu", tmp_path)))
     worlds = [detect_world(env) for env in said]
     assert sorted((w.rank, w.local_rank, w.size, w.local_size) for w in worlds) == [(0, 0, 2, 2), (1, 1, 2, 2)]
     assert {w.launcher for w in worlds} == {"horovodrun --gloo"}
@@ -391,13 +391,13 @@ def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
 def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
     program = "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(100)"
     with pytest.raises(LaunchError, match="ZeroDivisionError: division by zero"):
-        run_program([sys.executable, "-c", program], "ranks", Place(2, "cpu", tmp_path))
+        run_program([sys.executable, "-c", program], "ranks", LaunchSpec(2, "cpu", tmp_path))
 
 
 def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monkeypatch):
     calls = []
 
-    def run_entry(entry, jobs, place, effort):
+    def run_entry(entry, jobs, spec, step_fraction):
         calls.append(entry.title)
         if entry.module == "alone":
             raise LaunchError("no luck")
@@ -405,8 +405,8 @@ def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monk
 
     monkeypatch.setattr(measure, "run_entry", run_entry)
     said: list[str] = []
-    asked = Asked(["alone", TUNED], ("tiny",), 3, 0.5, 1000)
-    found = measure.measure(asked, Place(2, "cpu", tmp_path), said.append)
+    plan = Plan(["alone", TUNED], ("tiny",), 3, 0.5, 1000)
+    found = measure.measure(plan, LaunchSpec(2, "cpu", tmp_path), said.append)
     assert calls.count("no communication") == 2
     assert calls.count("raw DDP tuned") == 3
     assert found.missing == {"alone": "no luck"}
@@ -415,7 +415,7 @@ def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monk
     assert len(found.pairs(TUNED, TUNED)) == 3
 
 
-def run_with(monkeypatch, tmp_path, asked, broken=()):
+def run_with(monkeypatch, tmp_path, plan, broken=()):
     """The modules and options that were started, in order, and what the run found."""
     calls = []
 
@@ -426,31 +426,31 @@ def run_with(monkeypatch, tmp_path, asked, broken=()):
         return [{"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}]
 
     monkeypatch.setattr(measure, "run_entry", run_entry)
-    return calls, measure.measure(asked, Place(2, "cpu", tmp_path), lambda _: None)
+    return calls, measure.measure(plan, LaunchSpec(2, "cpu", tmp_path), lambda _: None)
 
 
 def test_rounds_go_forth_and_back(tmp_path, monkeypatch):
-    calls, _ = run_with(monkeypatch, tmp_path, Asked(["alone", TUNED], ("tiny",), 3, 0.5, 1000))
+    calls, _ = run_with(monkeypatch, tmp_path, Plan(["alone", TUNED], ("tiny",), 3, 0.5, 1000))
     assert calls == ["alone", "ddp tuned", "ddp tuned", "alone", "alone", "ddp tuned"]
 
 
-def test_a_spare_takes_the_place_of_one_that_cannot_run(tmp_path, monkeypatch):
-    asked = Asked(["shm", TUNED], ("tiny",), 2, 0.5, 1000, {"shm": "native"})
-    calls, found = run_with(monkeypatch, tmp_path, asked, broken=["ours torch/shm"])
+def test_a_fallback_replaces_a_contender_that_cannot_run(tmp_path, monkeypatch):
+    plan = Plan(["shm", TUNED], ("tiny",), 2, 0.5, 1000, {"shm": "native"})
+    calls, found = run_with(monkeypatch, tmp_path, plan, broken=["ours torch/shm"])
     assert calls == [*["ours torch/shm"] * 2, "ddp tuned", *["ours torch/native"] * 2, "ddp tuned"]
     assert len(found.pairs("native", TUNED)) == 2
 
 
 def test_a_launcher_that_starts_no_gloo_measures_horovod_over_mpi(tmp_path, monkeypatch):
-    asked = []
+    plans = []
     monkeypatch.setattr(bench, "_missing", lambda names, _: {name: "no" for name in names if name == "hvd-gloo"})
-    monkeypatch.setattr(bench, "measure", lambda one, *_: asked.append(one) or Results())
+    monkeypatch.setattr(bench, "measure", lambda one, *_: plans.append(one) or Results())
     monkeypatch.setattr(bench, "_conclude", lambda *_: None)
     for flags, there in (([], True), (["--contenders", f"hvd-gloo,{TUNED}"], False)):
         assert main(["--quick", "--out", str(tmp_path), *flags]) == 0
-        assert ("hvd-mpi" in asked[-1].entries) == there
-        assert "hvd-gloo" not in asked[-1].entries
-        assert asked[-1].rounds == ROUNDS
+        assert ("hvd-mpi" in plans[-1].entries) == there
+        assert "hvd-gloo" not in plans[-1].entries
+        assert plans[-1].rounds == ROUNDS
 
 
 def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
@@ -464,7 +464,7 @@ def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
         return end
 
     monkeypatch.setattr(measure, "run_entry", run_entry)
-    found = measure.measure(Asked([TUNED], ("tiny",), 1, 0.5, 1000), Place(2, "cpu", tmp_path), lambda _: None)
+    found = measure.measure(Plan([TUNED], ("tiny",), 1, 0.5, 1000), LaunchSpec(2, "cpu", tmp_path), lambda _: None)
     assert found.missing == {}
     assert found.samples[TUNED][0] is not None
     assert "failed in 1 of its starts: no luck" in text(found, rows_of(found), "here")
@@ -474,13 +474,13 @@ def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
     line = {"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}
     monkeypatch.setattr(measure, "run_entry", lambda *_: [line])
     said: list[str] = []
-    found = measure.measure(Asked([TUNED], ("tiny",), 7, 0.5, 0.0), Place(2, "cpu", tmp_path), said.append)
+    found = measure.measure(Plan([TUNED], ("tiny",), 7, 0.5, 0.0), LaunchSpec(2, "cpu", tmp_path), said.append)
     assert found.rounds == 1
     assert "1 of 7 rounds" in said[-1]
 
 
 def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
-    """The efforts and samples of rounds of three contenders that take so many seconds each, by a clock of its own.
+    """The step fractions and samples of rounds of three contenders that take so many seconds each, by a clock of its own.
 
     ``step`` is of the workload ``resnet18``, whose steps are ``plan.LENGTHS``, as it is in each round, or the last one's.
     """
@@ -489,30 +489,30 @@ def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
     names = ["alone", TUNED, "ddp"]
     calls = []
 
-    def run_entry(entry, jobs, place, effort):
+    def run_entry(entry, jobs, spec, step_fraction):
         now = step[min(len(calls) // len(names), len(step) - 1)]
         calls.append(entry.title)
-        clock[0] += fixed + now * Task("resnet18", CPU, effort).steps
+        clock[0] += fixed + now * Task("resnet18", CPU, step_fraction).steps
         return [{"rank": 0, "size": 2, "job": "resnet18", "seconds": now, "first": -60.0, "sha256": "a"}]
 
     for one in (pace, measure):
         monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(measure, "run_entry", run_entry)
-    asked = Asked(names, ("resnet18",), ROUNDS, most, seconds)
-    found = measure.measure(asked, Place(2, "cpu", tmp_path), said.append)
+    plan = Plan(names, ("resnet18",), ROUNDS, most, seconds)
+    found = measure.measure(plan, LaunchSpec(2, "cpu", tmp_path), said.append)
     return found, [found.count(name) for name in names], clock[0], said
 
 
 def test_a_fast_machine_takes_all_steps_but_in_the_first_round(monkeypatch, tmp_path):
     found, counts, _, _ = rounds_at(monkeypatch, tmp_path, 10, [3], 1140)
-    assert found.efforts == [0.125, *[1.0] * 6]
+    assert found.step_fractions == [0.125, *[1.0] * 6]
     assert counts == [7, 7, 7]
-    assert rounds_at(monkeypatch, tmp_path, 2, [0.5], 170, most=0.5)[0].efforts == [0.125, *[0.5] * 6]
+    assert rounds_at(monkeypatch, tmp_path, 2, [0.5], 170, most=0.5)[0].step_fractions == [0.125, *[0.5] * 6]
 
 
 def test_a_slow_machine_takes_fewer_steps_and_as_many_rounds(monkeypatch, tmp_path):
     found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 30, [8], 1140)
-    assert found.efforts[0] == 0.125 <= found.efforts[1] < 1
+    assert found.step_fractions[0] == 0.125 <= found.step_fractions[1] < 1
     assert counts == [7, 7, 7]
     assert 900 < ended <= 1140
 
@@ -525,12 +525,12 @@ def test_the_last_round_is_not_lost_to_the_rounding_of_steps(monkeypatch, tmp_pa
 
 
 def test_a_contender_that_hangs_has_no_longer_than_there_is_time(monkeypatch, tmp_path):
-    clock, patience = [0.0], []
+    clock, timeouts = [0.0], []
 
-    def run_entry(entry, jobs, place, effort):
-        patience.append(place.patience)
-        clock[0] += 40 if len(patience) < 3 else place.patience
-        if len(patience) == 3:
+    def run_entry(entry, jobs, spec, step_fraction):
+        timeouts.append(spec.timeout)
+        clock[0] += 40 if len(timeouts) < 3 else spec.timeout
+        if len(timeouts) == 3:
             raise LaunchError("it did not end")
         return [{"rank": 0, "size": 2, "job": "tiny", "seconds": 0.0, "first": 1.0, "sha256": "a"}]
 
@@ -538,8 +538,8 @@ def test_a_contender_that_hangs_has_no_longer_than_there_is_time(monkeypatch, tm
         monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(measure, "run_entry", run_entry)
     said: list[str] = []
-    found = measure.measure(Asked([TUNED], ("tiny",), 7, 0.5, 170), Place(2, "cpu", tmp_path), said.append)
-    assert patience == [240, 130, 90]
+    found = measure.measure(Plan([TUNED], ("tiny",), 7, 0.5, 170), LaunchSpec(2, "cpu", tmp_path), said.append)
+    assert timeouts == [240, 130, 90]
     assert (clock[0], found.count(TUNED), found.missing) == (170, 2, {})
     assert "no time is left for another start: it did not end" in said[-2]
     assert "failed in 1 of its starts: it did not end" in text(found, rows_of(found), "here")
@@ -547,14 +547,14 @@ def test_a_contender_that_hangs_has_no_longer_than_there_is_time(monkeypatch, tm
 
 def test_a_machine_that_was_slow_in_the_first_round_gets_through_them(monkeypatch, tmp_path):
     found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 20, [30, 10, 3], 1140)
-    assert found.efforts[0] == 0.125 < found.efforts[-1]
+    assert found.step_fractions[0] == 0.125 < found.step_fractions[-1]
     assert counts == [7, 7, 7]
     assert ended <= 1140
 
 
 def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch, tmp_path):
     found, counts, ended, said = rounds_at(monkeypatch, tmp_path, 60, [40], 1140)
-    assert found.efforts == [0.125] * 2
+    assert found.step_fractions == [0.125] * 2
     assert (counts, ended <= 1140) == ([2, 2, 2], True)
     assert said[-1] == "2 of 7 rounds: another would not end within 19 minutes"
 
@@ -566,7 +566,7 @@ def test_a_round_ends_where_no_time_is_left_for_the_next_contender(monkeypatch, 
 
 
 def test_a_single_round_takes_all_steps():
-    assert pace.Pace(1, 170.0, 0.5).effort == 0.5
+    assert pace.Pace(1, 170.0, 0.5).step_fraction == 0.5
 
 
 def test_the_weights_are_compared_in_each_round_by_itself():
@@ -617,7 +617,7 @@ def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch
     target.write_text("mine")
     (tmp_path / ".bench.json.tmp").symlink_to(target)
     used = []
-    monkeypatch.setattr(bench, "measure", lambda asked, place, said: used.append(place.folder) or Results())
+    monkeypatch.setattr(bench, "measure", lambda plan, spec, log: used.append(spec.folder) or Results())
     monkeypatch.setattr(bench, "_conclude", lambda folder, *_: bench.write_whole(folder / "bench.json", b"{}"))
     assert main(["--quick", "--out", str(tmp_path), "--contenders", f"alone,{TUNED}"]) == 0
     assert (tmp_path / "work" / "thesis.txt").read_text() == "years"

@@ -9,8 +9,8 @@ import pytest
 
 from dualtrain.doctor.__main__ import main
 from dualtrain.doctor.advice import advise
+from dualtrain.doctor.doctor_text import page
 from dualtrain.doctor.facts import ignored
-from dualtrain.doctor.page import page
 from dualtrain.doctor.probe import SIZES, bus_bandwidth
 from dualtrain.launchers import World, detect_world
 from tests.conftest import require_horovod
@@ -79,7 +79,7 @@ def test_half_a_description_is_a_problem(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["--backend", "torch"]) == 2
     said = capsys.readouterr().err
-    assert "RANK is not set, but WORLD_SIZE is: the process has only a part of its environment, and would" in said
+    assert "RANK is not set, but WORLD_SIZE is: the process has only a part of its environment" in said
 
 
 def test_a_rendezvous_that_nobody_serves_ends_in_time(tmp_path):
@@ -147,7 +147,7 @@ def test_another_torch_than_horovod_was_built_against_is_said():
 
 def test_more_ranks_than_cores_are_noted():
     _, notes = advise([row(rank) for rank in range(3)], "torch")
-    assert notes == ["here has 3 ranks for 2 cores: they share them, and slow each other down; start fewer"]
+    assert notes == ["here has 3 ranks for 2 cores: they slow each other down; start fewer"]
 
 
 def test_ranks_bound_to_a_core_each_are_not_too_many():

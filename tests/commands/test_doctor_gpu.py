@@ -69,7 +69,7 @@ def test_the_drivers_version_is_read(text, version, tmp_path):
 
 
 @pytest.mark.parametrize(("code", "answer"), [("*version = 12020; return 0;", "12.2"), ("return 35;", None)])
-def test_the_cuda_of_a_driver_is_asked_from_its_library(code, answer, tmp_path):
+def test_the_cuda_version_of_a_driver_comes_from_its_library(code, answer, tmp_path):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler: apt install gcc")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 
 import pytest
 
@@ -142,6 +143,33 @@ def test_rank_0_answers_a_mistyped_flag_and_another_rank_if_it_is_not_stopped_th
     assert capsys.readouterr().err.startswith("dualtrain: error (rank 1 of 2): --lr must be a number")
     with pytest.raises(UserError):
         parse(["--lr", "x"])
+
+
+# A signal that comes again while the run, which has saved its state for the first one, is about to end.
+STOPPED_TWICE = """
+import os, signal, sys
+import dualtrain.main, dualtrain.training.loop
+from dualtrain.errors import StoppedError
+number = int(sys.argv.pop())
+def train(config, backend):
+    close = backend.close
+    def close_late():
+        os.kill(os.getpid(), number)
+        close()
+    backend.close = close_late
+    try:
+        raise StoppedError("saved in step 3", number)
+    finally:
+        os.kill(os.getpid(), number)
+dualtrain.training.loop.train = train
+sys.exit(dualtrain.main.main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_silence_a_run_that_ends_for_the_first(tmp_path, number):
+    end = run(("-c", STOPPED_TWICE, str(int(number))), tmp_path, env=ENV)
+    assert (end.returncode, end.stderr) == (128 + number, "dualtrain: error: saved in step 3\n")
 
 
 # Sends itself SIGUSR1 when main imports the first of its larger modules, and says what would happen at its end.

@@ -62,7 +62,7 @@ def test_files_get_exactly_what_the_model_gives_for_the_evaluation_tensors(train
     model = build("convnet", (1, 8, 8), 10).eval()
     model.load_state_dict(safetensors.torch.load_file(trained / "model.safetensors"))
     with torch.inference_mode():
-        chances = torch.cat([model(part).softmax(1) for part in inputs.split(module.TOGETHER)])
+        chances = torch.cat([model(part).softmax(1) for part in inputs.split(module.BATCH)])
     values, numbers = chances.max(1)
     likeliest = [(str(number), value) for number, value in zip(numbers.tolist(), values.tolist(), strict=True)]
     assert [answer[0] for answer in answers] == likeliest
@@ -106,7 +106,7 @@ def test_files_of_an_image_folder_go_through_its_evaluation(tmp_path):
     assert torch.equal(torch.cat([read(file) for file in files]), wanted)
 
 
-def test_the_best_weights_are_taken_where_they_are_asked_for(run, digits, capsys):
+def test_the_best_weights_are_used_on_request(run, digits, capsys):
     assert main([str(run), digits[0]]) == 0
     at_the_end = capsys.readouterr().out
     torch.manual_seed(7)

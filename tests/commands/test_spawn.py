@@ -21,7 +21,7 @@ from tests.forked import ROOT, Forked, holds
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SECONDS = 120.0  # a job on a crowded machine
 
-# A program that gives `dualtrain.main.main` another body, on every rank.
+# A program of ranks that run `body`.
 PROGRAM = """
 import os, signal, sys, threading, time
 import torch.multiprocessing
@@ -37,13 +37,11 @@ def body(arguments):
 {body}
 
 torch.multiprocessing.get_context = lambda method: AfreshContext()
-{replace}
-sys.exit(dualtrain.spawn.spawn(sys.argv[2:], int(sys.argv[1])))
+sys.exit(dualtrain.spawn.spawn({function}, sys.argv[2:], int(sys.argv[1])))
 """
-REPLACE = "dualtrain.main.main = body"
 WAIT = f"print(f'pid {{rank}} {{os.getpid()}};', flush=True)\ntime.sleep({SECONDS})\nreturn 0"
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dualtrain.spawn.IMPATIENT_SECONDS = 0.0"
+QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dualtrain.spawn.REPEAT_SECONDS = 0.0"
 
 
 class Job(Forked):
@@ -77,10 +75,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts programs; whatever a test did, none of their ranks outlives it."""
     jobs: list[Job] = []
 
-    def start(body: str | None, *arguments: str, nproc: int = 2, settings: str = "") -> Job:
+    def start(
+        body: str | None, *arguments: str, nproc: int = 2, settings: str = "", function: str = "dualtrain.main.main"
+    ) -> Job:
         program = tmp_path / "program.py"
         text = textwrap.indent(body or "pass", "    ")
-        program.write_text(PROGRAM.format(settings=settings, body=text, replace=REPLACE if body else ""))
+        program.write_text(PROGRAM.format(settings=settings, body=text, function="body" if body else function))
         jobs.append(Job((program, str(nproc), *arguments), tmp_path, env=ENV, cwd=tmp_path))
         return jobs[-1]
 
@@ -218,14 +218,14 @@ def test_a_system_that_starts_no_more_processes_is_named_and_the_signals_are_giv
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
     earlier = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
     with pytest.raises(UserError, match=r"rank 0 of 2 could not be started .*temporarily unavailable.* smaller --nproc"):
-        spawn([], 2)
+        spawn(len, [], 2)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == earlier
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_more_ranks_than_the_cores_can_start_are_refused_before_the_first_one_is_started():
     with pytest.raises(UserError, match=r"--nproc 99999999 is too many for this host: .* give \d+ at most"):
-        spawn([], 99999999)
+        spawn(len, [], 99999999)
 
 
 def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monkeypatch):
@@ -237,7 +237,7 @@ def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monke
 
     context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start, exitcode=143))
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
-    assert spawn([], 8) == 143
+    assert spawn(len, [], 8) == 143
     assert len(started) == 1
 
 
@@ -245,13 +245,9 @@ def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monke
 
 
 SHOW_PIDS = """
-train = dualtrain.main.main
-
-def main(arguments):
+def shown(arguments):
     print(f"pid {os.environ['RANK']} {os.getpid()};", flush=True)
-    return train(arguments)
-
-dualtrain.main.main = main
+    return dualtrain.main.main(arguments)
 """
 
 
@@ -260,7 +256,8 @@ dualtrain.main.main = main
 def test_a_killed_rank_is_named_by_the_others_and_is_the_status(start, tmp_path, backend, victim):
     if backend == "horovod":
         require_horovod()
-    job = start(None, "--backend", backend, "--epochs", "5000", "--run-dir", str(tmp_path / "run"), settings=SHOW_PIDS)
+    flags = ("--backend", backend, "--epochs", "5000", "--run-dir", str(tmp_path / "run"))
+    job = start(None, *flags, settings=SHOW_PIDS, function="shown")
     assert holds(lambda: "epoch 2/" in job.output), job.errors
     os.kill(job.pids[victim], signal.SIGKILL)
     assert job.wait(SECONDS) == 137

@@ -69,7 +69,7 @@ def test_mnist_is_read_from_its_own_files(tmp_path, name, folder):
         ("digits", "missing", "No such file"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path, monkeypatch, name, folder, part):
+def test_a_dataset_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, monkeypatch, name, folder, part):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as refusal:
         load_data(name, folder)

@@ -1,4 +1,4 @@
-"""What the catalogue of datasets refuses, and how it says so: one line with the fact, the cause and the cure."""
+"""Error messages of the dataset catalogue: one line with the fact, the cause and the cure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dualtrain.data import load_data
 from dualtrain.data.sources import Batch
 from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import torchvision as with_shim
+from tests.data.test_data_sources import write_cifar
 
 
 def build_nonsense():
@@ -27,7 +28,7 @@ def build_nonsense():
         ("imagefolder", {}, "--data-dir"),
         ("imagefolder", {"folder": "."}, "train/CLASS"),
         ("imagefolder", {"folder": "missing"}, "No such file"),
-        ("digits", {"augment": "imagenet"}, "lives in memory"),
+        ("digits", {"augment": "imagenet"}, "is held in memory"),
         ("digits", {"augment": "blur"}, "--augment must be one of"),
         ("digits", {"augment": "weights"}, "--model"),
         ("digits", {"augment": "weights", "model": "convnet"}, "publishes no weights"),
@@ -47,7 +48,7 @@ def build_nonsense():
         ("tests.data.test_data_refusals:build_nonsense", {}, "must return"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(tmp_path, monkeypatch, name, options, part):
+def test_an_impossible_request_is_refused_in_one_line(tmp_path, monkeypatch, name, options, part):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
@@ -62,13 +63,24 @@ def test_classes_of_train_and_val_must_agree(tmp_path):
     for part, kind in (("train", "cat"), ("val", "dog")):
         (tmp_path / part / kind).mkdir(parents=True)
         (tmp_path / part / kind / "1.jpg").touch()
-    with pytest.raises(UserError, match="'cat' is in one of"):
+    with pytest.raises(UserError, match="only one of train/ and val/ has the class 'cat'"):
         load_data("imagefolder", str(tmp_path))
+
+
+def test_each_file_of_cifar_holds_whole_images(tmp_path):
+    write_cifar(tmp_path)
+    first, second = (tmp_path / "cifar-10-batches-bin" / f"data_batch_{number}.bin" for number in (1, 2))
+    whole = first.read_bytes()
+    for of_first, of_second in ((1000, 2073), (len(whole), 0)):  # bytes cut off: together they are whole rows
+        first.write_bytes(whole[: len(whole) - of_first])
+        second.write_bytes(whole[: len(whole) - of_second])
+        with pytest.raises(UserError, match=r"data_batch_1\.bin' is damaged: delete .*cifar-10-batches-bin' and unpack"):
+            load_data("cifar10", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_without_a_network_the_message_says_where_the_files_go(name, tmp_path, monkeypatch):
-    with_shim()  # the import of one of its builds needs it
+    with_shim()  # beside a CPU build of torch, importing torchvision needs the shim
     import torchvision.datasets.mnist
     import torchvision.datasets.utils
 
@@ -92,7 +104,7 @@ def build_by_name(*, folder):
 
 
 @pytest.mark.parametrize("name", ["build_with", "build_by_name"])
-def test_a_function_of_other_arguments_is_refused_with_its_signature(name):
+def test_a_function_with_other_arguments_is_refused_with_its_signature(name):
     from dualtrain.models import build
 
     path = f"tests.data.test_data_refusals:{name}"
@@ -121,5 +133,5 @@ def test_samples_that_cannot_be_batched_are_refused_in_one_line():
             load_data(f"tests.data.test_data_refusals:build_{name}", classes=2)
         assert "\n" not in str(refusal.value)
     task = load_data("tests.data.test_data_refusals:build_uneven", classes=2, workers=0)
-    with pytest.raises(UserError, match="sample 1 of the dataset and others do not go into one batch: stack expects each"):
+    with pytest.raises(UserError, match="sample 1 of the dataset and others do not fit into one batch: stack expects each"):
         next(task.train.stream([Batch(torch.tensor([1, 0]))], torch.device("cpu")))

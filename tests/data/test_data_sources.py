@@ -1,4 +1,4 @@
-"""Sources: every sample once, and what happens to it depends on nothing but (seed, sample)."""
+"""Sources: they deliver every sample once, and its augmentation is a function of (seed, sample)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def epoch(source: Source, seed: int, batch: int, order=None):
-    """All inputs and targets of the source, in the order of their numbers, read in batches."""
+    """Read the source in batches; return all inputs and targets in the order of the sample numbers."""
     order = torch.arange(len(source)) if order is None else order
     parts = list(source.stream([Batch(numbers, seed) for numbers in order.split(batch)], CPU))
     back = order.argsort()
@@ -69,7 +69,7 @@ def tree(tmp_path_factory):
 
 
 class Squares:
-    """A user's dataset, with augmentation of its own, out of two libraries."""
+    """A user's dataset whose augmentation uses the random numbers of two libraries."""
 
     num_classes = 3
 
@@ -103,7 +103,7 @@ def test_the_hash_is_splitmix_of_seed_sample_and_draw():
             assert int(got[row, draw]) % 2**64 == mix((key + (draw + 1) * golden) % 2**64)
 
 
-def test_hashed_numbers_are_uniform_and_unlike_for_neighbouring_seeds():
+def test_hashed_numbers_are_uniform_and_independent_for_neighbouring_seeds():
     numbers = torch.arange(20_000)
     one, other = (hashed.uniform(hashed.bits(seed, numbers, 2)) for seed in (0, 1))
     table = torch.corrcoef(torch.cat([one, other], 1).T)
@@ -141,7 +141,7 @@ ALL = ["mnist", "cifar10", "imagefolder", "text", "synthetic", "own"]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_happens_to_a_sample_depends_on_seed_and_number_alone(name, tmp_path, tree):
+def test_augmentation_depends_on_seed_and_sample_number_alone(name, tmp_path, tree):
     task = sources(name, tmp_path, tree)
     before = torch.get_rng_state()
     one = epoch(task.train, 3, 4)
@@ -178,14 +178,14 @@ def test_crops_and_flips_are_windows_of_the_image():
     images = torch.arange(2 * 36, dtype=torch.uint8).reshape(2, 1, 6, 6)
     random = hashed.bits(0, torch.arange(200), 3)
     windows = crop_and_flip(images[:1].expand(200, -1, -1, -1), 4, random)
-    places = set()
+    seen = set()
     for window in windows[:, 0]:
         flipped = bool(window[0, 0] > window[0, 1])
         window = window.flip(1) if flipped else window
         top, left = divmod(int(window[0, 0]), 6)
         assert torch.equal(window, images[0, 0, top : top + 4, left : left + 4])
-        places.add((top, left, flipped))
-    assert len(places) == 3 * 3 * 2
+        seen.add((top, left, flipped))
+    assert len(seen) == 3 * 3 * 2
 
 
 def test_cifar_is_read_from_bytes(tmp_path):
@@ -206,7 +206,7 @@ def test_evaluation_takes_the_centre(tmp_path):
     assert load_data("mnist", str(tmp_path), image_size=64).shape == (1, 64, 64)
 
 
-def test_weights_bring_their_own_transforms(tmp_path):
+def test_augment_weights_uses_the_transforms_published_with_the_weights(tmp_path):
     write_mnist(tmp_path, samples=2)
     task = load_data("mnist", str(tmp_path), augment="weights", model="resnet18")
     inputs, _ = epoch(task.train, 0, 2)
@@ -226,20 +226,20 @@ def test_normalized_channels_have_mean_0_and_deviation_1():
 
 
 def test_workers_read_what_the_process_itself_reads(tree):
-    alone, helped = (load_data("imagefolder", str(tree), image_size=24, workers=workers) for workers in (0, 2))
+    alone, with_workers = (load_data("imagefolder", str(tree), image_size=24, workers=workers) for workers in (0, 2))
     assert alone.shape == (3, 24, 24)
     assert alone.classes == 2
     try:
-        for seed in (1, 2):  # a second epoch by the same workers
-            assert_same(epoch(alone.train, seed, 4), epoch(helped.train, seed, 3))
-        next(helped.train.stream([Batch(torch.tensor([n])) for n in range(9)], CPU))  # left early
-        assert_same(epoch(alone.train, 1, 4), epoch(helped.train, 1, 3))
+        for seed in (1, 2):  # the second epoch uses the same workers
+            assert_same(epoch(alone.train, seed, 4), epoch(with_workers.train, seed, 3))
+        next(with_workers.train.stream([Batch(torch.tensor([n])) for n in range(9)], CPU))  # not read to its end
+        assert_same(epoch(alone.train, 1, 4), epoch(with_workers.train, 1, 3))
     finally:
-        helped.close()
+        with_workers.close()
 
 
 @pytest.mark.parametrize("augment", ["none", "crop-flip", "weights"])
-def test_image_files_can_be_read_in_other_ways(tree, augment):
+def test_image_files_can_be_augmented_in_other_ways(tree, augment):
     task = load_data("imagefolder", str(tree), image_size=24, augment=augment, pad=2, workers=0, model="resnet18")
     inputs, targets = epoch(task.train, 0, 5)
     assert tuple(inputs.shape[1:]) == task.shape
@@ -261,7 +261,7 @@ def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
 # ------------------------------------------------------------------------------------------------ text, synthetic, own
 
 
-def test_masking_is_15_percent_of_the_words_in_three_ways():
+def test_15_percent_of_the_words_are_masked_in_one_of_three_ways():
     task = load_data("text", sequence_length=32, vocabulary=500)
     assert task.kind == "tokens"
     assert task.classes == 500
@@ -281,7 +281,7 @@ def test_masking_is_15_percent_of_the_words_in_three_ways():
     assert len(task.val) == (len(source) + len(task.val)) // 10
 
 
-def test_synthetic_samples_are_unlike_and_have_unit_variance():
+def test_synthetic_samples_differ_and_have_unit_variance():
     task = load_data("synthetic", shape=(3, 8, 8), classes=4, samples=50)
     inputs, targets = epoch(task.train, 0, 50)
     assert len(inputs.flatten(1).unique(dim=0)) == 50
@@ -295,6 +295,6 @@ def test_a_pair_of_datasets_becomes_a_task():
     task = wrap(Squares(), Squares())
     assert isinstance(task.train, LoaderSource)
     assert (task.shape, task.classes, task.kind) == ((2,), 3, "classes")
-    helped = wrap(Squares(), Squares(), workers=1)
-    assert_same(epoch(task.train, 1, 4), epoch(helped.train, 1, 3))
-    helped.close()
+    with_worker = wrap(Squares(), Squares(), workers=1)
+    assert_same(epoch(task.train, 1, 4), epoch(with_worker.train, 1, 3))
+    with_worker.close()

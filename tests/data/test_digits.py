@@ -1,4 +1,4 @@
-"""The embedded digits: they are scikit-learn's copy, split once and for all, and their license comes with them."""
+"""The embedded digits: they equal scikit-learn's copy, their split is fixed, and their license is included."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_samples_and_their_order_keep_their_bits():
     assert digest.hexdigest() == "65d3af19cc08c145c02f8d6bf1342be6294b72ccf59c2d30ff959839d0f064f0"
 
 
-def test_they_are_split_once_and_for_all(task):
+def test_their_split_is_fixed(task):
     (inputs, targets), (val_inputs, val_targets) = epoch(task.train, 0, 64), epoch(task.val, 0, 64)
     assert (len(targets), len(val_targets)) == (1437, 360)
     assert (task.shape, task.classes) == ((1, 8, 8), 10)
     assert (inputs.dtype, float(inputs.min()), float(inputs.max())) == (torch.float32, 0, 1)
     images = torch.cat([inputs, val_inputs]).flatten(1)
-    assert len(images.unique(dim=0)) == len(images)  # no sample on both sides
+    assert len(images.unique(dim=0)) == len(images)  # no sample is in both parts
     assert set(val_targets.tolist()) == set(range(task.classes))
     for one, other in zip(epoch(load_data("digits").train, 0, 64), (inputs, targets), strict=True):
         assert torch.equal(one, other)
@@ -60,7 +60,7 @@ def test_reading_them_imports_neither_scikit_learn_nor_torchvision():
     assert not {"sklearn", "scipy", "torchvision"} & set(done.stdout.split())
 
 
-def test_source_and_license_lie_beside_the_data():
+def test_source_and_license_are_stored_beside_the_data():
     notice = resources.files("dualtrain.data").joinpath("digits.LICENSE").read_text(encoding="utf-8")
     for part in (
         "Alpaydin",

@@ -9,11 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dualtrain import BackendError, buckets
-from dualtrain.backends.local import LocalBackend
-from dualtrain.buckets import Transfer
-from dualtrain.gradients import GradientReducer
-from dualtrain.launchers import World
+from dualtrain import BackendError
+from dualtrain.gradients import GradientReducer, Transfer
 from tests.models_for_tests import (
     EXACT,
     conv_net,
@@ -95,7 +92,7 @@ def views(backend):
     optimizer = sgd(model, backend)
     image_loss(model, backend.rank).backward()
     inside = [
-        (b.wire.data_ptr(), b.wire.data_ptr() + b.wire.numel() * b.wire.element_size()) for b in optimizer.reducer._buckets
+        (b.wire.data_ptr(), b.wire.data_ptr() + b.wire.numel() * b.wire.element_size()) for b in optimizer.reducer.buckets
     ]
     for p in model.parameters():
         assert any(start <= p.grad.data_ptr() < end for start, end in inside)
@@ -244,26 +241,26 @@ def mixed_loss(model, key):
     return model(vectors(key)).square().mean()
 
 
-def mixed(backend, carry, unused):
+def mixed(backend, extra, unused):
     model = seeded(Mixed())
     expected = mean_gradients(model, of_every_rank(backend, mixed_loss))
     with small_buckets((16, 64)):
-        optimizer = sgd(model, backend, carry=carry, unused=unused)
+        optimizer = sgd(model, backend, extra=extra, unused=unused)
         for _ in range(2):
             optimizer.zero_grad()
-            optimizer.cargo[:] = backend.rank + 1
+            optimizer.extra[:] = backend.rank + 1
             mixed_loss(model, backend.rank).backward()
             check(gradients(model), expected, rtol=3e-2, atol=2e-3)
-            assert optimizer.cargo.tolist() == [backend.size * (backend.size + 1) / 2] * carry
-    found = [{slot.param.dtype for slot in bucket.slots} for bucket in optimizer.reducer._buckets]
+            assert optimizer.extra.tolist() == [backend.size * (backend.size + 1) / 2] * extra
+    found = [{slot.param.dtype for slot in bucket.slots} for bucket in optimizer.reducer.buckets]
     assert all(len(dtypes) == 1 for dtypes in found)
     assert set().union(*found) == {p.dtype for p in model.parameters()}
 
 
-@pytest.mark.parametrize("carry", [0, 2])
+@pytest.mark.parametrize("extra", [0, 2])
 @unused_rules
-def test_one_model_may_mix_dtypes(typical, carry, unused):
-    typical(mixed, carry, unused)
+def test_one_model_may_mix_dtypes(typical, extra, unused):
+    typical(mixed, extra, unused)
 
 
 # -- parameters that come and go ----------------------------------------------------------------------------------
@@ -445,15 +442,15 @@ def test_parameters_may_be_frozen_later(typical, unused):
 
 def adversaries(backend):
     """Two models, two optimizers: one step each, then one backward through both."""
-    generator, judge = seeded(nn.Linear(4, 4), 1), perceptron(2)
-    makes, judges = sgd(generator, backend), sgd(judge, backend)
+    generator, critic = seeded(nn.Linear(4, 4), 1), perceptron(2)
+    makes, criticizes = sgd(generator, backend), sgd(critic, backend)
 
     def loss(pair, rank):
         return pair[1](pair[0](vectors(rank))).square().mean()
 
-    pair = nn.ModuleList([generator, judge])
+    pair = nn.ModuleList([generator, critic])
     for step in range(2):
-        for trained, optimizer in ((1, judges), (0, makes)):
+        for trained, optimizer in ((1, criticizes), (0, makes)):
             for i, model in enumerate(pair):
                 model.requires_grad_(i == trained)
             expected = mean_gradients(pair[trained], of_every_rank(backend, _with_other(pair, trained, loss)))
@@ -465,11 +462,11 @@ def adversaries(backend):
     pair.requires_grad_(True)
     expected = mean_gradients(pair, of_every_rank(backend, loss))
     makes.zero_grad()
-    judges.zero_grad()
+    criticizes.zero_grad()
     loss(pair, backend.rank).backward()
     check(gradients(pair), expected)
     makes.step()
-    judges.step()
+    criticizes.step()
     assert same_on_all(backend, list(pair.parameters()))
 
 
@@ -784,17 +781,17 @@ def all_in_segments(backend, reentrant, passes):
     losses = [lambda m, r=rank: sum(vector_loss(m, r + i) for i in range(passes)) for rank in range(backend.size)]
     expected = mean_gradients(Segments(), losses)
     with small_buckets((1, 1)):
-        optimizer = sgd(model, backend, carry=1, backward_passes_per_step=passes)
+        optimizer = sgd(model, backend, extra=1, backward_passes_per_step=passes)
         start = backend.start_sum
         backend.start_sum = lambda tensor, name, *rest: sent.append(name) or start(tensor, name, *rest)
         for _ in range(3):
             optimizer.zero_grad()
-            optimizer.cargo[0] = 1
+            optimizer.extra[0] = 1
             sent.clear()
             for i in range(passes):
                 vector_loss(model, backend.rank + i).backward()
             check(gradients(model), expected)  # by the end of backward
-            assert optimizer.cargo.tolist() == [backend.size]
+            assert optimizer.extra.tolist() == [backend.size]
             assert len(sent) == len(set(sent)) == len(list(model.parameters()))
             optimizer.step()
             with torch.no_grad():
@@ -815,14 +812,14 @@ def test_one_reduction_for_a_backward_of_many_checkpointed_segments(typical, ree
 def carries(backend, unused):
     model = conv_net()
     with small_buckets():
-        optimizer = sgd(model, backend, carry=3, unused=unused)
+        optimizer = sgd(model, backend, extra=3, unused=unused)
         for step in range(3):
             optimizer.zero_grad()
-            optimizer.cargo.copy_(torch.tensor([backend.rank, step, 0.5]))
+            optimizer.extra.copy_(torch.tensor([backend.rank, step, 0.5]))
             image_loss(model, backend.rank).backward()
             size = backend.size
-            assert optimizer.cargo.tolist() == [size * (size - 1) / 2, step * size, size / 2]
-            assert optimizer.cargo.dtype is torch.float64
+            assert optimizer.extra.tolist() == [size * (size - 1) / 2, step * size, size / 2]
+            assert optimizer.extra.dtype is torch.float64
             optimizer.step()
 
 
@@ -834,12 +831,12 @@ def test_numbers_of_the_caller_are_summed_with_the_gradients(typical, unused):
 def carries_alone(backend):
     """With sparse parameters only, there is no bucket of gradients for the numbers to travel behind."""
     table = seeded(nn.Embedding(4, 2, sparse=True))
-    optimizer = sgd(table, backend, momentum=0, carry=1)
+    optimizer = sgd(table, backend, momentum=0, extra=1)
     for _ in range(2):
         optimizer.zero_grad()
-        optimizer.cargo[0] = backend.rank
+        optimizer.extra[0] = backend.rank
         table(torch.tensor([1])).sum().backward()
-        assert optimizer.cargo.tolist() == [backend.size * (backend.size - 1) / 2]
+        assert optimizer.extra.tolist() == [backend.size * (backend.size - 1) / 2]
 
 
 def test_numbers_travel_without_dense_gradients(typical):
@@ -979,55 +976,13 @@ def test_a_pass_that_failed_after_sending_is_not_mixed_with_the_next(typical):
     typical(fails_sent)
 
 
-# -- the buckets --------------------------------------------------------------------------------------------------
-
-
-def alone():
-    return LocalBackend(World(), torch.device("cpu"), 60.0)
-
-
-def test_buckets_are_in_reverse_registration_order_and_the_first_is_smaller():
-    model = conv_net()
-    with small_buckets((600, 4096)):
-        slots = [buckets.Slot(name, p) for name, p in model.named_parameters()]
-        found = buckets.lay_out(slots, 2, alone())
-    order = [slot.name for bucket in found for slot in bucket.slots]
-    assert order == [name for name, _ in model.named_parameters()][::-1]
-    sizes = [sum(slot.param.numel() * slot.param.element_size() for slot in bucket.slots) for bucket in found]
-    assert len(found) >= 3
-    assert sizes[0] <= 600
-    assert all(size <= 4096 or len(bucket.slots) == 1 for size, bucket in zip(sizes, found, strict=True))
-    assert [bucket.extra.numel() for bucket in found] == [0] * (len(found) - 1) + [2]
-    assert [bucket.name for bucket in found] == [f"gradients.{i}" for i in range(len(found))]
-    for bucket in found:
-        assert bucket.wire.numel() == sum(slot.param.numel() for slot in bucket.slots) + bucket.extra.numel()
-        for slot in bucket.slots:
-            assert slot.view.shape == slot.param.shape
-            assert slot.view.stride() == slot.param.stride()
-
-
-def test_the_default_buckets_are_of_megabytes():
-    first, later = buckets.FIRST_BUCKET_BYTES, buckets.BUCKET_BYTES
-    params = [nn.Parameter(torch.empty(1 << 18, device="meta")) for _ in range(60)]
-    found = buckets.lay_out([buckets.Slot(str(i), p) for i, p in enumerate(params)], 0, alone())
-    sizes = [sum(slot.param.numel() * slot.param.element_size() for slot in bucket.slots) for bucket in found]
-    assert sizes[0] == first < later
-    assert sizes[1:-1] == [later] * (len(sizes) - 2)
-
-
-def test_no_parameters_need_no_bucket_unless_numbers_travel():
-    assert buckets.lay_out([], 0, alone()) == []
-    (bucket,) = buckets.lay_out([], 3, alone())
-    assert bucket.extra.shape == (3,)
-
-
 # -- lifetime -----------------------------------------------------------------------------------------------------
 
 
 def nothing_grows(backend):
     model = conv_net()
     with small_buckets():
-        optimizer = sgd(model, backend, unused="none", carry=1)
+        optimizer = sgd(model, backend, unused="none", extra=1)
         for step in range(30):
             optimizer.zero_grad()
             image_loss(model, step).backward()
@@ -1161,7 +1116,7 @@ def grouped(backend):
         image_loss(model, backend.rank).backward()
         check(gradients(model), expected)
         reducer.renew()
-    together = [{slot.param for slot in bucket.slots} for bucket in reducer._buckets]
+    together = [{slot.param for slot in bucket.slots} for bucket in reducer.buckets]
     assert all(set(group) in together for group in chosen)
     assert len(together) == len(list(model.parameters())) - 1
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from dualtrain import DistributedOptimizer, Trainer
 from dualtrain.backends.local import LocalBackend
-from dualtrain.buckets import Bucket
 from dualtrain.gradients import GradientReducer
+from dualtrain.gradients.buckets import Bucket
 from dualtrain.launchers import World
 from tests.hvd.worlds import OURS_2, library
 from tests.models_for_tests import perceptron, sgd, small_buckets, vector_loss
@@ -121,24 +121,24 @@ class Slow(LocalBackend):
 def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
     backend = Slow(World(0, 1, 0, 1), torch.device("cpu"), 10.0)
     backend.sent = []
-    fill, filling = Bucket.fill, threading.Event()
+    pack, filling = Bucket.pack, threading.Event()
 
-    def slow_fill(bucket):
+    def slow_pack(bucket):
         if bucket.name.endswith("0"):
             filling.set()
             time.sleep(1e-4)  # the other thread goes on
-        fill(bucket)
+        pack(bucket)
 
-    monkeypatch.setattr(Bucket, "fill", slow_fill)
+    monkeypatch.setattr(Bucket, "pack", slow_pack)
     params = [nn.Parameter(torch.zeros(2)) for _ in range(8)]
     with small_buckets((1, 1)):
         reducer = GradientReducer([(str(i), p) for i, p in enumerate(params)], backend)
         sum(p.sum() for p in params).backward()
-    assert reducer.lock is None
-    reducer.lock = threading.RLock()  # as with parameters on two devices
+    assert reducer.hooks.lock is None
+    reducer.hooks.lock = threading.RLock()  # as with parameters on two devices
     hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in reversed(params)]
     rounds, begun, ended = 1000, threading.Barrier(2), threading.Barrier(2)
-    monkeypatch.setattr("dualtrain.gradients.at_end_of_pass", lambda call: None)
+    monkeypatch.setattr("dualtrain.gradients.reducer.at_end_of_pass", lambda call: None)
     reducer._ending = lambda: True
     wrong = []
 
@@ -153,7 +153,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
                 wrong.extend([list(backend.sent)] * (backend.sent != list(range(8))))
                 backend.sent.clear()
                 filling.clear()
-                for bucket in reducer._buckets:
+                for bucket in reducer.buckets:
                     bucket.finish()
                 reducer._start_over(reduced=False)
                 reducer._ending, reducer._seen = (lambda: True), 1
@@ -172,7 +172,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
 def test_parameters_on_two_devices_take_a_lock(alone):
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
     reducer = GradientReducer([(str(i), p) for i, p in enumerate(params)], alone)
-    assert reducer.lock is not None
+    assert reducer.hooks.lock is not None
     reducer.close()
 
 

@@ -13,6 +13,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dualtrain import BackendError, DistributedOptimizer
+from dualtrain.backends.local import LocalBackend
+from dualtrain.gradients import GradientReducer, Transfer
+from dualtrain.launchers import World
 from tests.models_for_tests import (
     EXACT,
     gradients,
@@ -597,3 +600,28 @@ def same_parameter_twice(backend):
 
 def test_a_parameter_with_two_names_is_reduced_once(typical):
     typical(same_parameter_twice)
+
+
+# -- former names -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [GradientReducer, DistributedOptimizer])
+def test_the_former_names_of_the_extra_scalars_work_and_warn(make):
+    alone, model = LocalBackend(World(), torch.device("cpu"), 10.0), perceptron()
+    first = model.named_parameters() if make is GradientReducer else torch.optim.SGD(model.parameters())
+    with pytest.warns(DeprecationWarning, match="^carry is deprecated: use extra$") as caught:
+        made = make(first, backend=alone, carry=2)
+    with pytest.warns(DeprecationWarning, match="^cargo is deprecated: use extra$") as more:
+        made.cargo[0] = 3
+    assert [each.filename for each in [*caught, *more]] == [__file__] * 2
+    vector_loss(model, 0).backward()
+    assert made.extra.tolist() == [3.0, 0.0]
+    made.close()
+
+
+def test_transfer_can_be_imported_from_its_former_place():
+    with pytest.warns(DeprecationWarning, match=r"dualtrain\.buckets\.Transfer is .*use dualtrain\.gradients\.Transfer$"):
+        from dualtrain.buckets import Transfer as Former
+    assert Former is Transfer
+    with pytest.raises(ImportError, match="lay_out"):
+        from dualtrain.buckets import lay_out  # noqa: F401

@@ -51,7 +51,7 @@ def ours(backend, case):
         model = conv_net()
         optimizer = wrap(make_optimizer(name, model), model, backend)
         fit(model, optimizer, backend.rank, backend.size)
-    return weights_sha256(model), len(optimizer.reducer._buckets)
+    return weights_sha256(model), len(optimizer.reducer.buckets)
 
 
 def ddp(backend, case):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualtrain import BackendError, Trainer
+from dualtrain import BackendError, DistributedOptimizer, Trainer
 from tests.hvd.worlds import OURS_2, library, worlds
 from tests.models_for_tests import mean_gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, vectors
 from tests.threads import run_threads
@@ -232,6 +232,52 @@ def thawed(backend):
 
 def test_a_parameter_that_is_appended_frozen_and_thawed_later_is_refused():
     run_threads(2, thawed)
+
+
+def thaw_late(optimizer, late):
+    late.requires_grad_(True)
+
+
+def add_late(optimizer, late):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def leaves_layout(backend, change):
+    """By one rank alone it is refused on all of them at once; by all of them it changes no number."""
+    model = perceptron()
+    late = nn.Parameter(torch.zeros(3), requires_grad=False)
+    inner = torch.optim.SGD([*model.parameters(), late], lr=0.1)
+    optimizer = DistributedOptimizer(inner, backend=backend)
+    own = nn.Parameter(torch.ones(backend.rank + 1))  # not the optimizer's
+
+    def loss():
+        return vector_loss(model, backend.rank) + (late * (backend.rank + 1)).sum() + own.sum()
+
+    for _ in range(2):  # gradients lie in the buckets from the second step on
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    if backend.rank == backend.size - 1:
+        change(optimizer, late)
+    with pytest.raises(BackendError, match=rf"^rank {backend.size - 1}: parameters were thawed, or added to the optimizer"):
+        loss().backward()
+    if backend.rank != backend.size - 1:
+        change(optimizer, late)
+    optimizer.zero_grad(set_to_none=False)
+    expected = mean_gradients(model, [lambda m, key=key: vector_loss(m, key) for key in range(backend.size)])
+    loss().backward()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+    if change is thaw_late:
+        assert late.grad.tolist() == [(backend.size + 1) / 2] * 3
+    optimizer.step()
+    assert same_on_all(backend, list(model.parameters()))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("change", [thaw_late, add_late])
+def test_a_layout_that_one_rank_changes_alone_is_refused_at_once(many, change):
+    many(leaves_layout, change)
 
 
 def reshaped(backend, shape):

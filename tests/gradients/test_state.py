@@ -303,6 +303,25 @@ def test_adam_goes_on_counting_where_the_root_was(spmd):
     spmd(step_counts)
 
 
+def keeps_dtypes(backend):
+    """float32 averages of bfloat16 parameters, as some optimizers have them; and lists of tensors, as LBFGS has."""
+    p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    exact = torch.tensor([1 + 2**-20, 1.0])
+    if backend.rank == 0:
+        optimizer.state[p] = {"average": exact, "steps": [exact.double(), 1], "like": torch.ones(2, dtype=torch.bfloat16)}
+    broadcast_optimizer_state(optimizer, backend)
+    state = optimizer.state[p]
+    assert torch.equal(state["average"], exact)
+    assert torch.equal(state["steps"][0], exact.double())
+    assert state["steps"][1] == 1
+    assert state["like"].dtype == torch.bfloat16
+
+
+def test_a_state_keeps_its_dtypes(typical):
+    typical(keeps_dtypes)
+
+
 def several_groups(backend):
     model = perceptron()
     lr = 0.1 * (1 + backend.rank)

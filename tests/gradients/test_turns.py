@@ -10,11 +10,11 @@ from torch import nn
 
 from dualtrain import BackendError, DistributedOptimizer, weights_sha256
 from dualtrain.backends.local import LocalBackend
-from dualtrain.buckets import Transfer
+from dualtrain.batchnorm import synchronize_norms
+from dualtrain.gradients import Transfer
+from dualtrain.gradients.turns import turns
 from dualtrain.launchers import World
-from dualtrain.training.assemble import synchronize_norms
-from dualtrain.turns import turns
-from tests.patience import impatient
+from tests.short_waits import short_waits
 from tests.threads import run_threads
 
 SMALL = Transfer(bucket_bytes=64)
@@ -172,7 +172,7 @@ def steps_in_another_order(backend):
             models[number](torch.ones(2, 6)).square().mean().backward()
             optimizers[number].step()
 
-    with pytest.raises(BackendError, match="have not taken the same steps on every rank"), impatient(backend):
+    with pytest.raises(BackendError, match="have not taken the same steps on every rank"), short_waits(backend):
         train()
     return True
 

@@ -1,4 +1,4 @@
-"""Horovod scripts, run as they are: what they import, and how they start and end."""
+"""The runner for unmodified Horovod scripts: imports, start and exit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dualtrain.errors import UserError
-from dualtrain.horovodize import imports, names, run
+from dualtrain.horovodize import imports, names, run_script
 from dualtrain.horovodize.__main__ import main
 from tests.conftest import NAMES, PREFIXES, require_horovod
 from tests.pool import ROOT
@@ -34,7 +34,7 @@ def python(*command: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def hook(monkeypatch):
-    """The import hook, in a process that has not seen Horovod; what was there is there again afterwards."""
+    """Install the import hook in a process without Horovod's modules; restore them afterwards."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -55,7 +55,7 @@ def test_both_names_are_the_same_module(old, new):
 
 
 @pytest.mark.usefixtures("hook")
-def test_packages_in_between_hold_their_parts():
+def test_intermediate_packages_contain_their_modules():
     horovod = importlib.import_module("horovod.common.exceptions") and sys.modules["horovod"]
     assert horovod.__version__ == "0.28.1"
     assert horovod.common.exceptions is importlib.import_module("dualtrain.hvd.exceptions")
@@ -68,7 +68,7 @@ def test_packages_in_between_hold_their_parts():
     "name", ["tensorflow", "keras", "spark.torch", "ray", "common.basics", "torch.mpi_lib_v2", "nothing"]
 )
 @pytest.mark.usefixtures("hook")
-def test_what_is_not_covered_says_so(name):
+def test_a_module_that_is_not_covered_is_an_import_error(name):
     with pytest.raises(
         ModuleNotFoundError, match=r"No module named 'horovod\.\S+': dualtrain covers .*horovod\.torch"
     ) as seen:
@@ -78,7 +78,7 @@ def test_what_is_not_covered_says_so(name):
 
 
 @pytest.mark.usefixtures("hook")
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     hvd = importlib.import_module("horovod.torch")
     assert [
         name for name in sorted(names.PUBLIC) if not hasattr(hvd, name) and not find_spec(f"horovod.torch.{name}")
@@ -101,9 +101,9 @@ def test_install_twice_then_uninstall(hook):
     assert imports._CHILDREN not in sys.path
 
 
-def test_an_imported_horovod_is_not_exchanged(monkeypatch):
+def test_an_imported_horovod_is_not_replaced(monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod", os)
-    with pytest.raises(UserError, match="imported already"):
+    with pytest.raises(UserError, match="already imported"):
         imports.install()
 
 
@@ -123,8 +123,8 @@ def test_the_known_names_are_horovods():
 
 @pytest.fixture
 def unprepared(monkeypatch):
-    """A process whose arguments, path, main module and hooks are restored afterwards."""
-    monkeypatch.setattr(run, "_prepare", lambda: None)
+    """Replace the preparation of a script by nothing; restore arguments, path, main module and hooks afterwards."""
+    monkeypatch.setattr(run_script, "_prepare", lambda: None)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
@@ -146,7 +146,7 @@ def unprepared(monkeypatch):
         (["-m", "dualtrain_nothing"], "no module named 'dualtrain_nothing'"),
         (["-m", "json.nothing"], "no module named 'json.nothing'"),
         (["-m", "script.py"], "leave out .py"),
-        (["-m", "math"], "no Python source"),
+        (["-m", "math"], "not a Python source"),
         (["--check"], "--check was given no script"),
         (["--check", "--fast"], "unknown option '--fast'"),
         (["--check", "{tmp}/nothing.py"], "cannot read the script"),
@@ -162,7 +162,7 @@ def test_refusals_are_one_line(arguments, says, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("unprepared")
-def test_horovod_cannot_be_asked_for(monkeypatch, capsys):
+def test_horovod_cannot_be_requested(monkeypatch, capsys):
     monkeypatch.setenv("DUALTRAIN_BACKEND", "horovod")
     assert main(["script.py"]) == 2
     assert "unset it" in capsys.readouterr().err
@@ -181,12 +181,14 @@ def test_scripts_run_on_torch(monkeypatch, tmp_path, value):
 
 
 @pytest.mark.usefixtures("unprepared")
-def test_other_ranks_leave_the_answer_to_the_first(monkeypatch, capsys):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+def test_other_ranks_wait_before_they_print_the_error(monkeypatch, capsys):
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([]) == 2
-    assert capsys.readouterr().err == ""
+    assert waits == [3.0]  # seconds, in which rank 0 prints it and the launcher ends this process
+    assert capsys.readouterr().err.startswith("dualtrain: error (rank 1 of 2): no script was given")
 
 
 def test_help_shows_the_ways_to_start(capsys):
@@ -198,7 +200,7 @@ def test_help_shows_the_ways_to_start(capsys):
     ("end", "status"), [("pass", None), ("sys.exit(7)", 7), ("sys.exit('why')", "why"), ("raise SystemExit", None)]
 )
 @pytest.mark.usefixtures("unprepared")
-def test_a_script_ends_as_it_wants(tmp_path, end, status):
+def test_a_script_exits_with_its_own_status(tmp_path, end, status):
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.modules['__main__'].seen = __name__, __file__, __spec__, sys.argv, sys.path[0]\n{end}\n"

@@ -1,4 +1,4 @@
-"""Horovod scripts, read for what would be different: each rule on a script it speaks of, and on one it does not."""
+"""The checker of Horovod scripts: each rule on a script with a finding, and on one without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
-#: (rule, a script that it speaks of, in the line marked with HERE, one that it is silent on)
+#: (rule, a script with a finding in the line marked with HERE, a script without a finding)
 CASES = [
     ("discarded_result", "hvd.allreduce(x, name='x')  # HERE", "x = hvd.allreduce(x, name='x')\nhvd.allreduce_(x)"),
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
@@ -164,7 +164,7 @@ def source(snippet: str) -> Source:
 
 
 @pytest.mark.parametrize(("rule", "wrong", "right"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
-def test_a_rule_speaks_of_its_line_alone(rule, wrong, right):
+def test_a_rule_finds_its_line_and_no_other(rule, wrong, right):
     (finding,) = BY_NAME[rule](source(wrong))
     assert finding.line == 3 + next(i for i, line in enumerate(wrong.splitlines()) if "HERE" in line)
     assert "; " in finding.message  # the cure
@@ -261,8 +261,8 @@ def test_files_given_together_share_their_optimizers(tmp_path, capsys):
     assert f"{other}:3: [trap]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("content", "says"), [(b"a b\n", ":1 is no valid Python"), (b"\xff\xfe", "not text in UTF-8")])
-def test_a_file_that_is_no_python_is_refused(tmp_path, content, says, capsys):
+@pytest.mark.parametrize(("content", "says"), [(b"a b\n", ":1 is not valid Python"), (b"\xff\xfe", "not text in UTF-8")])
+def test_a_file_that_is_not_python_is_refused(tmp_path, content, says, capsys):
     script = tmp_path / "script.py"
     script.write_bytes(content)
     assert check([str(script)]) == 2

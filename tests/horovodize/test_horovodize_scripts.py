@@ -1,4 +1,4 @@
-"""Whole training scripts, in the manner of Horovod's own examples, by horovodize in ranks such as torchrun starts."""
+"""Whole training scripts, similar to Horovod's examples, run by horovodize on ranks with torchrun's variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def report(model, losses, **more):
     sys.stdout.write(f"report {json.dumps(more)}\n")
 
 def shapes(count):
-    # Four kinds of pictures, each a blurred copy of its own pattern.
+    # Four kinds of pictures, each a noisy copy of its own pattern.
     generator = torch.Generator().manual_seed(5)
     patterns = torch.randn(4, 1, 8, 8, generator=generator)
     kinds = torch.arange(count) % 4
@@ -52,7 +52,7 @@ class Mean:
 
 
 def start(folder, script, *arguments, ranks=2):
-    """Runs the script to its end; gives what the ranks report, in their order, and the lines of rank 0."""
+    """Run the script; return the ranks' reports in rank order, and all other printed lines."""
     (folder / "helpers.py").write_text(HELPERS)
     (folder / "script.py").write_text(script)
     command = ("-m", "dualtrain.horovodize", folder / "script.py", *arguments)
@@ -67,7 +67,7 @@ def start(folder, script, *arguments, ranks=2):
 
 
 def learned(reports):
-    """Whether all ranks ended with the same weights, and the loss fell; gives the weights and rank 0's losses."""
+    """Assert that all ranks have the same weights and the loss decreased; return the weights and rank 0's losses."""
     assert len({report["weights"] for report in reports}) == 1
     losses = reports[0]["losses"]
     assert losses[-1] < 0.7 * losses[0]
@@ -149,7 +149,7 @@ def test_pictures(options, tmp_path):
     assert [line.partition(":")[0] for line in lines] == ["epoch 0", "epoch 1", "epoch 2"]
 
 
-def test_pictures_alone(tmp_path):
+def test_pictures_on_one_rank(tmp_path):
     reports, _ = start(tmp_path, PICTURES, ranks=1)
     learned(reports)
 
@@ -183,7 +183,7 @@ def train(epoch):
             for first in range(0, len(pictures), SMALL):
                 scores = model(pictures[first : first + SMALL])
                 part = F.cross_entropy(scores, kinds[first : first + SMALL])
-                # Averages of metrics travel while gradients are being added up.
+                # Metrics are averaged while gradients are being accumulated.
                 accuracy.add((scores.argmax(1) == kinds[first : first + SMALL]).float().mean())
                 loss.add(part)
                 part.div_(parts)
@@ -233,16 +233,16 @@ report(model, losses, found=found, lr=optimizer.param_groups[0]["lr"])
 """
 
 
-def test_a_resumed_run_ends_as_an_unbroken_one(tmp_path):
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path):
     def run(name, epochs):
         (tmp_path / name).mkdir(exist_ok=True)
         return start(tmp_path, RESUMED, "--epochs", epochs, "--format", tmp_path / name / "at-{epoch}.pt")[0]
 
-    unbroken = run("unbroken", 4)
-    first, second = run("broken", 2), run("broken", 4)
+    uninterrupted = run("uninterrupted", 4)
+    first, second = run("interrupted", 2), run("interrupted", 4)
     assert [report["found"] for report in (*first, *second)] == [0, 0, 2, 2]
     assert second[0]["lr"] == second[1]["lr"] == 0.02 * 2 * 2
-    weights, losses = learned(unbroken)
+    weights, losses = learned(uninterrupted)
     assert first[0]["losses"] + second[0]["losses"] == losses
     assert [report["weights"] for report in second] == [weights, weights]
 
@@ -328,7 +328,7 @@ def train(state):
             else:
                 state.check_host_updates()
             if (state.epoch, state.batch) == (1, 3) and not resets:
-                # What a collective raises when a rank is lost; here everyone is still there.
+                # A collective raises this if a rank has failed; here all ranks still run.
                 raise hvd.HorovodInternalError("lost")
             optimizer.zero_grad()
             loss = F.cross_entropy(model(pictures), kinds)

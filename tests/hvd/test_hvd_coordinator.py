@@ -6,20 +6,20 @@ import re
 
 import pytest
 
+from dualtrain.horovod_variables import Settings
 from dualtrain.hvd.coordinator import Coordinator
-from dualtrain.hvd.settings import Settings
 
 
 class Desk:
-    """A coordinator, what it told each rank, and the time."""
+    """A coordinator, the messages that it sent to each rank, and the time."""
 
     def __init__(self, size=3, **settings):
         self.now = 0.0
-        self.told = [[] for _ in range(size)]
+        self.sent = [[] for _ in range(size)]
         self.notes = []
-        tell = lambda rank, message: self.told[rank].append(message)  # noqa: E731
+        send = lambda rank, message: self.sent[rank].append(message)  # noqa: E731
         note = lambda *event: self.notes.append(event)  # noqa: E731
-        self.coordinator = Coordinator(size, tell, Settings(**settings), note, lambda: self.now)
+        self.coordinator = Coordinator(size, send, Settings(**settings), note, lambda: self.now)
         self.numbers = iter(range(1000))
 
     def say(self, rank, kind="allreduce", name=None, tensors=(("float32", [2], "cpu"),), **facts):
@@ -33,9 +33,9 @@ class Desk:
         self.coordinator.look_for_stalls()
 
     def answers(self, rank, *keys):
-        """What a rank was told since the last time."""
-        told, self.told[rank] = self.told[rank], []
-        return [tuple(message.get(key) for key in keys) for message in told]
+        """The messages to a rank since the last time."""
+        sent, self.sent[rank] = self.sent[rank], []
+        return [tuple(message.get(key) for key in keys) for message in sent]
 
 
 def test_calls_are_done_when_the_last_rank_has_made_them_in_one_order():
@@ -114,23 +114,23 @@ def test_joined_ranks_send_zeros_once_all_others_know_of_it():
     desk = Desk(size=4)
     desk.say(3, "join", divide_by="active")
     desk.answers(3, "do")
-    request = {"kind": "shadow", "channel": "p.1", "exchange": 2}
+    request = {"kind": "join_with_zeros", "channel": "p.1", "exchange": 2}
     desk.say(0, **request)
     desk.say(0, **request)  # by each of two threads
     desk.say(1, **request)
     assert desk.answers(3, "do") == []
     desk.say(2, "join", divide_by="initial")  # instead
     desk.answers(2, "do"), desk.answers(3, "do")
-    desk.say(1, **request)  # told of it, those who have begun say so again
+    desk.say(1, **request)  # informed of it, those that have begun request it again
     for joined in (2, 3):
-        assert desk.answers(joined, "do", "channel", "exchange") == [("shadow", "p.1", 2)]
+        assert desk.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
     assert desk.answers(1, "do") == [("absent",)] * 2
     # The next exchange anew, and of a set only its members.
     desk.say(0, **request | {"exchange": 3})
     assert desk.answers(3, "do") == []
     desk.coordinator.sets[7] = [1, 3]
     desk.say(1, **request | {"channel": "of a set.1"}, set=7)
-    assert desk.answers(3, "do", "channel") == [("shadow", "of a set.1")]
+    assert desk.answers(3, "do", "channel") == [("join_with_zeros", "of a set.1")]
 
 
 def test_process_sets():
@@ -165,7 +165,7 @@ def test_stalls_are_reported_once_on_every_rank():
     desk.look(2)
     desk.look(5)
     for rank in range(3):
-        [(text,)] = [told for told in desk.answers(rank, "text") if told != (None,)]
+        [(text,)] = [sent for sent in desk.answers(rank, "text") if sent != (None,)]
         assert text == "allreduce.loss: ranks 0, 2 waited 11 s for rank 1"
     desk.say(1, name="loss")
     assert desk.answers(0, "do") == [("run",)]
@@ -174,7 +174,7 @@ def test_stalls_are_reported_once_on_every_rank():
     assert desk.answers(1, "do", "text")[-1] == ("report", "allreduce.loss: rank 0 waited 11 s for ranks 1, 2")
 
 
-def test_stalls_end_the_world_where_that_is_asked_for():
+def test_stalls_end_the_world_where_the_settings_say_so():
     desk = Desk(2, stall_check=0, stall_shutdown=30)
     desk.say(0, name="loss")
     desk.look(29)

@@ -1,4 +1,4 @@
-"""``hvd.elastic`` in one process: what is saved, restored, dealt out and retried. Other ranks are played by patches."""
+"""``hvd.elastic`` in one process: what is saved, restored, split and retried. Other ranks are played by patches."""
 
 from __future__ import annotations
 
@@ -192,12 +192,12 @@ UPDATES = common.HostUpdateResult
         ([(1, UPDATES.no_update)], False),
         ([(1, UPDATES.removed), (2, UPDATES.removed)], True),
         ([(1, UPDATES.removed), (2, UPDATES.added)], False),
-        ([(2, UPDATES.removed), (1, UPDATES.added)], True),  # the later news came first
+        ([(2, UPDATES.removed), (1, UPDATES.added)], True),  # the later update came first
         ([(0, UPDATES.added)], None),
     ],
 )
 @pytest.mark.parametrize("whose", ["ours", "horovod"])
-def test_a_check_raises_once_what_was_heard(updates, skip_sync, whose):
+def test_a_check_raises_once_what_was_received(updates, skip_sync, whose):
     if whose == "ours":
         held = objects(a=1)
     else:
@@ -246,7 +246,7 @@ def test_commit_saves_before_it_raises():
     assert held.batch == 2
 
 
-def test_a_reset_forgets_the_news_and_calls_back_in_order():
+def test_a_reset_forgets_updates_and_calls_back_in_order():
     held, seen = objects(a=1), []
     held.register_reset_callbacks([lambda: seen.append(1), lambda: seen.append(2)])
     held.register_reset_callbacks([lambda: seen.append(3)])
@@ -303,7 +303,7 @@ def test_after_a_failed_collective_the_state_is_restored_and_synced(resets):
     assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
 
 
-def test_the_driver_is_asked_for_news_before_training(resets, monkeypatch):
+def test_the_driver_is_queried_for_updates_before_training(resets, monkeypatch):
     order = []
     monkeypatch.setattr(common.notification_manager, "init", lambda: order.append("init"))
     common.run_fn(lambda held: order.append("train"), resets.init)(recorded())
@@ -340,7 +340,7 @@ def test_other_errors_go_through(resets):
     assert held not in common.notification_manager._listeners
 
 
-def test_news_reach_the_state_that_is_trained(resets, sent):
+def test_updates_reach_the_state_that_is_trained(resets, sent):
     held, epochs = elastic.TorchState(epoch=0), []
 
     @elastic.run
@@ -487,8 +487,8 @@ def test_the_gpus_random_numbers_belong_to_it_once_there_is_one(sent):
 
 def test_sync_broadcasts_every_kind_from_rank_0(sent):
     with world():
-        dealt = elastic.ElasticSampler(range(4))
-    trained = training(sampler=dealt, epoch=2)
+        sampler = elastic.ElasticSampler(range(4))
+    trained = training(sampler=sampler, epoch=2)
     trained.sync()
     assert [name for name, _, _ in sent] == [
         "broadcast_object",
@@ -546,13 +546,13 @@ def test_a_model_that_comes_later_is_handled_as_one(sent):
 
 def test_a_reset_deals_out_anew_without_a_sync(sent):
     with world(2, 1):
-        dealt = elastic.ElasticSampler(range(8), shuffle=False)
-        held = elastic.TorchState(sampler=dealt)
-        dealt.record_batch(0, 1)
-        assert list(dealt) == [1, 3, 5, 7]
+        sampler = elastic.ElasticSampler(range(8), shuffle=False)
+        held = elastic.TorchState(sampler=sampler)
+        sampler.record_batch(0, 1)
+        assert list(sampler) == [1, 3, 5, 7]
     with world(3, 0):
         held.on_reset()
-    assert list(dealt) == [2, 5]
+    assert list(sampler) == [2, 5]
 
 
 class _Number:
@@ -617,7 +617,7 @@ def test_the_order_is_horovods(size, shuffle):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_every_sample_is_dealt_and_all_ranks_get_equally_many(size):
+def test_every_sample_is_used_and_all_ranks_get_equally_many(size):
     for left in range(20):
         shares = [share for share, *_ in deal("ours", 20, size, processed=20 - left)]
         assert {len(share) for share in shares} == {-(-left // size)}
@@ -633,13 +633,13 @@ def test_fewer_samples_than_ranks_are_repeated():
 
 def test_more_may_be_recorded_than_there_is():
     with world(4, 1):
-        dealt = elastic.ElasticSampler(range(10))
-        assert len(dealt) == 3
+        sampler = elastic.ElasticSampler(range(10))
+        assert len(sampler) == 3
         for number, batch in enumerate((2, 2)):  # the second says its nominal size
-            dealt.record_batch(number, batch)
-        assert dealt.processed_num == 16  # as Horovod counts
-        dealt.load_state_dict(dealt.state_dict())
-        assert (list(dealt), len(dealt)) == ([], 0)
+            sampler.record_batch(number, batch)
+        assert sampler.processed_num == 16  # as Horovod counts
+        sampler.load_state_dict(sampler.state_dict())
+        assert (list(sampler), len(sampler)) == ([], 0)
 
 
 def test_an_epoch_is_gone_through_once_although_the_world_changes():
@@ -647,14 +647,14 @@ def test_an_epoch_is_gone_through_once_although_the_world_changes():
     for size, batches in ((4, 2), (3, 1), (2, 99)):
         for rank in range(size):
             with world(size, rank):
-                dealt = elastic.ElasticSampler(range(samples), seed=1)
-                dealt.load_state_dict(saved)
-                share = list(dealt)
+                sampler = elastic.ElasticSampler(range(samples), seed=1)
+                sampler.load_state_dict(saved)
+                share = list(sampler)
                 for number in range(batches):
                     batch = share[2 * number : 2 * number + 2]
                     seen += batch
-                    dealt.record_batch(number, len(batch))
-        saved = dealt.state_dict()
+                    sampler.record_batch(number, len(batch))
+        saved = sampler.state_dict()
     assert saved["processed_num"] >= samples
     assert set(seen) == set(range(samples))
     assert len(seen) == samples + 1  # the last deal was 7 samples for 2 ranks
@@ -662,26 +662,26 @@ def test_an_epoch_is_gone_through_once_although_the_world_changes():
 
 def test_the_next_epoch_begins_with_all_samples_in_another_order():
     with world(2, 0):
-        dealt = elastic.ElasticSampler(range(10))
-        first = list(dealt)
-        dealt.record_batch(0, 5)
-        assert list(dealt) == first  # nothing is left out before a reset
-        dealt.set_epoch(1)
-        assert (dealt.epoch, dealt.processed_num, len(dealt)) == (1, 0, 5)
-        assert list(dealt) != first
-        dealt.set_epoch(0)
-        assert list(dealt) == first
+        sampler = elastic.ElasticSampler(range(10))
+        first = list(sampler)
+        sampler.record_batch(0, 5)
+        assert list(sampler) == first  # nothing is left out before a reset
+        sampler.set_epoch(1)
+        assert (sampler.epoch, sampler.processed_num, len(sampler)) == (1, 0, 5)
+        assert list(sampler) != first
+        sampler.set_epoch(0)
+        assert list(sampler) == first
 
 
 def test_the_sampler_feeds_a_data_loader_and_its_progress_is_rolled_back(sent):
-    dealt = elastic.ElasticSampler(range(10), shuffle=False)
-    loader = torch.utils.data.DataLoader(list(range(10)), batch_size=3, sampler=dealt)
-    held = elastic.TorchState(sampler=dealt)
+    sampler = elastic.ElasticSampler(range(10), shuffle=False)
+    loader = torch.utils.data.DataLoader(list(range(10)), batch_size=3, sampler=sampler)
+    held = elastic.TorchState(sampler=sampler)
     for number, batch in enumerate(loader):
-        dealt.record_batch(number, len(batch))
+        sampler.record_batch(number, len(batch))
         if number == 1:
             held.commit()
-    assert dealt.processed_num >= 10
+    assert sampler.processed_num >= 10
     held.restore()
-    assert dealt.processed_num == 6
+    assert sampler.processed_num == 6
     assert [batch.tolist() for batch in loader] == [[6, 7, 8], [9]]

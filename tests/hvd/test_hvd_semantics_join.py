@@ -108,7 +108,7 @@ def test_calls_after_join(real):
 def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
     """Rank r has 2 + r batches; the others' steps go on with zeros from those that have none."""
     # On GPUs the host does not look at what has travelled, unless a rank has joined.
-    with library(backend) as hvd, mock.patch("dualtrain.hvd.reducers._are_on_cpu", return_value=on_cpu):
+    with library(backend) as hvd, mock.patch("dualtrain.hvd.channel_reducer._are_on_cpu", return_value=on_cpu):
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))
         q = torch.nn.Parameter(torch.zeros(2))

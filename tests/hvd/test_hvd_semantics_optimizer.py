@@ -182,6 +182,32 @@ def test_dynamic_requires_grad(real, pool):
                 torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
+def frozen_later(backend):
+    """A parameter that is frozen after a step, under momentum and weight decay: its weight after each step."""
+    with library(backend) as hvd:
+        frozen, trained = (nn.Parameter(torch.ones(1)) for _ in range(2))
+        inner = torch.optim.SGD([frozen, trained], 0.1, momentum=0.5, weight_decay=0.5)
+        optimizer = hvd.DistributedOptimizer(inner, [("frozen", frozen), ("trained", trained)])
+        weights = []
+        for step in range(3):
+            frozen.requires_grad_(step == 0)
+            (frozen * 2 + trained).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weights.append(frozen.item())
+        return weights
+
+
+@PAIR
+def test_a_parameter_that_is_frozen_later_stays(real):
+    first, second = real(frozen_later)
+    assert first == second
+    if real.name == "torch":
+        assert first == [0.75, 0.75, 0.75]
+    else:  # gradients of zeros: momentum and weight decay go on
+        assert first == pytest.approx([0.75, 0.5875, 0.476875], abs=1e-6)
+
+
 def scaled(backend, overflow):
     """Mixed precision as Horovod's users must write it, and as others do. Whose gradient is infinite?"""
     with library(backend) as hvd:

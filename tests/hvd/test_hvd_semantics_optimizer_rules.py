@@ -37,6 +37,7 @@ def refusals(backend):
             same("negative groups", wrap(groups=-1), "ValueError"),
             same("twice in groups", wrap(groups=[[p], [p]]), "ValueError"),
             same("groups of text", wrap(groups=[["p"]]), "ValueError"),
+            same("no_sync", lambda: wrap()().no_sync().__enter__(), "AttributeError"),
         )
 
 

@@ -189,6 +189,21 @@ def test_a_state_that_only_the_root_has(real):
     assert (first[0] == second[0]) == (real.name == "torch")
 
 
+def other_dtypes(backend):
+    """States of another dtype than the parameter's."""
+    with library(backend) as hvd:
+        p = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+        optimizer.state[p]["momentum_buffer"] = torch.full((2,), hvd.rank() + 1 + 2.0**-40, dtype=torch.float64)
+        hvd.broadcast_optimizer_state(optimizer, 1)
+        return optimizer.state[p]["momentum_buffer"].dtype, optimizer.state[p]["momentum_buffer"].tolist()
+
+
+@PAIR
+def test_states_keep_their_dtypes(real):
+    assert real(other_dtypes) == [(torch.float64, [2 + 2.0**-40] * 2)] * 2
+
+
 def every_optimizer(backend):
     with library(backend) as hvd:
         me = hvd.rank()

@@ -1,4 +1,4 @@
-"""What the tests of whole jobs have in common."""
+"""Fixtures of the tests of whole jobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.launch.jobs import processes
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A run's folder; its name is on every command line, so that no process of the run can be left unseen."""
+    """A run's folder, which is on every command line of the run; fails the test if such a process is left."""
     yield tmp_path / "run"
     deadline = time.monotonic() + 10
     while (left := processes(str(tmp_path))) and time.monotonic() < deadline:

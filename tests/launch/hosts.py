@@ -1,8 +1,8 @@
-"""Two hosts on one machine: namespaces with a network, a name, processes and shared memory of their own, and a cable.
+"""Two hosts on one machine: namespaces with their own network, name, processes and shared memory, joined by a veth pair.
 
-They share the disk, as hosts of a cluster share a home. Each is known to the other by name (/etc/hosts), and with
-``ssh=True`` lets it in (sshd, keys made for the moment). Nothing outside the namespaces is changed, and all of it ends
-with their first processes: the kernel kills what runs in them and removes the networks.
+They share the disk, as hosts of a cluster share a home. Each resolves the other's name (/etc/hosts), and with ``ssh=True``
+accepts its logins (sshd with temporary keys). Nothing outside the namespaces is changed. When their first processes end,
+the kernel kills all others in them and removes the networks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: A core of each host's own: as many threads as there are cores share a sum.
+#: One core per host, because sums depend on the number of threads, which is that of the cores.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
-# The first process of a host. Its mounts are its own: the machine's /etc, /run and /dev/shm stay as they are.
+# The first process of a host. It has its own mounts: the machine's /etc, /run and /dev/shm are not changed.
 BOOT = """
 set -e
 hostname "$1"
@@ -62,9 +62,9 @@ StrictHostKeyChecking yes
 
 
 def require_hosts(*, ssh: bool = False) -> None:
-    """Skips where this machine cannot make hosts."""
+    """Skip the test if this machine cannot make such hosts."""
     if os.geteuid() != 0:
-        pytest.skip("needs root, to make hosts of namespaces")
+        pytest.skip("needs root, to make hosts from namespaces")
     tools = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "taskset": "util-linux"}
     if ssh:
         tools |= {"ssh": "openssh-client", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}
@@ -74,11 +74,11 @@ def require_hosts(*, ssh: bool = False) -> None:
     probe = ["unshare", "--net", "--uts", "--pid", "--fork", "ip", "link", "add", "one", "type", "veth"]
     end = subprocess.run(probe, capture_output=True, text=True, timeout=20)
     if end.returncode != 0:
-        pytest.skip(f"needs namespaces with a veth pair, and this machine makes none: {end.stderr.strip()}")
+        pytest.skip(f"needs namespaces with a veth pair, which this machine refuses: {end.stderr.strip()}")
 
 
 class Host:
-    """One of the hosts; ``name`` is what its processes are told by gethostname."""
+    """One of the hosts; ``name`` is its host name."""
 
     def __init__(self, name: str, address: str, core: str, folder: Path) -> None:
         self.name = name
@@ -109,29 +109,29 @@ class Host:
         self.pid = self._first.pid
 
     def booted(self) -> None:
-        """Blocks until the host is up."""
+        """Block until the host is up."""
         assert self._first.stdout is not None
-        if self._first.stdout.readline() != "up\n":  # its end, if it does not come up
-            raise RuntimeError(f"{self.name} does not come up: {self._log.read_text()}")
+        if self._first.stdout.readline() != "up\n":  # an empty line if the process has exited
+            raise RuntimeError(f"{self.name} did not start: {self._log.read_text()}")
 
     def inside(self, *command: str) -> list[str]:
-        """The command line that runs ``command`` on this host, in the same folder."""
+        """Return the command line that runs ``command`` on this host, in the repository's root."""
         spaces = ["--net", "--uts", "--ipc", "--mount", f"--pid=/proc/{self.pid}/ns/pid_for_children"]
-        # To enter another's mounts is to go to their root.
+        # Entering a mount namespace changes the folder to its root: --chdir goes back.
         return [*self._on_core, "nsenter", "--target", str(self.pid), *spaces, "--", "env", f"--chdir={ROOT}", *command]
 
     def run(self, *command: str) -> None:
-        """Runs a short command on this host, and raises if it fails."""
+        """Run a short command on this host, and raise if it fails."""
         subprocess.run(self.inside(*command), check=True, capture_output=True, text=True, timeout=20)
 
     def start(self, command: list[str], env: dict[str, str], output: IO[str]) -> subprocess.Popen[str]:
-        """Starts a command on this host, all of its output into one file."""
+        """Start a command on this host with all its output in one file."""
         return subprocess.Popen(
             self.inside(*command), env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True
         )
 
     def processes(self) -> dict[int, str]:
-        """The command lines of what runs on this host, by process id, without its first process and sshd's."""
+        """Return the command lines of this host's processes by id, without its first process and sshd."""
         found = {}
         space = os.readlink(f"/proc/{self.pid}/ns/pid_for_children")
         for entry in Path("/proc").iterdir():
@@ -143,38 +143,38 @@ class Host:
                     found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
             except OSError:
                 pass  # ended meanwhile
-        return {pid: line for pid, line in found.items() if line}  # without those that nobody has waited for
+        return {pid: line for pid, line in found.items() if line}  # without zombies
 
     def power_off(self) -> None:
-        """Ends the host with everything that runs on it."""
-        self._first.kill()  # takes the first process along, and the kernel the others
+        """End the host and all its processes."""
+        self._first.kill()  # ends the host's first process, and with it all others
         self._first.communicate(timeout=20)
 
 
 class Cluster:
-    """The hosts, and the cable between them."""
+    """The hosts and the link between them."""
 
     def __init__(self, hosts: list[Host]) -> None:
         self.hosts = hosts
 
     def cut(self) -> None:
-        """Takes the link down."""
+        """Take the link down."""
         self.hosts[-1].run("ip", "link", "set", "eth0", "down")
 
-    def mend(self) -> None:
-        """Takes the link up."""
+    def restore(self) -> None:
+        """Take the link up."""
         self.hosts[-1].run("ip", "link", "set", "eth0", "up")
 
     def processes(self) -> list[str]:
-        """What runs on the hosts beside what makes them hosts."""
+        """Return the processes on the hosts, except those that belong to the hosts themselves."""
         return [f"{host.name}: {pid} {line}" for host in self.hosts for pid, line in host.processes().items()]
 
 
 @contextmanager
 def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Iterator[Cluster]:
-    """Two hosts with a cable between their eth0, as long as the block lasts; ``folder`` takes their files.
+    """Make two hosts with a link between their eth0 for the duration of the block; ``folder`` holds their files.
 
-    Each knows itself by the address ``own`` (Debian's installer: 127.0.1.1), or by the one that the other knows.
+    Each resolves its own name to ``own`` (Debian's installer writes 127.0.1.1), or to the address that the other uses.
     """
     addresses = {name: f"10.77.0.{number}" for number, name in enumerate(NAMES, 1)}
     for name in NAMES:
@@ -191,7 +191,7 @@ def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Ite
         for host in hosts:
             host.booted()
         here, there = hosts
-        # From outside, where the other's process has this number.
+        # Run outside the other host's process namespace, where its first process has this id.
         cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(there.pid)]
         subprocess.run(["nsenter", "--target", str(here.pid), "--net", *cable], check=True, timeout=20)
         for host in hosts:

@@ -1,4 +1,4 @@
-"""Starting whole jobs through real launchers, as a user does."""
+"""Start of whole jobs through real launchers, as a user starts them."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def summary(folder: Path) -> dict[str, object]:
 
 
 def processes(mark: str) -> list[int]:
-    """The processes with ``mark`` on their command line."""
+    """Return the processes with ``mark`` on their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark in (entry / "cmdline").read_text():
                 found.append(int(entry.name))
         except OSError:
-            pass  # ended meanwhile
+            pass  # the process has ended
     return [pid for pid in found if pid != os.getpid()]
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank of a training process; None for a launcher."""
+    """Return the rank of a training process, None for a launcher."""
     try:
         pairs = (Path("/proc") / str(pid) / "environ").read_text().split("\0")
         if "python" not in (Path("/proc") / str(pid) / "exe").resolve().name:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A private Slurm of two nodes on this one machine while a command runs: its own ports, keys, state and logs, in a
-# temporary folder; it meets no other cluster, and nothing of it is left.
+# Runs a command with a private Slurm of two nodes on this machine. Its ports, keys, state and logs are its own, in a
+# temporary folder; it does not connect to another cluster, and leaves nothing behind.
 #
 #   bash tests/launch/slurm.sh COMMAND…
 #
-# The command finds it by SLURM_CONF. The exit status is the command's; 2 where something is missing, 1 if Slurm fails.
-# Needs root, and Debian's packages slurm-wlm and munge. The nodes' names stand in a private /etc/hosts.
+# SLURM_CONF is set for the command. The exit status is the command's; 2 if something is missing, 1 if Slurm fails.
+# Needs root, and Debian's packages slurm-wlm and munge. The nodes' names are in a private /etc/hosts.
 set -euo pipefail
 
 refuse() { printf 'slurm.sh: error: %s\n' "$*" >&2; exit 2; }
@@ -27,10 +27,10 @@ mkdir "$work/munge"
 daemons=()
 nodes=(dualtrain-node1 dualtrain-node2)
 
-# ours: the processes that Slurm has started, or that were started beside it, whatever their parents.
+# ours: prints the processes of this Slurm and of the command, whatever their parents.
 ours() { grep -lsz "^SLURM_CONF=$work/slurm.conf$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# end SIGNAL: sends it to all of them, and waits for their end, five seconds at most.
+# end SIGNAL: sends the signal to all of them, and waits up to five seconds for their exit.
 end() {
   kill "-$1" ${daemons[@]+"${daemons[@]}"} $(ours) || true
   for ((i = 0; i < 50; i++)); do [ -n "$(ours)" ] || break; sleep 0.1; done
@@ -38,7 +38,7 @@ end() {
 
 finish() {
   trap '' INT TERM HUP
-  exec 2>/dev/null # what is gone already need not be told
+  exec 2>/dev/null # no messages about processes that have exited
   scancel --quiet --full --user=root || true
   # In Slurm's own order while that goes: the daemons see the jobs' last processes end.
   for ((i = 0; i < 50; i++)); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
@@ -54,17 +54,17 @@ trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# free_port: sets port to one that nothing listens on, another each time.
+# free_port: sets port to a free one, a different one at each call.
 port=$((20000 + RANDOM % 10000))
 free_port() {
   port=$((port + 1))
   while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done
 }
 
-# daemon COMMAND…: starts it in the background, in the foreground of its own, so that this script knows its number.
+# daemon COMMAND…: starts a daemon without detaching it, so that this script knows its process id.
 daemon() { "$@" >>"$work/daemons.log" 2>&1 & daemons+=($!); }
 
-# until_true WHAT COMMAND…: waits for it, half a minute at most.
+# until_true WHAT COMMAND…: waits until the command succeeds, for half a minute at most.
 until_true() {
   local what=$1
   shift
@@ -112,7 +112,7 @@ SchedulerParameters=sched_interval=2
 SwitchType=switch/none
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
-# More processors than there may be: what is tested is that jobs run, not how fast.
+# More processors than the machine may have: the tests need jobs to run, not to be fast.
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=20

@@ -1,4 +1,4 @@
-"""Horovod's own Adasum, which only MPI has, equals the implementation that ours is compared with in tests/hvd/."""
+"""Horovod's own Adasum, which needs MPI, equals the reference implementation in tests/hvd/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench measures for real: every contender that is there, and ranks that a launcher of one's own starts."""
+"""Real runs of the bench: several contenders, and ranks started by the user's launcher."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def test_any_launcher_can_start_the_contenders(tmp_path):
     assert end.returncode == 0, end.stderr
     found = json.loads((tmp_path / "bench.json").read_text())
     assert set(found["samples"]) == {TUNED, "native"}, end.stderr
-    assert "does not start it" in found["missing"]["hvd-mpi"] or "not installed" in found["missing"]["hvd-mpi"]
+    assert "cannot start it" in found["missing"]["hvd-mpi"] or "not installed" in found["missing"]["hvd-mpi"]
     assert "2 ranks started by" in found["world"]

@@ -1,4 +1,4 @@
-"""A model that torch's compiler generates code for, which takes as long as a launch."""
+"""A compiled model. It is among the launches because compilation takes as long as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor under horovodrun, with either controller; tests/commands/ has it in forked ranks."""
+"""The doctor under horovodrun with either controller; tests/commands/ tests it on forked ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.3, 2.6, 2.16: Horovod hangs or crashes where ours ends (tests/hvd/): ranks that wait on all cores."""
+"""Calls on which Horovod hangs or crashes and dualtrain.hvd does not (tests/hvd/). Here because the ranks use all cores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ os._exit(0)
 
 def test_horovod_does_not_end(tmp_path):
     require_horovod()
-    # All at once: they wait, and some of them for nothing.
+    # All at the same time, because most of the time they only wait.
     ranks = [
         (
             body,

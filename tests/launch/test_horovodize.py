@@ -1,4 +1,4 @@
-"""A Horovod script by torchrun and horovodize; tests/horovodize/ has whole ones, in forked ranks."""
+"""A Horovod script under torchrun and horovodize; tests/horovodize/ tests longer ones on forked ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for _ in range(3):
     optimizer.step()
 weights = allgather(model.weight.detach(), name="weights")
 total = hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
-# One write: under torchrun python does not collect the words of a line.
+# One write call: under torchrun, stdout is unbuffered and print would write the parts of a line separately.
 sys.stdout.write(f"done {hvd.rank()} {hvd.size()} {bool((weights == weights[0]).all())} {total}\n")
 """
 

@@ -1,4 +1,4 @@
-"""Whole jobs over two hosts, by the launch scripts as a user calls them; and what becomes of them when the link is cut.
+"""Whole jobs on two hosts, started by the launch scripts; and their end when the link between the hosts is cut.
 
 Hosts are network namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all but torchrun.
 """
@@ -21,22 +21,22 @@ from tests.conftest import require_horovod
 from tests.launch.hosts import CORES, ROOT, Cluster, require_hosts, two_hosts
 from tests.launch.jobs import rank_of, run, summary, torchrun
 
-pytestmark = pytest.mark.xdist_group("machine")  # they look at all processes of this machine
+pytestmark = pytest.mark.xdist_group("machine")  # they list all processes of this machine
 
 EPOCHS = "4"
-START_SECONDS = 150.0  # of four ranks on a busy machine
-STOP_SECONDS = 30.0  # after 10 s a host counts as lost; the rest is the machine's
+START_SECONDS = 150.0  # for four ranks on a busy machine
+STOP_SECONDS = 30.0  # a host counts as failed after 10 s; the rest is for a busy machine
 PLACES = {"hosta": {0}, "hostb": {1}}
 
 
 class Job:
-    """A job over both hosts, NPROC ranks on each (1). torchrun is started on each of them, the others on the first one."""
+    """A job on both hosts with NPROC ranks on each (default 1). torchrun is started on both, the others on the first."""
 
     def __init__(self, cluster: Cluster, folder: Path, launcher: str, *flags: str, **variables: str) -> None:
         self.cluster = cluster
         names = ",".join(host.name for host in cluster.hosts)
         given = {"DUALTRAIN_VENV": sys.prefix, "HOSTS": names, "NPROC": "1", "PORT": "29500", **variables}
-        # horovodrun remembers there for an hour what it found out about hosts of these names.
+        # horovodrun caches facts about hosts by name below HOME for an hour.
         env = {**os.environ, "HOME": str(folder), **given}
         command = ["bash", str(ROOT / "launch" / f"{launcher}.sh"), *flags]
         self.logs = [folder / f"{launcher}-{host.name}.log" for host in cluster.hosts]
@@ -45,40 +45,40 @@ class Job:
             with log.open("w") as output:
                 self.launchers.append(host.start(command, env, output))
 
-    def said(self) -> str:
-        """All that the job has printed."""
+    def output(self) -> str:
+        """Return the whole output of the job."""
         return "\n".join(log.read_text() for log in self.logs if log.exists())
 
     def errors(self) -> list[str]:
-        """The errors that ranks have printed. A launcher may end the other ranks before they print theirs."""
-        return [line for line in self.said().splitlines() if "dualtrain: error" in line]
+        """Return the errors that ranks have printed. A launcher may end some ranks before they print theirs."""
+        return [line for line in self.output().splitlines() if "dualtrain: error" in line]
 
     def ranks(self) -> dict[str, set[int]]:
-        """The ranks that run on each host."""
+        """Return the ranks that run on each host."""
         found = {host.name: {rank_of(pid) for pid in host.processes()} for host in self.cluster.hosts}
         return {name: {rank for rank in ranks if rank is not None} for name, ranks in found.items()}
 
     def until(self, what: Callable[[], bool], seconds: float) -> None:
-        """Blocks until ``what`` holds; fails if it does not in time."""
+        """Block until ``what()`` is true; fail the test after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not what():
             if time.monotonic() > deadline:
-                pytest.fail(f"not within {seconds:g} s; running: {self.cluster.processes()}; printed: {self.said()}")
+                pytest.fail(f"not within {seconds:g} s; running: {self.cluster.processes()}; printed: {self.output()}")
             time.sleep(0.1)
 
     def ended(self) -> bool:
-        """Whether nothing of the job is left."""
+        """Return whether all processes of the job have ended."""
         return all(launcher.poll() is not None for launcher in self.launchers) and not self.cluster.processes()
 
     def end(self) -> None:
-        """Kills what is left of the job."""
+        """Kill the remaining processes of the job."""
         for pid in [pid for host in self.cluster.hosts for pid in host.processes()]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.until(self.ended, STOP_SECONDS)
 
     def statuses(self, seconds: float = START_SECONDS) -> list[int]:
-        """The launchers' exit statuses, once nothing of the job is left."""
+        """Wait until all processes have ended; return the launchers' exit statuses."""
         self.until(self.ended, seconds)
         return [launcher.returncode for launcher in self.launchers]
 
@@ -95,7 +95,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 
 def on_one_host(folder: Path, ranks: int) -> Path:
-    """The run's folder of the same job by so many ranks of one host, whose sums the library makes as between hosts."""
+    """Run the same job on one host with the native transport, which sums as between hosts; return the run's folder."""
     require_hosts()
     flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder)]
     end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)])
@@ -119,13 +119,13 @@ def four_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("launcher", "backend", "interface"),
     [("mpirun", "torch", "eth0"), ("horovodrun", "torch", "eth0")],
 )
-def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, cluster, four_alone, tmp_path):
-    # Two ranks on each: the sum is made within a host and between hosts.
+def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, cluster, four_alone, tmp_path):
+    # Two ranks on each host: sums inside a host and between hosts.
     folder = tmp_path / "run"
     flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder)]
     job = Job(cluster, tmp_path, launcher, *flags, IFACE=interface, NPROC="2")
     job.until(lambda: job.ended() or job.ranks() == {"hosta": {0, 1}, "hostb": {2, 3}}, START_SECONDS)
-    assert job.statuses() == [0], job.said()
+    assert job.statuses() == [0], job.output()
     assert summary(folder)["world_size"] == 4
     assert summary(folder)["weights_sha256"] == summary(four_alone)["weights_sha256"]
 
@@ -133,46 +133,46 @@ def test_two_hosts_give_the_model_that_one_gives(launcher, backend, interface, c
 @pytest.mark.parametrize("own", ["127.0.1.1"])  # what Debian's installer writes
 @pytest.mark.parametrize("launcher", ["torchrun"])
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_hosts_whose_own_names_lead_nowhere(launcher, backend, own, cluster, tmp_path):
+def test_hosts_that_resolve_their_own_names_to_loopback(launcher, backend, own, cluster, tmp_path):
     folder = tmp_path / "run"
     job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
     statuses = job.statuses()
     if backend == "torch":
-        assert statuses == [0, 0], job.said()
+        assert statuses == [0, 0], job.output()
         assert summary(folder)["world_size"] == 2
-    else:  # Horovod's Gloo takes that address, and would end the process
-        assert all(statuses), job.said()
-        assert job.errors(), job.said()
+    else:  # Horovod's Gloo would use that address, and end the process
+        assert all(statuses), job.output()
+        assert job.errors(), job.output()
         assert all("knows itself by a loopback address, and Horovod would tell it" in line for line in job.errors())
 
 
 @pytest.mark.parametrize("launcher", ["torchrun"])
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_an_interface_that_leads_nowhere_is_named(launcher, backend, cluster, tmp_path):
+def test_an_interface_that_does_not_reach_the_other_host_is_named(launcher, backend, cluster, tmp_path):
     for number, host in enumerate(cluster.hosts, 1):
         host.run("ip", "link", "add", "eth1", "type", "veth", "peer", "name", "open-end")
         host.run("ip", "address", "add", f"10.78.{number}.1/24", "dev", "eth1")
         host.run("ip", "link", "set", "eth1", "up")
     flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--timeout", "10"]
     job = Job(cluster, tmp_path, launcher, *flags, IFACE="eth1")
-    assert all(job.statuses()), job.said()
-    assert job.errors(), job.said()
+    assert all(job.statuses()), job.output()
+    assert job.errors(), job.output()
     assert all("cannot reach the host of rank" in line and "GLOO_SOCKET_IFNAME" in line for line in job.errors())
 
 
 def losses(folder: Path, epochs: int) -> list[float]:
-    """The validation losses of a run's first epochs."""
+    """Return the validation losses of a run's first epochs."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row["val_loss"] for row in rows if row["kind"] == "epoch"][:epochs]
 
 
-# Open MPI's threads spin while they wait, beside the ranks: on two cores this takes from ten seconds to minutes.
+# Open MPI's threads poll while they wait and compete with the ranks: on two cores this takes from ten seconds to minutes.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "horovod")])
 def test_mpi_between_hosts_gives_nearly_the_same(launcher, backend, cluster, alone, tmp_path):
     folder = tmp_path / "run"
     job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
-    assert job.statuses(400.0) == [0], job.said()
+    assert job.statuses(400.0) == [0], job.output()
     assert (summary(folder)["transport"], summary(folder)["world_size"]) == ("mpi", 2)
     assert losses(folder, 1) == pytest.approx(losses(alone, 1), rel=1e-3)  # MPI adds in another order
 
@@ -180,35 +180,35 @@ def test_mpi_between_hosts_gives_nearly_the_same(launcher, backend, cluster, alo
 @pytest.mark.parametrize(
     ("launcher", "backend"), [("torchrun", "torch"), ("torchrun", "horovod"), ("horovodrun", "horovod")]
 )
-def test_a_cut_link_ends_all_ranks_and_the_run_goes_on_later(launcher, backend, cluster, alone, tmp_path):
+def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend, cluster, alone, tmp_path):
     flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--epochs"]
     job = Job(cluster, tmp_path, launcher, *flags, "5000")
-    job.until(lambda: "epoch 2/" in job.said() or job.ended(), START_SECONDS)
-    assert job.ranks() == PLACES, job.said()
+    job.until(lambda: "epoch 2/" in job.output() or job.ended(), START_SECONDS)
+    assert job.ranks() == PLACES, job.output()
     cluster.cut()
     job.until(lambda: not any(job.ranks().values()), STOP_SECONDS)
-    # What the others say goes to their own host's terminal, or nowhere.
-    assert "rank 0 of 2): stopping, since rank " in job.said()
-    assert "cannot be reached: its host 10.77.0.2 no longer answers" in job.said()
+    # The other ranks' output is on their own host's terminal, or lost.
+    assert "rank 0 of 2): stopping, since rank " in job.output()
+    assert "cannot be reached: its host 10.77.0.2 no longer answers" in job.output()
     if launcher == "torchrun":
         assert "stopping, since rank 0 cannot be reached: its host 10.77.0.1" in job.logs[1].read_text()
     job.until(lambda: job.launchers[0].poll() is not None, STOP_SECONDS)
     assert job.launchers[0].returncode != 0
     job.end()  # torchrun's agent on the other host would wait for minutes
-    cluster.mend()
+    cluster.restore()
 
     again = Job(cluster, tmp_path, launcher, *flags, EPOCHS, "--resume")
-    assert not any(again.statuses()), again.said()
+    assert not any(again.statuses()), again.output()
     assert summary(tmp_path / "run")["weights_sha256"] == summary(alone)["weights_sha256"]
 
 
 @pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "torch")])
-def test_mpirun_itself_notices_a_cut_link(launcher, backend, cluster, tmp_path):
+def test_mpirun_itself_detects_a_cut_link(launcher, backend, cluster, tmp_path):
     flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--epochs", "5000"]
     job = Job(cluster, tmp_path, launcher, *flags)
-    job.until(lambda: "epoch 2/" in job.said() or job.ended(), START_SECONDS)
-    assert job.ranks() == PLACES, job.said()
+    job.until(lambda: "epoch 2/" in job.output() or job.ended(), START_SECONDS)
+    assert job.ranks() == PLACES, job.output()
     cluster.cut()
-    assert job.statuses(STOP_SECONDS) != [0]  # on the other host too, with no way to tell it
-    assert "lost communication with a remote daemon" in job.said() or "cannot be reached" in job.said()
-    assert "hostb" in job.said()
+    assert job.statuses(STOP_SECONDS) != [0]  # all processes have ended, also those on the other host
+    assert "lost communication with a remote daemon" in job.output() or "cannot be reached" in job.output()
+    assert "hostb" in job.output()

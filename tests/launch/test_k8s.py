@@ -1,4 +1,4 @@
-"""launch/k8s: the pods' own commands run, in the environment that the operators give them."""
+"""launch/k8s: the pods' commands run in the environment that the operators set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pool import ROOT, free_port
 
 
 def start(container: dict[str, Any], run: Path, **variables: str) -> subprocess.Popen[str]:
-    """A container's command with two epochs of work, in its environment and what the operator adds to it."""
+    """Start a container's command for two epochs, in its environment with the operator's variables."""
     env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     env |= {each["name"]: each["value"] for each in container["env"] if "value" in each}
     env |= {"RUN": str(run), "HOME": str(run.parent), "DUALTRAIN_SECRET": "0" * 64, **variables}
@@ -38,7 +38,7 @@ def test_the_pods_of_a_pytorchjob_train_together(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
 
 
-def test_the_launcher_of_an_mpijob_trains_and_a_second_start_goes_on(tmp_path):
+def test_the_launcher_of_an_mpijob_trains_and_a_second_start_resumes(tmp_path):
     require_horovod()
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     place = {"OMPI_MCA_orte_default_hostfile": str(tmp_path / "hosts"), "OMPI_ALLOW_RUN_AS_ROOT": "1"}

@@ -29,10 +29,10 @@ def test_the_default_job_on_four_ranks(job, folder):
     result = summary(folder)
     assert result["val_accuracy"] >= 0.97
     assert result["world_size"] == 4
-    assert end.stdout.count("epoch 1/") == 1  # rank 0 alone prints
+    assert end.stdout.count("epoch 1/") == 1  # only rank 0 prints
 
 
-#: Each launcher with the rank that is killed; tests/commands/ has the other combinations without a launcher.
+#: Each launcher with the rank to kill; tests/commands/ tests other combinations without a launcher.
 LONG_JOBS = {
     "torchrun": (0, lambda *a: torchrun(3, "--backend", "torch", *a)),
     "torchrun-horovod": (2, lambda *a: torchrun(3, "--backend", "horovod", *a)),
@@ -55,7 +55,7 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
             time.sleep(0.1)
         pids = [pid for pid in processes(str(folder)) if rank_of(pid) == victim]
         assert pids, log.read_text()
-        os.kill(max(pids), signal.SIGKILL)  # the youngest: horovodrun keeps a shell with the same environment above it
+        os.kill(max(pids), signal.SIGKILL)  # the newest process: horovodrun's shell, its parent, has the same environment
         status = process.wait(timeout=60)
     finally:
         for pid in [process.pid, *processes(str(folder))]:
@@ -68,7 +68,7 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
 
 def test_the_demo_ends_with_a_table(tmp_path):
     require_horovod()
-    # A copy whose set-up does nothing: the real one would point this environment at the tree that the test runs in.
+    # A copy whose set-up does nothing: the real one would install this tree into the environment of the tests.
     (tmp_path / "launch").mkdir()
     shutil.copy(ROOT / "launch" / "demo.sh", tmp_path / "launch")
     (tmp_path / "launch" / "setup.sh").write_text('echo "with $DUALTRAIN_WITH"\n')

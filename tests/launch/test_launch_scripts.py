@@ -1,4 +1,4 @@
-"""launch/torchrun.sh, horovodrun.sh and mpirun.sh start the same training; tests/commands/ has their options."""
+"""launch/torchrun.sh, horovodrun.sh and mpirun.sh start the same training; tests/commands/ tests their options."""
 
 from __future__ import annotations
 

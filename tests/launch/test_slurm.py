@@ -1,4 +1,4 @@
-"""Jobs under Slurm: a real one of two nodes, private to these tests (tests/launch/slurm.sh), and launch/slurm.sbatch."""
+"""Jobs under a private Slurm of two nodes (tests/launch/slurm.sh), and launch/slurm.sbatch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENV = {
 }
 SBATCH = str(ROOT / "launch" / "slurm.sbatch")
 FLAGS = ["--epochs", "6"]
-SECONDS = 240.0  # a job on a crowded machine
+SECONDS = 240.0  # for a job on a busy machine
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -44,7 +44,7 @@ def weights(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A running Slurm's SLURM_CONF. It ends when its command's input does: with these tests, however they end."""
+    """SLURM_CONF of a running Slurm. It ends when its command's standard input is closed, also if the tests are killed."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     for program in ("slurmctld", "munged"):
         if shutil.which(program, path=path) is None:
@@ -61,7 +61,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ):
         assert process.stdin
         assert process.stdout
-        conf = process.stdout.readline().strip()  # the script's own waits are bounded
+        conf = process.stdout.readline().strip()  # the script's own waits have timeouts
         if not conf and process.wait(SECONDS) == 2:
             pytest.skip(f"needs a Slurm of its own: {log.read_text().strip()}")
         assert conf, log.read_text()
@@ -73,7 +73,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights that torchrun's two ranks end with."""
+    """Hash of the weights after the same run on two ranks under torchrun."""
     folder = tmp_path_factory.mktemp("torchrun") / "run"
     end = run("torchrun", "--nproc_per_node=2", "-m", "dualtrain.main", *FLAGS, "--run-dir", str(folder))
     assert end.returncode == 0, end.stderr
@@ -81,7 +81,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_srun_gives_the_weights_that_torchrun_gives(backend, slurm, expected, tmp_path):
+def test_srun_gives_the_same_weights_as_torchrun(backend, slurm, expected, tmp_path):
     if backend == "horovod":
         require_horovod()
     flags = [*FLAGS, "--backend", backend, "--run-dir", str(tmp_path / "run")]
@@ -102,7 +102,7 @@ def until(condition: Callable[[], bool], what: Path) -> None:
         time.sleep(0.5)
 
 
-def test_a_job_of_two_nodes_that_must_make_room_is_requeued_and_ends_with_the_same_weights(slurm, expected, tmp_path):
+def test_a_preempted_job_of_two_nodes_is_requeued_and_ends_with_the_same_weights(slurm, expected, tmp_path):
     output, folder = tmp_path / "output", tmp_path / "run"
     output.touch()
     flags = [*FLAGS, "--run-dir", str(folder)]
@@ -119,35 +119,35 @@ def test_a_job_of_two_nodes_that_must_make_room_is_requeued_and_ends_with_the_sa
     until(lambda: "epoch 1/" in output.read_text(), output)
     run("scancel", "--batch", "--signal=USR1", number, SLURM_CONF=slurm)  # as Slurm does before the limit
     until(lambda: job_is("Restarts=1", "JobState=PENDING"), output)
-    # Slurm lets a requeued job wait for two minutes. In the second of its end, its nodes would refuse to start it again.
+    # Slurm delays a requeued job by two minutes. Within a second after its end, its nodes would refuse to start it again.
     time.sleep(2.0)
     run("scontrol", "update", f"job={number}", "StartTime=now", SLURM_CONF=slurm)
     until(lambda: job_is("Restarts=1", "JobState=COMPLETED"), output)
     said = output.read_text()
     assert "SIGTERM ended the run after step" in said
-    assert f"saved, and job {number} goes back into the queue" in said
+    assert f"saved; job {number} is requeued" in said
     assert said.count("epoch 6/6") == 1
-    assert said.count("epoch 1/6") == 1  # the second start went on
+    assert said.count("epoch 1/6") == 1  # the second start resumed
     assert weights(folder) == expected
 
 
 def test_a_refusal_is_the_jobs_status(slurm, tmp_path):
     end = run("sbatch", "--wait", f"--output={tmp_path / 'output'}", SBATCH, "--lr", "-1", SLURM_CONF=slurm)
     assert end.returncode == 2
-    # srun lets the other rank run on, which then says what its own command line holds.
+    # srun does not end the other rank, which then reports the same error.
     said = [line for line in (tmp_path / "output").read_text().splitlines() if "--lr must be" in line]
     assert [line.partition(")")[0] for line in said] == [f"dualtrain: error (rank {rank} of 2" for rank in (0, 1)]
 
 
 def script(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The batch script without Slurm, with an srun that says what it was given."""
+    """Run the batch script without Slurm, with an srun that prints its arguments."""
     stub = tmp_path / "srun"
     stub.write_text('#!/bin/sh\necho "secret of ${#DUALTRAIN_SECRET}: $*"\n')
     stub.chmod(0o755)
     return run("bash", SBATCH, *arguments, **{"PATH": f"{tmp_path}:{ENV['PATH']}", **variables})
 
 
-def test_the_script_hands_on_flags_and_a_secret_of_its_own(tmp_path):
+def test_the_script_passes_on_flags_and_a_new_secret(tmp_path):
     end = script(tmp_path, "--lr", "0.1", SLURM_JOB_ID="7")
     assert end.stdout == (
         "secret of 64: --kill-on-bad-exit=0 python -m dualtrain.main --lr 0.1 --run-dir runs/slurm-7\n"
@@ -176,7 +176,7 @@ def test_the_scripts_help_is_its_head_comment():
     assert "SBATCH --" not in end.stdout
 
 
-def test_the_script_is_slurms_to_start():
+def test_the_script_must_be_started_by_slurm():
     end = run("bash", SBATCH)
     assert end.returncode == 2
     assert "SLURM_JOB_ID is not set" in end.stderr
@@ -191,7 +191,7 @@ def test_a_part_of_slurms_variables_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize(("command", "part"), [([], "no command"), (["true"], "apt install slurm-wlm munge")])
-def test_slurm_for_tests_says_what_it_lacks(command, part):
+def test_slurm_for_tests_names_what_is_missing(command, part):
     end = run("/bin/bash", str(ROOT / "tests" / "launch" / "slurm.sh"), *command, PATH="/nowhere")
     assert end.returncode == 2
     assert part in end.stderr

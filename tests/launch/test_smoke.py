@@ -1,4 +1,4 @@
-"""Every launcher with every backend: each starts two ranks, which train on one backend after the other.
+"""Every launcher with every backend: each launcher starts two ranks, which train on one backend, then on the other.
 
 The default test command runs this file and no other launch.
 """
@@ -18,7 +18,7 @@ from tests.pool import ROOT, free_port
 pytestmark = pytest.mark.xdist_group("smoke")  # one reference for all
 
 BACKENDS = ["torch", "horovod"]
-# Both backends in the processes of one launch: its start is what takes the time.
+# Both backends in one launch, because starting it takes most of the time.
 PROGRAM = """
 import sys
 from dualtrain.console import leave
@@ -33,7 +33,7 @@ leave(status)
 
 
 def two_agents(*program):
-    """torchrun as on two hosts, which meet by c10d; each agent starts one rank."""
+    """Run torchrun twice, as on two hosts with c10d rendezvous; each agent starts one rank."""
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=matrix"]
     command = ["torchrun", "--nnodes=2", "--nproc_per_node=1", *meeting, *program]
     other = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -47,7 +47,7 @@ def two_agents(*program):
 
 
 def elastic(script, folder):
-    """horovodrun in its elastic mode, which asks a script for its hosts; alone on one, it must be told an interface."""
+    """Run horovodrun in its elastic mode, with a host discovery script. On a single host it needs an interface."""
     hosts = folder / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:2\n")
     hosts.chmod(0o755)
@@ -88,7 +88,7 @@ SHOWN = {"torchrun, two agents": "torchrun", "horovodrun --mpi": "mpirun", "elas
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """The hash that each world size must end with: that of forked ranks without a launcher."""
+    """Hash of the weights for each world size, from forked ranks without a launcher."""
     folder, found = tmp_path_factory.mktemp("reference"), {}
     for size in (1, 2):
         command = ("-m", "dualtrain.main", "--backend", "torch", "--max-steps", "5", "--run-dir", folder / str(size))
@@ -117,7 +117,7 @@ def test_every_launcher_starts_ranks_that_train_on_both_backends(launcher, weigh
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_that_the_command_line_starts_itself(backend, weights, tmp_path):
+def test_nproc_starts_ranks_that_train_on_both_backends(backend, weights, tmp_path):
     require_horovod()
     command = ["python", "-m", "dualtrain.main", "--nproc", "2", "--backend", backend, "--max-steps", "5"]
     end = run([*command, "--run-dir", str(tmp_path)])

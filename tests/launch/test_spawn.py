@@ -1,4 +1,4 @@
-"""Ranks that the command line starts itself, each a new interpreter; tests/commands/test_spawn.py has forked ones."""
+"""Ranks that the command line starts, each a new interpreter; tests/commands/test_spawn.py tests forked ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import sys
 
-import dualtrain.main
 from dualtrain.launchers import detect_world
 from dualtrain.spawn import spawn
 
@@ -22,13 +21,12 @@ def body(arguments):
     sys.stdout.write(f"{os.environ['RANK']} {world.launcher} {world.size} {method} {arguments}\\n")
     return 0
 
-dualtrain.main.main = body
 if __name__ == "__main__":
-    sys.exit(spawn(sys.argv[1:], 2))
+    sys.exit(spawn(body, sys.argv[1:], 2))
 """
 
 
-def test_every_rank_has_its_place_the_arguments_and_the_ways_of_any_process(tmp_path):
+def test_every_rank_has_its_variables_the_arguments_and_the_default_start_method(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     end = run([sys.executable, str(program), "--lr", "a b"])

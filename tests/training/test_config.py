@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from dualtrain.config import Config, flag, load_recipe, parse, recipe_names
+from dualtrain.config import SETTINGS, Config, load_recipe, parse, recipe_names
 from dualtrain.errors import UserError
-
-FIELDS = dataclasses.fields(Config)
 
 
 def test_the_default_comes_from_the_recipe():
     config = parse([])
-    assert config.recipe == "digits-convnet"
+    assert config.run.recipe == "digits-convnet"
     for name, value in load_recipe("digits-convnet").items():
-        assert getattr(config, name) == value
+        assert config.plain()[name] == value
 
 
 def test_a_flag_overrides_the_recipe():
-    assert parse(["--lr", "0.25"]).lr == 0.25
-    assert parse(["--lr=0.25"]).lr == 0.25
+    assert parse(["--lr", "0.25"]).schedule.lr == 0.25
+    assert parse(["--lr=0.25"]).schedule.lr == 0.25
+
+
+def test_a_configuration_is_nested_by_subject_and_flat_in_files():
+    config = parse(["--model", "mnist-net", "--schedule", "cosine", "--run-dir", "runs/one", "--lr", "0.5"])
+    assert (config.model.name, config.schedule.name, config.schedule.lr) == ("mnist-net", "cosine", 0.5)
+    plain = config.plain()
+    assert [plain[name] for name in ("model", "schedule", "lr", "run_dir")] == ["mnist-net", "cosine", 0.5, "runs/one"]
+    assert Config.of(plain) == config
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_made_of_known_fields(name):
-    assert set(load_recipe(name)) <= {field.name for field in FIELDS}
-    assert parse(["--recipe", name]).recipe == name
+    assert set(load_recipe(name)) <= SETTINGS.keys()
+    assert parse(["--recipe", name]).run.recipe == name
 
 
 def test_a_switch_can_be_turned_off_again():
-    assert parse(["--recipe", "mnist-resnet18"]).deterministic
-    assert not parse(["--recipe", "mnist-resnet18", "--no-deterministic"]).deterministic
+    assert parse(["--recipe", "mnist-resnet18"]).run.deterministic
+    assert not parse(["--recipe", "mnist-resnet18", "--no-deterministic"]).run.deterministic
 
 
 def test_another_optimizer_leaves_the_recipes_momentum_behind():
-    assert parse([]).momentum == 0.9
-    assert parse(["--optimizer", "adam"]).momentum == 0
-    assert parse(["--optimizer", "rmsprop", "--momentum", "0.5"]).momentum == 0.5
+    assert parse([]).step.momentum == 0.9
+    assert parse(["--optimizer", "adam"]).step.momentum == 0
+    assert parse(["--optimizer", "rmsprop", "--momentum", "0.5"]).step.momentum == 0.5
 
 
 def test_the_recipes_are_listed(capsys):
@@ -51,8 +55,8 @@ def test_the_recipes_are_listed(capsys):
 
 def test_batch_size_is_per_rank_and_replaces_the_recipes_global_one():
     config = parse(["--batch-size", "8"])
-    assert [config.global_batch(size) for size in (1, 3)] == [8, 24]
-    assert [parse(["--global-batch-size", "30"]).global_batch(size) for size in (1, 3)] == [30, 30]
+    assert [config.step.global_batch(size) for size in (1, 3)] == [8, 24]
+    assert [parse(["--global-batch-size", "30"]).step.global_batch(size) for size in (1, 3)] == [30, 30]
 
 
 @pytest.mark.parametrize(
@@ -111,16 +115,16 @@ def test_help_names_every_flag(capsys):
         parse(["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    for field in FIELDS:
-        assert flag(field.name) in text
+    for one in SETTINGS.values():
+        assert one.flag in text
 
 
-@pytest.mark.parametrize("name", [field.name for field in FIELDS])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_no_flag_takes_a_number_beyond_64_bits_or_a_bare_mark(name):
-    field = next(field for field in FIELDS if field.name == name)
-    with pytest.raises(UserError, match=f"{flag(name)} must have a value, not '--'"):
-        parse([f"{flag(name)}=--"])
-    if str(field.type).startswith("int"):
+    flag, kind = SETTINGS[name].flag, SETTINGS[name].kind
+    with pytest.raises(UserError, match=f"{flag} must have a value, not '--'"):
+        parse([f"{flag}=--"])
+    if kind is int:
         for text in (str(2**63), "1" * 5000, str(-(2**63))):
-            with pytest.raises(UserError, match=f"{flag(name)} must be a whole number"):
-                parse([flag(name), text])
+            with pytest.raises(UserError, match=f"{flag} must be a whole number"):
+                parse([flag, text])

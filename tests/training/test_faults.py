@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import os
 import signal
@@ -12,13 +14,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 import dualtrain.training.loop as loop
 from dualtrain import files
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import NotSavedError, StoppedError, UserError
-from dualtrain.training import checkpoint, signals, writer
+from dualtrain.training import checkpoint, checkpoint_writer, signals
+from dualtrain.training.optimizers import check_state, optimizer_names
 from dualtrain.training.run_dir import step_of
 from dualtrain.training.signals import note_early_requests
 
@@ -57,9 +61,9 @@ def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkey
         raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, place, killed)
+        patch.setattr(checkpoint_writer, place, killed)
         patch.setattr("threading.excepthook", lambda args: None)
-        patch.setattr(loop, "conclude", killed)
+        patch.setattr(loop.Run, "_conclude", killed)
         with pytest.raises(KilledError):
             train(tmp_path / "run", epochs, *more)
     step = whole["best"]["step"]
@@ -132,7 +136,7 @@ class FullDisk:
 def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, monkeypatch, capsys):
     reference = train(tmp_path / "whole", 2)
     FullDisk(monkeypatch, ".safetensors")
-    with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free that"):
+    with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free space"):
         train(tmp_path / "run", 2)
     printed = capsys.readouterr().out
     assert printed.count("could not be written (No space left on device): training goes on") == 2
@@ -145,7 +149,7 @@ def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, 
 def test_a_best_that_could_not_be_written_is_written_with_the_next_checkpoint(tmp_path):
     reports: list[str] = []
     (tmp_path / "checkpoints").mkdir()
-    saver = writer.Writer(tmp_path, 1, reports.append, 10.0)
+    saver = checkpoint_writer.Writer(tmp_path, 1, reports.append, 10.0)
     weights = {"w": torch.ones(2)}
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, "model-best")
@@ -281,6 +285,56 @@ def test_a_forged_checkpoint_with_a_right_hash_is_refused_in_one_line(tmp_path):
         assert len(str(refusal.value)) < 600, case
     checkpoint.write(path, good)
     assert train(tmp_path, 2, "--resume", str(path))["steps"] == 4
+
+
+def optimizer_of(
+    kind: Any, shapes: tuple[tuple[int, ...], ...] = ((4, 3), (6, 5)), **options: Any
+) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind([nn.Parameter(torch.ones(shape)) for shape in shapes], lr=0.01, **options)
+    return optimizer
+
+
+def stepped(kind: Any, **options: Any) -> dict[str, Any]:
+    """The state of an optimizer after a step."""
+    optimizer = optimizer_of(kind, **options)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def load_and_check(kind: Any, state: dict[str, Any], **options: Any) -> None:
+    optimizer = optimizer_of(kind, **options)
+    optimizer.load_state_dict(state)
+    check_state(optimizer)
+
+
+def test_the_state_of_every_optimizer_is_loaded_and_random_numbers_stay():
+    before = torch.get_rng_state()
+    for kind in optimizer_names().values():
+        for options in ({}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}, {"foreach": True}, {"fused": True}):
+            if options.keys() <= inspect.signature(kind).parameters.keys():
+                load_and_check(kind, stepped(kind, **options), **options)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("forge", "part"),
+    [
+        (lambda state, group: state.pop("exp_avg"), "exp_avg is missing"),
+        (lambda state, group: state.update(exp_avg=1), "exp_avg is missing, or of another kind"),
+        (lambda state, group: state.update(exp_avg=torch.ones(())), r"exp_avg has the shape \(\) for a parameter of shape"),
+        (lambda state, group: state.update(step=torch.ones(2)), r"step has the shape \(2,\)"),
+        (lambda state, group: group.pop("betas"), "group 0 has no usable betas: it is none"),
+        (lambda state, group: group.update(betas=[0.9]), "no usable betas: it is list"),
+        (lambda state, group: group.update(eps="x"), "no usable eps: it is str"),
+    ],
+)
+def test_a_state_that_the_next_step_would_fail_on_is_refused(forge, part):
+    saved = stepped(torch.optim.Adam)
+    forge(saved["state"][1], saved["param_groups"][0])
+    with pytest.raises(ValueError, match=part):
+        load_and_check(torch.optim.Adam, saved)
 
 
 def json_copy(value: Any) -> Any:

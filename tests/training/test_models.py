@@ -148,7 +148,7 @@ def test_torchvisions_names_are_known():
 
 
 @pytest.mark.parametrize(("suffix", "wrap"), [("safetensors", None), ("pt", None), ("pt", "state_dict"), ("pt", "module.")])
-def test_weights_of_a_file_are_taken(tmp_path, suffix, wrap):
+def test_weights_of_a_file_are_loaded(tmp_path, suffix, wrap):
     model, file = build("convnet", (1, 8, 8), 10), tmp_path / f"w.{suffix}"
     state = dict(model.state_dict())
     if wrap == "module.":
@@ -241,7 +241,12 @@ def test_without_a_network_the_message_says_where_the_weights_go(tmp_path, monke
         ("bert-small", (8,), {"freeze_backbone": True}, "--freeze-backbone"),
         ("tests.training.test_models:build_fixed", (1, 8, 8), {"freeze_backbone": True}, "--freeze-backbone"),
         ("tests.training.test_models:build_nothing", (1, 8, 8), {}, "torch.nn.Module"),
-        ("tests.training.test_models:build_constant", (1, 8, 8), {}, "gave a Flatten without parameters: there is nothing"),
+        (
+            "tests.training.test_models:build_constant",
+            (1, 8, 8),
+            {},
+            "returned a Flatten without parameters: there is nothing",
+        ),
         ("tests.training.test_models:missing", (1, 8, 8), {}, "no callable"),
         ("missing.module:build", (1, 8, 8), {}, "not found"),
     ],

@@ -87,11 +87,11 @@ def test_the_default_of_every_option_can_be_written():
 @pytest.mark.parametrize("options", ["nesterov=flase", "nesterov=[", "dampening=much", "momentum='0.5'"])
 def test_a_text_for_a_number_or_a_truth_value_is_refused(options):
     with pytest.raises(UserError, match="is no value; give a number, true or false") as refusal:
-        make_optimizer(parse(["--optimizer-options", options]), dropping((1, 8, 8), 10), 0.1)
+        make_optimizer(parse(["--optimizer-options", options]).step, dropping((1, 8, 8), 10), 0.1)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_text_is_given_to_an_option_that_takes_one():
     options = ["--optimizer", "adamw", "--optimizer-options", "betas=0.5:0.75,amsgrad=yes,foreach=no,fused=None"]
-    (group,) = make_optimizer(parse(options), dropping((1, 8, 8), 10), 0.1).param_groups
+    (group,) = make_optimizer(parse(options).step, dropping((1, 8, 8), 10), 0.1).param_groups
     assert (group["betas"], group["amsgrad"], group["foreach"], group["fused"]) == ((0.5, 0.75), True, False, None)

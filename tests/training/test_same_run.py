@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import dualtrain.training.loop as loop
 import dualtrain.training.same_run as same_run
 from dualtrain import connect
-from dualtrain.config import FIELDS, flag, parse
+from dualtrain.config import SETTINGS, parse
 from dualtrain.data import Batch, Source, Task
 from dualtrain.data.images import Geometry, ImageFiles
 from dualtrain.data.loader import LoaderSource
@@ -61,46 +60,46 @@ def alike(answers: list[Any]) -> Any:
 # ------------------------------------------------------------------------------------------------ settings
 
 
-def other(name: str, config) -> Any:
-    """Another value of the setting; of those that may be absent, one that is there."""
-    value, kind = getattr(config, name), str(FIELDS[name].type)
-    if "bool" in kind:
+def other(name: str, value: Any) -> Any:
+    """Another value of the setting; where it may be ``None``, one that is not."""
+    kind = SETTINGS[name].kind
+    if kind is bool:
         return not value
-    if "int" in kind or "float" in kind:
+    if kind in (int, float):
         return 7 if value is None else value + 1
     return f"{value}-other"
 
 
 def changed_settings(backend, names: list[str]) -> list[str]:
-    config, last = parse([]), backend.rank == backend.size - 1
+    settings, last = parse([]).plain(), backend.rank == backend.size - 1
     found = []
     for name in names:
-        mine = dataclasses.replace(config, **{name: other(name, config)}) if last else config
+        mine = {**settings, name: other(name, settings[name])} if last else settings
         found.append(message(same_run.compare_settings, mine, backend))
     return found
 
 
 def test_every_setting_is_compared_or_may_differ_for_a_reason():
-    assert set(FIELDS) == COMPARED | MAY_DIFFER
+    assert set(SETTINGS) == COMPARED | MAY_DIFFER
     assert set(same_run.MAY_DIFFER) == MAY_DIFFER
     assert not COMPARED & MAY_DIFFER
-    names, config = sorted(FIELDS), parse([])
+    names, settings = sorted(SETTINGS), parse([]).plain()
     for name, text in zip(names, alike(run_threads(2, changed_settings, names)), strict=True):
         if name in COMPARED:
-            mine, theirs = ("not set" if v is None else repr(v) for v in (getattr(config, name), other(name, config)))
-            line = f"the ranks do not have the same settings: {flag(name)} is {mine} on rank 0 and {theirs} on rank 1; "
-            assert text == line + "give every rank the same command line"
+            values = settings[name], other(name, settings[name])
+            mine, theirs = ("not set" if value is None else repr(value) for value in values)
+            line = f"{SETTINGS[name].flag} is {mine} on rank 0 and {theirs} on rank 1; "
+            assert text == "the ranks do not have the same settings: " + line + "give every rank the same command line"
         elif name in ("weights", "resume"):  # there or not is a difference
-            assert f"{flag(name)} is not set on rank 0 and 'given' on rank 1" in text
+            assert f"{SETTINGS[name].flag} is not set on rank 0 and 'given' on rank 1" in text
         else:
             assert text == "", name
 
 
 def other_paths(backend) -> None:
     folder = f"/host-{backend.rank}"
-    same_run.compare_settings(
-        parse(["--resume", f"{folder}/step-1", "--run-dir", folder, "--weights", folder, "--data-dir", folder]), backend
-    )
+    flags = ["--resume", f"{folder}/step-1", "--run-dir", folder, "--weights", folder, "--data-dir", folder]
+    same_run.compare_settings(parse(flags).plain(), backend)
 
 
 def test_paths_may_differ():
@@ -124,7 +123,7 @@ def test_nothing_is_begun_before_the_comparison(flags, tmp_path, monkeypatch):
 
 def other_versions(backend) -> str:
     backend.versions = {"Horovod": f"0.28.{backend.rank}"}
-    return message(same_run.compare_settings, parse(["--seed", str(backend.rank)]), backend)
+    return message(same_run.compare_settings, parse(["--seed", str(backend.rank)]).plain(), backend)
 
 
 def test_other_versions_are_named_with_their_cure():
@@ -137,18 +136,18 @@ def test_other_versions_are_named_with_their_cure():
 
 def unlike_processors(backend) -> None:
     for _ in range(2):
-        same_run.compare_settings(parse([]), backend)
+        same_run.compare_settings(parse([]).plain(), backend)
 
 
 def processors_of_each(backend) -> dict[str, str]:
     return {"CPU capability": ["AVX2", "AVX512"][backend.rank], "GPU": "none"}
 
 
-def test_unlike_processors_are_one_warning(monkeypatch, capsys):
+def test_different_processors_are_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(same_run, "_processors", processors_of_each)
     run_threads(2, unlike_processors)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("dualtrain: warning: the ranks have unlike processors")
+    (line,) = caplog.messages
+    assert line.startswith("the ranks have different processors")
     assert line.endswith("CPU capability is 'AVX2' on rank 0 and 'AVX512' on rank 1")
 
 
@@ -286,9 +285,9 @@ def own_generators(backend) -> str:
     return message(same_run.compare_task, wrap(Pairs(random.Random(backend.rank).random), Pairs()), backend)
 
 
-def test_data_that_are_other_at_each_reading_prove_nothing(capsys):
+def test_data_that_are_other_at_each_reading_prove_nothing(caplog):
     assert alike(run_threads(2, own_generators)) == ""
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = caplog.messages
     assert "whether the ranks have the same training data is not known" in line
     assert "another value each time" in line
 
@@ -298,12 +297,12 @@ def computed_and_stored(backend) -> list[str]:
     return [message(same_run.compare_task, task, backend) for task in tasks]
 
 
-def test_samples_that_unlike_processors_compute_may_differ(monkeypatch, capsys):
+def test_samples_that_unlike_processors_compute_may_differ(monkeypatch, caplog):
     monkeypatch.setattr(same_run, "_processors", processors_of_each)
     computed, stored = alike(run_threads(2, computed_and_stored))
     assert computed == ""
     assert "checksum of training sample 0 is" in stored
-    assert "unlike processors compute them" in capsys.readouterr().err
+    assert "different processors compute them" in caplog.text
 
 
 def slow_rank(backend) -> str:
@@ -334,8 +333,8 @@ def test_the_samples_are_spread_from_the_first_to_the_last_and_nothing_is_drawn(
 
 
 def test_what_one_rank_lacks_for_its_trainer_is_an_error_on_all(tmp_path, monkeypatch):
-    def lacking(config) -> None:
-        if config.log_every == 3:
+    def lacking(output) -> None:
+        if output.log_every == 3:
             raise UserError("no TensorBoard here")
 
     monkeypatch.setattr(loop, "threads", lambda backend: 1)
@@ -347,7 +346,8 @@ def test_what_one_rank_lacks_for_its_trainer_is_an_error_on_all(tmp_path, monkey
 
 def missing_on_one_host(backend, files: list[str]) -> str:
     try:
-        loop.load_task(parse(["--dataset", "text", "--text-file", files[backend.rank]]), backend)
+        config = parse(["--dataset", "text", "--text-file", files[backend.rank]])
+        loop.load_task(config.data, config.model.name, backend)
     except UserError as error:
         return str(error) if error.shared else "not shared"
     return "loaded"

@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dualtrain import Trainer, UserError, connect
+from dualtrain.batchnorm import RankNorm, synchronize_norms
 from dualtrain.config import parse
 from dualtrain.errors import DivergedError
 from dualtrain.models.freezing import freeze_backbone
-from dualtrain.training.assemble import RankNorm, determinism, synchronize_norms
+from dualtrain.training.assemble import determinism
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, optimizer_names, scaled_lr
 from dualtrain.training.precision import Precision
@@ -70,9 +71,9 @@ def unequal_shares(backend) -> None:
     inputs, targets = part_of(backend, data())
     for _ in range(4):
         passes = list(zip(inputs.tensor_split(2), targets.tensor_split(2), strict=True))
-        # Told another number than there is, it makes up for it.
-        done = trainer.step(passes, expected=40.0, news=(1.0, float(backend.rank == 0), 0.0))
-        assert done.news == [float(backend.size), 1.0, 0.0]
+        # 40 is not the number of samples: the gradients are rescaled.
+        done = trainer.step(passes, expected=40.0, control_flags=(1.0, float(backend.rank == 0), 0.0))
+        assert done.control_flags == [float(backend.size), 1.0, 0.0]
         assert done.sums[1].item() == 23
     alone = net()
     steps_of(
@@ -238,6 +239,61 @@ def test_a_loss_of_torchs_means_what_torch_means(loss, shape):
         assert trainer.evaluate([(outputs, targets)])["val_loss"] == pytest.approx(loss(outputs, targets).item(), abs=1e-6)
 
 
+class Margin:
+    """An objective of no class of ours: the mean over the samples that count, and the sums."""
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = targets != 0
+        losses = functional.multi_margin_loss(outputs, targets, reduction="none") * counts
+        weight = counts.sum()
+        correct = ((outputs.argmax(1) == targets) & counts).sum()
+        return losses.sum() / weight, torch.stack([losses.sum().detach(), weight, correct, weight]).double()
+
+
+def own_objective(backend) -> tuple[list[float], dict[str, float]]:
+    model = net()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), Margin(), backend=backend)
+    batch = tuple(part_of(backend, data()))
+    done = trainer.step([batch], 23.0)
+    alone = net()
+    steps_of(alone, torch.optim.SGD(alone.parameters(), 0.1), 1, loss=lambda *both: Margin()(*both)[0])
+    close(alone, model)
+    return done.totals, trainer.evaluate([batch])
+
+
+def test_an_objective_of_any_class_is_known_by_the_pair_that_it_returns(spmd):
+    inputs, targets = data()
+    loss, sums = Margin()(net()(inputs), targets)
+    for totals, values in spmd(own_objective):
+        assert totals == pytest.approx(sums.tolist())
+        assert 0 < values["val_loss"] < loss
+        assert values["val_top5"] == 1
+
+
+def test_a_loss_that_returns_something_else_is_refused():
+    model = net()
+    for returned in ((torch.ones(()),), (torch.ones(()), [1.0, 2.0])):
+        with connect("local") as backend:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            trainer = Trainer(model, optimizer, lambda *_, given=returned: given, backend=backend)
+            with pytest.raises(TypeError, match="return the mean loss, or the pair"):
+                trainer.step([data(4)], 4.0)
+
+
+def old_names(backend) -> list[float]:
+    model = net()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+    with pytest.warns(DeprecationWarning, match="use control_flags"):
+        done = trainer.step([data(4)], 4.0 * backend.size, news=(1.0, 0.0, 0.0))
+    with pytest.warns(DeprecationWarning, match=r"use Step\.control_flags"):
+        return done.news
+
+
+def test_the_names_of_0_1_0_are_kept_with_a_warning():
+    with connect("local") as backend:
+        assert old_names(backend) == [1.0, 0.0, 0.0]
+
+
 def test_a_batch_that_is_no_pair_is_refused():
     model = net()
     with connect("local") as backend:
@@ -299,8 +355,8 @@ def test_tokens_that_do_not_count_are_left_out():
 
 def rates(arguments: list[str], steps: int) -> list[float]:
     config = parse(["--lr", "0.5", "--global-batch-size", "8", *arguments])
-    optimizer = make_optimizer(config, net(), config.lr)
-    schedule = make_schedule(config, optimizer, config.lr, steps)
+    optimizer = make_optimizer(config.step, net(), config.schedule.lr)
+    schedule = make_schedule(config.schedule, optimizer, config.schedule.lr, steps)
     found = []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])
@@ -343,16 +399,17 @@ def test_the_warm_up_rises_to_the_schedule():
 
 def test_the_arithmetic_of_a_scaled_learning_rate_is_said():
     linear = parse(["--lr", "0.1", "--batch-size", "32", "--lr-scale", "linear"])
-    assert scaled_lr(linear, 4) == (pytest.approx(0.4), "learning rate 0.1 × 128/32 = 0.4 (linear)")
+    assert scaled_lr(linear.schedule, linear.step, 4) == (pytest.approx(0.4), "learning rate 0.1 × 128/32 = 0.4 (linear)")
     root = parse(["--lr", "0.1", "--global-batch-size", "64", "--lr-batch", "16", "--lr-scale", "sqrt"])
-    assert scaled_lr(root, 2) == (pytest.approx(0.2), "learning rate 0.1 × √(64/16) = 0.2 (sqrt)")
-    assert scaled_lr(parse([]), 4)[0] == 0.05
+    assert scaled_lr(root.schedule, root.step, 2) == (pytest.approx(0.2), "learning rate 0.1 × √(64/16) = 0.2 (sqrt)")
+    default = parse([])
+    assert scaled_lr(default.schedule, default.step, 4)[0] == 0.05
 
 
 @pytest.mark.parametrize("name", sorted(optimizer_names()))
 def test_every_optimizer_of_torch_steps(name):
     model = nn.Sequential(nn.Linear(6, 4, bias=False))  # Muon takes matrices alone
-    optimizer = make_optimizer(parse(["--optimizer", name, "--global-batch-size", "8"]), model, 0.01)
+    optimizer = make_optimizer(parse(["--optimizer", name, "--global-batch-size", "8"]).step, model, 0.01)
     before = model[0].weight.detach().clone()
     model(data()[0]).square().sum().backward()
     optimizer.step()
@@ -374,7 +431,7 @@ def test_every_optimizer_of_torch_steps(name):
 def test_what_an_optimizer_does_not_have_is_refused_in_one_line(arguments, parts):
     config = parse(["--global-batch-size", "8", *arguments])
     with pytest.raises(UserError) as refusal:
-        make_schedule(config, make_optimizer(config, net(), config.lr), config.lr, 10)
+        make_schedule(config.schedule, make_optimizer(config.step, net(), config.schedule.lr), config.schedule.lr, 10)
     assert "\n" not in str(refusal.value)
     for part in parts:
         assert part in str(refusal.value)
@@ -382,9 +439,9 @@ def test_what_an_optimizer_does_not_have_is_refused_in_one_line(arguments, parts
 
 def test_options_of_an_optimizer_are_read():
     options = "nesterov=true,dampening=0"
-    group = make_optimizer(parse(["--optimizer-options", options]), net(), 0.1).param_groups[0]
+    group = make_optimizer(parse(["--optimizer-options", options]).step, net(), 0.1).param_groups[0]
     assert (group["nesterov"], group["dampening"], group["momentum"]) == (True, 0, 0.9)
-    adam = make_optimizer(parse(["--optimizer", "adam", "--optimizer-options", "betas=0.8:0.9,eps=1e-5"]), net(), 0.1)
+    adam = make_optimizer(parse(["--optimizer", "adam", "--optimizer-options", "betas=0.8:0.9,eps=1e-5"]).step, net(), 0.1)
     assert adam.param_groups[0]["betas"] == (0.8, 0.9)
     assert adam.param_groups[0]["eps"] == 1e-5
 

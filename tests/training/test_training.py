@@ -18,7 +18,7 @@ from dualtrain.compare import table
 from dualtrain.config import parse
 from dualtrain.errors import DivergedError, UserError
 from dualtrain.training.assemble import load_task
-from dualtrain.training.together import on_root, together
+from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 
 SUMMARY_KEYS = {
     *("backend", "transport", "launcher", "world_size", "device", "epochs", "steps", "train_loss", "val_loss"),
@@ -81,7 +81,7 @@ def test_the_world_size_does_not_change_the_training(processes, tmp_path, batch)
 
 def evaluation(backend) -> tuple[float, float]:
     config = parse(["--global-batch-size", "7"])
-    task = load_task(config, backend)
+    task = load_task(config.data, config.model.name, backend)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     found = loop.Run(config, backend, task, model)
@@ -189,8 +189,8 @@ def diverge(backend, folder: str) -> str:
     # One rank alone meets the bad sample: all of them must stop in that step.
     original = loop.load_task
 
-    def spoiled(config, backend):
-        task = original(config, backend)
+    def spoiled(*arguments):
+        task = original(*arguments)
         if backend.rank == backend.size - 1:
             task.train._inputs.fill_(float("inf"))
         return task
@@ -226,7 +226,7 @@ def refuse_on(backend, rank: int) -> str:
         return "done"
 
     try:
-        return together(backend, "a task", task)
+        return on_all_ranks(backend, "a task", task)
     except UserError as error:
         return str(error) if error.shared else "not shared"
 
@@ -245,7 +245,7 @@ def root_task(backend, fails: bool) -> Any:
         return {"rank": backend.rank}
 
     try:
-        return on_root(backend, "a task", task)
+        return on_rank_zero(backend, "a task", task)
     except UserError as error:
         return str(error)
 

@@ -1,7 +1,7 @@
-"""The contenders, each written as its users would write it, and nothing else: the bench measures other people's loops.
+"""The contenders: one training loop for each library, written as its users would write it.
 
-A module has one function, ``start(option, device)``, which joins the world and gives a :class:`Contender`. These files
-alone, beside one backend each, name torch.distributed and Horovod.
+Each module has a function ``start(option, device)``, which joins the world and returns a :class:`Contender`. Apart from the
+backends, only these modules import torch.distributed and Horovod.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
 
 
 class Contender:
-    """A library that trains: a place in its world, and its loop."""
+    """A library under test: its rank and size, and its training loop."""
 
     rank: int
     size: int
     device: torch.device
 
     def train(self, task: Task) -> torch.nn.Module:
-        """Takes the task's steps; gives the model as it is then."""
+        """Run the task's steps and return the trained model."""
         raise NotImplementedError
 
     def allreduce(self, tensor: torch.Tensor) -> None:
-        """The sum over the ranks, in place; blocks."""
+        """Sum ``tensor`` over the ranks in place. Blocks."""
         raise NotImplementedError
 
     def allreduce_buffer(self, tensor: torch.Tensor) -> None:
-        """The same of a :meth:`buffer`."""
+        """Sum a tensor from :meth:`buffer` over the ranks in place. Blocks."""
         self.allreduce(tensor)
 
     def buffer(self, numbers: int) -> torch.Tensor | None:
-        """Float32 numbers where the library likes them best, if it has such a place."""
+        """Allocate float32 numbers in memory that the library reduces fastest; ``None`` if it has no such memory."""
         return None
 
     def feed(self, folder: str, batch: int) -> int:
-        """Reads this rank's share of MNIST once, as its loop would, and gives how many samples those were."""
+        """Read this rank's part of MNIST once, as the training loop would, and return the number of samples."""
         raise NotImplementedError
 
     def stall(self, task: Task, folder: Path) -> float:
-        """The seconds that a run with a checkpoint takes longer than one without."""
+        """Return the additional seconds of some steps with a checkpoint."""
         raise NotImplementedError
 
     def trainer(self, steps: int) -> dict[str, float]:
-        """The seconds of a step by hand, and by the library's own trainer, on the empty model."""
+        """Return the seconds of a step of the empty model in a plain loop and in the library's trainer."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leaves the world."""
+        """Leave the world."""

@@ -1,7 +1,7 @@
-"""No communication: every rank trains a model of its own. Nobody can be faster.
+"""No communication: every rank trains its own model. This is the upper limit for all others.
 
-The ranks meet before a workload, so that all of them step at the same time: a rank that had the cores, their caches and
-the memory to itself would be a ceiling that nobody could reach.
+A barrier before each workload makes all ranks run at the same time: a rank alone on the machine, with all caches and memory
+bandwidth, would give a limit that no distributed run can reach.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dualtrain.bench.workloads import Task
 
 
 class Alone(Contender):
-    """One process among others that it only starts together with."""
+    """Ranks that train without communication."""
 
     def __init__(self, device: torch.device) -> None:
         dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel: with its defaults, or tuned as its documentation advises for a model that is static."""
+"""torch's DistributedDataParallel: with its defaults, or tuned as its documentation advises for static models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ddp(Contender):
         dist.all_reduce(tensor)
 
     def stall(self, task: Task, folder: Path) -> float:
-        """Rank 0 saves, and the others meet it in the next step."""
+        """See the base class. Rank 0 saves; the others wait for it in the next step's allreduce."""
         model = DistributedDataParallel(task.model(), **self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         batches = task.ready(self.rank)[:STALL_STEPS]

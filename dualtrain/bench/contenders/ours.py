@@ -1,4 +1,4 @@
-"""dualtrain, on either backend, with its transport of choice."""
+"""dualtrain on either backend, with a given transport."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dualtrain.errors import UserError
 
 
 class Ours(Contender):
-    """The library's face, as the README shows it."""
+    """dualtrain's public interface, used as in the README."""
 
     def __init__(self, option: str, device: torch.device) -> None:
         name, _, transport = option.partition("/")
@@ -46,11 +46,11 @@ class Ours(Contender):
         self.backend.allreduce_(tensor, "sum")
 
     def allreduce_buffer(self, tensor: torch.Tensor) -> None:
-        """By the primitive that gradients take."""
+        """See the base class. Uses the primitive that gradients use."""
         self.backend.start_sum(tensor, "sweep").wait()
 
     def buffer(self, numbers: int) -> torch.Tensor | None:
-        """What gradients lie in."""
+        """See the base class. Allocates the memory that gradient buckets use."""
         return self.backend.new_buffer(numbers, torch.float32, self.device)
 
     def feed(self, folder: str, batch: int) -> int:
@@ -60,13 +60,13 @@ class Ours(Contender):
 
         train = load_data("mnist", folder).train
         sampler = Sampler(len(train), batch * self.size, 0, False)
-        asked = (Batch(share(sampler.batch(0, n), self.rank, self.size), 0) for n in range(sampler.batches))
-        return sum(len(targets) for _, targets in train.stream(asked, self.device))
+        batches = (Batch(share(sampler.batch(0, n), self.rank, self.size), 0) for n in range(sampler.batches))
+        return sum(len(targets) for _, targets in train.stream(batches, self.device))
 
     def stall(self, task: Task, folder: Path) -> float:
-        """What the loop waits for is the copy; the file is written beside it."""
+        """See the base class. The loop waits for the copy of the state; a thread writes the file."""
         from dualtrain.training.checkpoint import Packed
-        from dualtrain.training.writer import Writer
+        from dualtrain.training.checkpoint_writer import Writer
 
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
@@ -92,16 +92,16 @@ class Ours(Contender):
         return stalled
 
     def trainer(self, steps: int) -> dict[str, float]:
-        """In turns, block by block, in one process: other processes differ by more."""
+        """See the base class. Both loops run in one process, in alternating blocks, since processes differ in speed."""
         batch = torch.ones(1, 1, device=self.device), torch.zeros(1, dtype=torch.int64, device=self.device)
         ways = {"by hand": _by_hand(self.backend), "trainer": _by_trainer(self.backend)}
-        taken: dict[str, list[float]] = {name: [] for name in ways}
+        times: dict[str, list[float]] = {name: [] for name in ways}
         for name in islice(cycle(ways), 2 * 6):
             for _ in range(steps // 5):
                 started = time.perf_counter()
                 ways[name](batch)
-                taken[name].append(time.perf_counter() - started)
-        return {name: statistics.median(seconds[steps // 5 :]) for name, seconds in taken.items()}
+                times[name].append(time.perf_counter() - started)
+        return {name: statistics.median(seconds[steps // 5 :]) for name, seconds in times.items()}
 
     def close(self) -> None:
         """See the base class."""
@@ -128,6 +128,8 @@ def _by_trainer(backend: Backend) -> Callable[[Tensors], object]:
 
 def _connect(name: str, transport: str, device: torch.device) -> Backend:
     backend = dualtrain.connect(name, device=device, groups=False, transport=transport)
+    if device.type == "cpu":
+        dualtrain.keep_freed_memory()
     if transport == "shm" and not backend.transport.startswith("shm"):
         raise UserError(f"there is no shared memory for these ranks and device: dualtrain runs over {backend.transport}")
     return backend

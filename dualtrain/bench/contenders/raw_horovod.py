@@ -1,4 +1,4 @@
-"""Horovod, as its documentation has it. Which controller runs, Gloo or MPI, is its launcher's choice."""
+"""Horovod, used as in its documentation. Its launcher chooses the controller, Gloo or MPI."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The MNIST script of the tutorials: torchvision's dataset and transforms, torch's DataLoader, DistributedDataParallel.
 
-With the tutorials' own ConvNet, and the optimizer and the batch of the recipe ``mnist-convnet``.
+It has the tutorials' ConvNet, and the optimizer and batch size of the recipe ``mnist-convnet``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dualtrain.torchvision_shim import torchvision
 
 
 class ConvNet(nn.Module):
-    """As the tutorials have it."""
+    """The ConvNet of the tutorials."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -33,20 +33,20 @@ class ConvNet(nn.Module):
         self.fc = nn.Linear(7 * 7 * 32, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to logits."""
+        """Compute the logits of the images ``x``."""
         out: torch.Tensor = self.fc(self.layer2(self.layer1(x)).flatten(1))
         return out
 
 
 class Tutorial(Contender):
-    """As one types it."""
+    """The tutorials' training loop."""
 
     def __init__(self, device: torch.device) -> None:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
 
     def loader(self, folder: str, batch: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's share of the training samples."""
+        """Make the loader of this rank's part of the training samples."""
         vision = torchvision()
         data = vision.datasets.MNIST(folder, train=True, transform=vision.transforms.ToTensor())
         sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=self.size, rank=self.rank)
@@ -57,7 +57,7 @@ class Tutorial(Contender):
         return sum(len(targets) for _, targets in self.loader(folder, batch))
 
     def epoch(self, folder: str, batch: int, lr: float) -> dict[str, float]:
-        """One epoch: its seconds, and the accuracy on the test samples after it."""
+        """Train for one epoch; return its seconds and the accuracy on the test samples."""
         torch.manual_seed(0)
         model = DistributedDataParallel(ConvNet().to(self.device))
         criterion = nn.CrossEntropyLoss()

@@ -11,7 +11,7 @@ from dualtrain.bench.workloads import Task
 
 
 class WithAccelerate(Contender):
-    """``prepare`` and ``accelerator.backward``; the device and the processes are its own to find."""
+    """Training loop with ``prepare`` and ``accelerator.backward``; Accelerate detects the device and the ranks itself."""
 
     def __init__(self, device: torch.device) -> None:
         self.accelerator = Accelerator(cpu=device.type == "cpu")

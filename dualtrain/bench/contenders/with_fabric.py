@@ -14,7 +14,7 @@ from dualtrain.bench.workloads import Task
 
 
 class WithFabric(Contender):
-    """``setup`` and ``fabric.backward``."""
+    """Training loop with ``setup`` and ``fabric.backward``."""
 
     def __init__(self, device: torch.device) -> None:
         local = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -11,7 +11,7 @@ from dualtrain.bench.workloads import Task
 
 
 class WithIgnite(Contender):
-    """``auto_model`` and ``auto_optim``."""
+    """Training loop with ``auto_model`` and ``auto_optim``."""
 
     def __init__(self, device: torch.device) -> None:
         idist.initialize("nccl" if device.type == "cuda" else "gloo")

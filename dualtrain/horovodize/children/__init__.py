@@ -1,1 +1,1 @@
-"""A folder for ``sys.path``: child processes of a script inherit that, and find ``horovod`` here."""
+"""Folder on ``sys.path`` of a script's child processes, which find ``horovod`` here."""

@@ -1,4 +1,4 @@
-"""What a spawned process of a script finds as ``horovod``: it installs the hook there and gives way to it."""
+"""The module ``horovod`` in a script's spawned processes: it installs the import hook, which then replaces it."""
 
 import sys
 from importlib import import_module

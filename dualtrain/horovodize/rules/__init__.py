@@ -1,4 +1,4 @@
-"""What ``--check`` knows: one small function for each rule, in a table."""
+"""The rules of ``--check``: one function each."""
 
 from collections.abc import Callable, Iterable
 

@@ -12,21 +12,21 @@ _NEW_TENSORS = ("empty", "ones", "tensor", "zeros")
 
 
 def discarded_result(source: Source) -> Iterator[Finding]:
-    """A collective whose result, or handle, nobody takes."""
+    """A collective whose result or handle is discarded."""
     for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC):
         if not isinstance(source.parents[call], ast.Expr) or _is_barrier(source, call):
             continue
         name = source.hvd(call.func)
         if name in ASYNC:
-            message = f"the handle of {name}() is lost, so nothing waits for it; give it to hvd.synchronize()"
+            message = f"the handle of {name}() is lost, so nothing waits for it; pass it to hvd.synchronize()"
         else:
             cure = f"assign the result, or call {name}_()" if f"{name}_" in PUBLIC else "assign the result"
-            message = f"the result of {name}() is lost: it leaves its input as it was; {cure}"
+            message = f"the result of {name}() is lost: it does not change its input; {cure}"
         yield Finding(call.lineno, "trap", message)
 
 
 def _is_barrier(source: Source, call: ast.Call) -> bool:
-    """Whether its input is a new tensor that nobody else has, so that only the waiting is of use."""
+    """Return whether the input is a temporary tensor, so that the call can only serve as a barrier."""
     value = call.args[0] if call.args else None
     return isinstance(value, ast.Call) and source.name(value.func) in {f"torch.{name}" for name in _NEW_TENSORS}
 
@@ -38,7 +38,7 @@ def unknown_name(source: Source) -> Iterator[Finding]:
             continue  # a part of a longer name
         called = source.hvd(node).partition(".")[0]
         if called and called not in PUBLIC and not called.startswith("__"):
-            message = f"{called!r} is no public name of horovod.torch 0.28.1, so dualtrain has none; see its documentation"
+            message = f"{called!r} is no public name of horovod.torch 0.28.1, so dualtrain lacks it; see its documentation"
             yield Finding(getattr(node, "lineno", 1), "unsupported", message)
 
 
@@ -48,8 +48,8 @@ def unnamed_calls(source: Source) -> Iterator[Finding]:
     if unnamed:
         others = f" (and {len(unnamed) - 1} more)" if len(unnamed) > 1 else ""
         message = (
-            f"a call without a name{others} meets the other ranks' next one of its kind and process set; on Horovod it "
-            "hangs once a rank has made one call more; name calls that only some ranks make"
+            f"a call without a name{others} is matched with the other ranks' next one of its kind and process set; Horovod "
+            "hangs once a rank has made one more call than the others; name calls that only some ranks make"
         )
         yield Finding(unnamed[0].lineno, "differs", message)
 
@@ -63,14 +63,14 @@ def join_with_other_operations(source: Source) -> Iterator[Finding]:
     operations = {source.hvd(node) for node in source.nodes} & {"Min", "Max", "Product"}
     for call in source.hvd_calls("join") if operations else ():
         message = (
-            f"a joined rank leaves hvd.{sorted(operations)[0]} as it is; on Horovod it counts as zeros, which is wrong; "
-            "nothing to do"
+            f"a joined rank does not change the result of hvd.{sorted(operations)[0]}; on Horovod it contributes zeros, "
+            "which is wrong; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
 
 
 def adasum(source: Source) -> Iterator[Finding]:
-    """Adasum; one finding for all uses."""
+    """Adasum: one finding for all uses."""
     for node in source.nodes:
         if source.hvd(node) == "Adasum" and isinstance(node, ast.Attribute | ast.Name):
             message = "Adasum runs on any number of ranks; Horovod needs a power of two, and MPI on the CPU; nothing to do"
@@ -79,12 +79,10 @@ def adasum(source: Source) -> Iterator[Finding]:
 
 
 def half_precision(source: Source) -> Iterator[Finding]:
-    """Compression to 16 bits; one finding for all uses."""
+    """Compression to 16 bits: one finding for all uses."""
     for node in source.nodes:
         if source.hvd(node) == "Compression.fp16" and isinstance(node, ast.Attribute):
-            message = (
-                "an average in fp16 does not overflow in between; Horovod sums first and may get infinity; nothing to do"
-            )
+            message = "an average in fp16 cannot overflow; Horovod sums first and may get infinity; nothing to do"
             yield Finding(node.lineno, "differs", message)
             return
 

@@ -1,19 +1,20 @@
-"""Rules on what surrounds the training: launchers, variables, builds, the other faces of Horovod."""
+"""Rules on the environment of the training: launchers, variables, builds, other frameworks."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from dualtrain.horovod_variables import HONOURED
 from dualtrain.horovodize.imports import PACKAGES, home
-from dualtrain.horovodize.names import BUILD, HONOURED, OTHER_FACES
+from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS
 from dualtrain.horovodize.source import Finding, Source
 
 _RUNNERS = ("horovod.run", "horovod.runner.run", "horovod.run.run", "horovod.run.runner.run")
 
 
 def uncovered_imports(source: Source) -> Iterator[Finding]:
-    """Imports of horovod.tensorflow, horovod.spark and the like, and of Horovod's inner modules."""
+    """Imports of horovod.tensorflow, horovod.spark and the like, and of Horovod's internal modules."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -22,8 +23,8 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
         else:
             continue
         for name in (name for name in names if not _covered(name)):
-            face = name.split(".")[1]
-            what = f"horovod.{face}" if face in OTHER_FACES else name
+            framework = name.split(".")[1]
+            what = f"horovod.{framework}" if framework in OTHER_FRAMEWORKS else name
             message = (
                 f"there is no {what}: dualtrain covers horovod.torch only; use its public names, and start with torchrun"
             )
@@ -55,22 +56,22 @@ def build_questions(source: Source) -> Iterator[Finding]:
         elif name.startswith(("mpi_", "gloo_")):
             answer = f"is {name.startswith('gloo_')}"
         else:
-            answer = "speaks of torch.distributed, not of Horovod's build"
+            answer = "is about torch.distributed, not about Horovod's build"
         yield Finding(call.lineno, "differs", f"{name}() {answer}; check that the branch fits")
 
 
 def variables(source: Source) -> Iterator[Finding]:
-    """HOROVOD_… variables that the script sets and that mean nothing here."""
+    """HOROVOD_… variables that the script sets and that have no effect here."""
     for node in source.nodes:
         for value in _set_by(source, node):
             if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
                 continue
             if value.value.startswith("HOROVOD_") and value.value not in HONOURED:
-                yield Finding(value.lineno, "differs", f"{value.value} has no meaning on torch.distributed; remove it")
+                yield Finding(value.lineno, "differs", f"{value.value} has no effect on torch.distributed; remove it")
 
 
 def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
-    """The names of environment variables that ``node`` sets."""
+    """Yield the names of the environment variables that ``node`` sets."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and source.name(node.value) == "os.environ":
         yield node.slice
     elif isinstance(node, ast.Call) and source.name(node.func) in ("os.environ.setdefault", "os.putenv"):
@@ -86,8 +87,8 @@ def elastic_run(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if source.hvd(node) == "elastic.run" and isinstance(node, ast.Attribute | ast.Name):
             message = (
-                "a failed operation is rolled back in memory, but a lost or added process makes torchrun restart all of "
-                "them; save the state to a file too, and read it at the start"
+                "a failed operation is rolled back in memory, but after a failed or added process torchrun restarts all of "
+                "them; also save the state to a file, and read it at the start"
             )
             yield Finding(node.lineno, "differs", message)
             return

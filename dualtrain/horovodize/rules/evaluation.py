@@ -25,15 +25,15 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
         named = _EVALUATION.search(names) and not _TRAINING.search(target.lower())
         if named or (target in under_eval and not _TRAINING.search(names)):
             message = (
-                "evaluation counts samples twice (or leaves some out) where the ranks do not divide them evenly, and an "
-                "average of the ranks' averages hides it; take Subset(data, range(rank, len(data), size)), and "
-                "allreduce sums and counts with op=hvd.Sum"
+                "evaluation counts samples twice (or leaves some out) if their number is no multiple of the ranks', and an "
+                "average of the ranks' averages hides it; use Subset(data, range(rank, len(data), size)), and allreduce "
+                "sums and counts with op=hvd.Sum"
             )
             yield Finding(call.lineno, "trap", message)
 
 
 def _samplers_under_eval(source: Source) -> set[str]:
-    """The samplers of the loaders that are iterated while the model is in evaluation mode."""
+    """Return the samplers of loaders that are iterated while the model is in evaluation mode."""
     samplers = {
         target: ast.unparse(sampler)
         for target, value, _ in source.assignments

@@ -1,4 +1,4 @@
-"""The rule on objects that travel: plain data does, code does not."""
+"""The rule on objects sent between ranks: plain data can be sent, code cannot."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def code_in_objects(source: Source) -> Iterator[Finding]:
         what = _code_in(source, value, classes) if value is not None else None
         if what is not None:
             message = (
-                f"{what} does not travel: {source.hvd(call.func)}() sends plain values, containers, tensors and arrays, "
-                "not pickled code; send its __dict__, or register the class with torch.serialization.add_safe_globals"
+                f"{what} cannot be sent: {source.hvd(call.func)}() sends plain values, containers, tensors and arrays, not "
+                "pickled code; send its __dict__, or register the class with torch.serialization.add_safe_globals"
             )
             yield Finding(call.lineno, "unsupported", message)
 
 
 def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool = True) -> str | None:
-    """What in ``value`` is code: looks into containers, and at what a name was assigned."""
+    """Return what in ``value`` is code, or None. Looks into containers and follows assignments of a name."""
     if isinstance(value, ast.Lambda):
         return "a lambda"
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:

@@ -1,4 +1,4 @@
-"""The rule on who calls: what all ranks must call, called by some."""
+"""The rule on collectives that only some ranks call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A collective behind a condition on the rank."""
     look = _Collectives(source)
     for branch in source.nodes:
-        if not isinstance(branch, ast.If | ast.IfExp) or not look.asks_for_rank(branch.test):
+        if not isinstance(branch, ast.If | ast.IfExp) or not look.depends_on_rank(branch.test):
             continue
         body = branch.body if isinstance(branch.body, list) else [branch.body]
         other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
@@ -24,35 +24,35 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
             other = [*other, *look.behind(branch)]
         here, there = list(look.inside(body)), list(look.inside(other))
         for calls, opposite in ((here, there), (there, here)):
-            answered = {name for name, _ in opposite}
+            matched = {name for name, _ in opposite}
             for name, call in calls:
-                if name not in answered:
+                if name not in matched:
                     message = f"only some ranks call {name}(), and they wait for the others; call it outside the condition"
                     yield Finding(call.lineno, "trap", message)
 
 
 class _Collectives:
-    """Finds calls that all ranks must make: Horovod's, steps of wrapped optimizers, functions that contain any."""
+    """Finder of calls that all ranks must make: Horovod's, steps of wrapped optimizers, functions that contain these."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.own: set[str] = set()
-        for _ in range(4):  # functions that call functions that call functions
+        for _ in range(4):  # nested calls, four levels deep
             self.own |= {name for name, function in source.functions.items() if self._contains(function)}
         self._ranks: set[str] = set()
         self._ranks = {target for target, value, _ in source.assignments if self._is_rank(value)}
         self._firsts = {target for target, value, _ in source.assignments if self._compares(value)}
 
-    def asks_for_rank(self, test: ast.expr) -> bool:
-        """Whether ``test`` holds on one rank, or on all but one."""
+    def depends_on_rank(self, test: ast.expr) -> bool:
+        """Return whether ``test`` is true on one rank only, or on all but one."""
         if isinstance(test, ast.BoolOp):
-            return isinstance(test.op, ast.And) and any(self.asks_for_rank(value) for value in test.values)
+            return isinstance(test.op, ast.And) and any(self.depends_on_rank(value) for value in test.values)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self._is_rank(test.operand) or self.asks_for_rank(test.operand)
+            return self._is_rank(test.operand) or self.depends_on_rank(test.operand)
         return self._compares(test) or ast.unparse(test) in self._firsts or self._is_rank(test)
 
     def inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
-        """The collective calls in ``nodes``, functions that are only defined there left out."""
+        """Yield the collective calls in ``nodes``, except inside functions that are only defined there."""
         for node in nodes:
             if isinstance(node, Function | ast.Lambda | ast.ClassDef):
                 continue
@@ -61,7 +61,7 @@ class _Collectives:
             yield from self.inside(list(ast.iter_child_nodes(node)))
 
     def behind(self, branch: ast.If) -> list[ast.stmt]:
-        """The statements that follow ``branch`` in its block."""
+        """Return the statements after ``branch`` in its block."""
         parent = self.source.parents[branch]
         for block in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
             if isinstance(block, list) and branch in block:

@@ -1,4 +1,4 @@
-"""The rule on the learning rate: scaled by the number of ranks."""
+"""The rule on learning rates that are scaled by the number of ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
     for value in _rates(source):
         if sizes.grows(value):
             message = (
-                "the learning rate is multiplied by the number of ranks, and stays so; it suits averaged gradients of a "
-                "batch that many times as large, with a warm-up; on another number of ranks the training is another one"
+                "the learning rate is multiplied by the number of ranks, here as on Horovod; this fits averaged gradients "
+                "of a batch as many times as large, with a warm-up; another number of ranks gives a different training"
             )
             yield Finding(value.lineno, "trap", message)
 
 
 def _rates(source: Source) -> Iterator[ast.expr]:
-    """Everything that is given to somebody as a learning rate."""
+    """Yield all expressions that are used as a learning rate."""
     for call in source.calls:
         rate = keyword(call, "lr")
         if rate is None and source.name(call.func).startswith("torch.optim.") and len(call.args) > 1:
@@ -36,12 +36,12 @@ def _rates(source: Source) -> Iterator[ast.expr]:
 
 
 class _Sizes:
-    """Which expressions grow with the number of ranks; follows assignments and the script's own functions."""
+    """Finder of expressions that grow with the number of ranks; follows assignments and the script's functions."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.growing: set[str] = set()
-        for _ in range(4):  # a scale of a scale of a scale is enough
+        for _ in range(4):  # chains of assignments, four levels deep
             self.growing |= {target for target, value, _ in source.assignments if self.grows(value)}
             self.growing |= {
                 f"{name}()"
@@ -51,7 +51,7 @@ class _Sizes:
             }
 
     def grows(self, value: ast.expr) -> bool:
-        """Whether it does."""
+        """Return whether ``value`` grows with the number of ranks."""
         if isinstance(value, ast.Name | ast.Attribute):
             return ast.unparse(value) in self.growing
         if isinstance(value, ast.Call):

@@ -1,4 +1,4 @@
-"""Rules on the order of things between backward and step."""
+"""Rules on the order of calls between backward and step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CURE = "call optimizer.synchronize() after backward, and step inside `with opti
 
 
 class Event(NamedTuple):
-    """A call in a training step, and the wrapped optimizer that it is about."""
+    """A call in a training step, and the name of its wrapped optimizer."""
 
     kind: Kind
     node: ast.Call
@@ -22,18 +22,18 @@ class Event(NamedTuple):
 
 
 def clip_before_synchronize(source: Source) -> Iterator[Finding]:
-    """Gradients are clipped while they are still this rank's own."""
+    """Gradients are clipped before they are averaged."""
     for events in _steps(source):
         for number, event in enumerate(events):
             if event.kind != "clip" or _has(_since_backward(source, events, number), "synchronize"):
                 continue
             if any(later.kind in ("step", "scaled step") for later in _until_backward(events, number)):
-                message = f"gradients are clipped while they travel, on each rank by its own norm; {_CURE}"
+                message = f"gradients are clipped before they are averaged, on each rank by its own norm; {_CURE}"
                 yield Finding(event.node.lineno, "trap", message)
 
 
 def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
-    """A GradScaler looks for infinities in gradients that are still this rank's own."""
+    """A GradScaler checks gradients for infinities before they are averaged."""
     for events in _steps(source):
         for number, event in enumerate(events):
             if event.kind not in ("unscale", "scaled step"):
@@ -41,23 +41,23 @@ def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
             before = _since_backward(source, events, number)
             if _has(before, "synchronize", event.optimizer) or _has(before, "unscale", event.optimizer):
                 continue
-            message = "the GradScaler looks at gradients that still travel: one rank may skip a step that others take"
+            message = "the GradScaler checks gradients before they are averaged: one rank may skip a step that others take"
             yield Finding(event.node.lineno, "trap", f"{message}; {_CURE.replace('step inside', 'scaler.step(…) inside')}")
 
 
 def second_reduction(source: Source) -> Iterator[Finding]:
-    """After synchronize(), a step outside of skip_synchronize() combines the gradients again."""
+    """After synchronize(), a step outside skip_synchronize() reduces the gradients again."""
     for events in _steps(source):
         for number, event in enumerate(events):
             if event.kind not in ("step", "scaled step") or _skips(source, event):
                 continue
             if _has(_since_backward(source, events, number), "synchronize", event.optimizer):
-                message = "gradients are combined once more here, at the same cost; with op=Sum they grow by the size"
+                message = "gradients are reduced a second time here, at the same cost; with op=Sum they grow by the size"
                 yield Finding(event.node.lineno, "trap", f"{message}; step inside `with optimizer.skip_synchronize():`")
 
 
 def zero_grad_before_step(source: Source) -> Iterator[Finding]:
-    """Gradients are thrown away while they travel: Horovod raises AssertionError."""
+    """Gradients are zeroed during their reduction: Horovod raises AssertionError."""
     for events in _steps(source):
         for number, event in enumerate(events):
             if event.kind != "zero_grad":
@@ -74,10 +74,10 @@ def zero_grad_before_step(source: Source) -> Iterator[Finding]:
 
 
 def _steps(source: Source) -> Iterator[list[Event]]:
-    """The events of each function, in the order of the text."""
+    """Yield the events of each function in source order."""
     for _, nodes in source.scopes():
         events = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node))]
-        # `scaler.scale(loss).backward()` ends where it ends, not where it begins.
+        # Sort by the end of a call: `scaler.scale(loss).backward()` calls backward last.
         yield sorted(events, key=lambda event: (event.node.end_lineno or 0, event.node.end_col_offset or 0))
 
 
@@ -100,7 +100,7 @@ def _event(source: Source, call: ast.Call) -> Event | None:
 
 
 def _since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """What happened between the last backward and this event; without a backward, all before it (``strictly``: None)."""
+    """Return the events since the last backward. Without one, return all earlier events, or None if ``strictly``."""
     found: list[Event] = []
     this = events[number]
     for event in reversed(events[:number]):

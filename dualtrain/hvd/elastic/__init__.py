@@ -1,6 +1,6 @@
 """``hvd.elastic``: training that survives a failed collective and a change of hosts, as far as the processes do.
 
-torchrun restarts all workers when one is lost, and what is committed here is in their memory: write checkpoints too.
+torchrun restarts all workers when one fails, and what is committed here is in their memory: write checkpoints too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorates ``train(state, ...)``: the state is synced from the root, then ``train`` runs.
+    """Decorate ``train(state, ...)``: the state is synced from the root, then ``train`` runs.
 
     After a HorovodInternalError in either, the state goes back to its last commit; after a HostsUpdatedInterrupt it
     stays as it is. Both times Horovod is shut down and initialised again, the state's reset callbacks run, and it

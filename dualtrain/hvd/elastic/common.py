@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class HostUpdateResult(IntFlag):
-    """What has happened to the hosts of the job."""
+    """Change of the hosts of the job."""
 
     no_update = 0
     removed = 1
@@ -25,7 +25,7 @@ class HostUpdateResult(IntFlag):
 
 
 class WorkerNotificationManager:
-    """Tells the states that are being trained about new hosts and lost ones.
+    """Informs the states that are being trained of new and lost hosts.
 
     No service listens for them: under torchrun a change of hosts restarts all workers. Whoever learns of one in
     another way calls :meth:`handle_hosts_updated`, from any thread.
@@ -44,12 +44,12 @@ class WorkerNotificationManager:
             self._listeners.add(listener)
 
     def remove_listener(self, listener: State) -> None:
-        """``listener`` hears no more."""
+        """Remove ``listener``."""
         with self._lock:
             self._listeners.discard(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Passes on that the hosts changed at ``timestamp``, a number that grows from one change to the next."""
+        """Pass on that the hosts changed at ``timestamp``, a number that grows from one change to the next."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
@@ -60,7 +60,7 @@ notification_manager = WorkerNotificationManager()
 
 
 class State:
-    """What training can go on from: subclasses say how it is saved, restored and given to the other ranks.
+    """State from which training can go on: subclasses save, restore and broadcast it.
 
     Args:
         bcast_object: gives every rank the root's object.
@@ -79,18 +79,18 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The world was joined anew: what was heard about the old one is dropped, and the reset callbacks run."""
+        """Drop messages about the old world and run the reset callbacks, after the world was joined anew."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """The hosts changed: the next :meth:`check_host_updates` raises. May be called from any thread."""
+        """Note that the hosts changed: the next :meth:`check_host_updates` raises. May be called from any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Saves the state in memory, and looks for changes of hosts. Collective.
+        """Save the state in memory, and look for changes of hosts. Collective.
 
         It copies everything, so that committing at every step may be too often.
 
@@ -101,7 +101,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises, on all ranks or none, if the root has heard of a change of hosts. Collective.
+        """Raise, on all ranks or none, if the root was informed of a change of hosts. Collective.
 
         Raises:
             HostsUpdatedInterrupt: the hosts have changed.
@@ -113,25 +113,25 @@ class State:
             if timestamp > latest:
                 latest = timestamp
                 update |= change
-        # A plain int: only plain values travel.
+        # A plain int: only plain values are sent.
         known, self._last_updated_timestamp, update = self._bcast_object((known, latest, int(update)))
         if self._last_updated_timestamp > known:
             raise HostsUpdatedInterrupt(skip_sync=update == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keeps a copy of the state in memory."""
+        """Keep a copy of the state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to the copy that was saved last."""
+        """Go back to the copy that was saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Gives every rank the root's state. Collective."""
+        """Send every rank the root's state. Collective."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapts to a world that was joined anew, before the state is synced."""
+        """Adapt to a world that was joined anew, before the state is synced."""
 
 
 class ObjectState(State):
@@ -153,15 +153,15 @@ class ObjectState(State):
         self._set_attrs(kwargs)
 
     def save(self) -> None:
-        """Keeps a deep copy of the objects."""
+        """Keep a deep copy of the objects."""
         self._saved_state = _copies(self._objects())
 
     def restore(self) -> None:
-        """Sets the attributes to copies of what was saved last."""
+        """Set the attributes to copies of what was saved last."""
         self._set_attrs(_copies(self._saved_state))
 
     def sync(self) -> None:
-        """Gives every rank the root's objects, and saves them. Collective."""
+        """Send every rank the root's objects, and save them. Collective."""
         if self._saved_state:
             self._set_attrs(self._bcast_object(self._objects()))
         self.save()

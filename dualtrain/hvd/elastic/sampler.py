@@ -39,7 +39,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins epoch ``epoch``: nothing of it is processed. Belongs at the end of the epoch before.
+        """Begin epoch ``epoch``: nothing of it is processed. Belongs at the end of the epoch before.
 
         At the beginning of an epoch it would forget what was processed of it before a restart.
         """
@@ -48,22 +48,22 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has processed a batch of ``batch_size``. They are left out from the next :meth:`reset` on."""
+        """Note that every rank has processed ``batch_size`` samples, which the next :meth:`reset` leaves out."""
         # As Horovod counts: with a short last batch, or samples that were dealt twice, more than there are.
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how much of it is processed."""
+        """Return the epoch, and how much of it is processed."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from there, in a world of any size."""
+        """Go on from there, in a world of any size."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Deals out what is not processed yet among the ranks that there are now."""
+        """Split what is not processed yet among the ranks that there are now."""
         self.num_replicas = size()
         self.rank = rank()
         order = list(range(len(self.dataset)))

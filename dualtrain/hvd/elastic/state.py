@@ -21,6 +21,7 @@ from dualtrain.hvd.functions import (
     broadcast_parameters,
 )
 from dualtrain.hvd.mpi_ops import rank
+from dualtrain.state import load_optimizer_state
 
 
 class StateHandler:
@@ -30,7 +31,7 @@ class StateHandler:
         self.value = value
 
     def save(self) -> None:
-        """Keeps a copy of the object's state."""
+        """Keep a copy of the object's state."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -42,10 +43,10 @@ class StateHandler:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapts the object to a world that was joined anew."""
+        """Adapt the object to a world that was joined anew."""
 
     def set_value(self, value: Any) -> None:
-        """Handles another object from now on, and saves it."""
+        """Handle another object from now on, and save it."""
         self.value = value
         self.save()
 
@@ -55,10 +56,10 @@ class Stateful(Protocol):
     """Whatever hands out its state and takes it back, as learning-rate schedulers and gradient scalers do."""
 
     def state_dict(self) -> Any:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Goes on from such a state."""
+        """Go on from such a state."""
 
 
 class StateDictHandler(StateHandler):
@@ -69,15 +70,15 @@ class StateDictHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """Keeps a deep copy of the ``state_dict()``."""
+        """Keep a deep copy of the ``state_dict()``."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Loads a copy of what was saved last: optimizers and schedulers go on writing into what they load."""
+        """Load a copy of what was saved last: optimizers and schedulers go on writing into what they load."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Loads the root's ``state_dict()``."""
+        """Load the root's ``state_dict()``."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
@@ -87,12 +88,12 @@ class ModelStateHandler(StateDictHandler):
     _saved_model_state = property(lambda self: self._saved)  # Horovod's name for it, which its tests look at
 
     def restore(self) -> None:
-        """Loads what was saved last; modules copy tensors themselves."""
+        """Load what was saved last; modules copy tensors themselves."""
         tensors = {id(value): value for value in self._saved.values() if isinstance(value, torch.Tensor)}
         self.value.load_state_dict(copy.deepcopy(self._saved, tensors))
 
     def sync(self) -> None:
-        """Writes the root's tensors over this rank's."""
+        """Write the root's tensors over this rank's."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
@@ -101,8 +102,12 @@ class OptimizerStateHandler(StateDictHandler):
 
     _saved_optimizer_state = property(lambda self: self._saved)
 
+    def restore(self) -> None:
+        """Loads a copy of what was saved last, with its dtypes."""
+        load_optimizer_state(self.value, copy.deepcopy(self._saved))
+
     def sync(self) -> None:
-        """Loads the root's state and options."""
+        """Load the root's state and options."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
@@ -112,7 +117,7 @@ class SamplerStateHandler(StateDictHandler):
     _saved_sampler_state = property(lambda self: self._saved)
 
     def reset(self) -> None:
-        """Deals it out among the new ranks, who are not synced if hosts were only removed."""
+        """Split it among the new ranks, who are not synced if hosts were only removed."""
         self.value.reset()
 
 
@@ -132,7 +137,7 @@ def get_handler_registry() -> Registry:
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Uses ``registry`` for every :class:`TorchState` made from now on."""
+    """Use ``registry`` for every :class:`TorchState` made from now on."""
     global _handler_registry
     _handler_registry = registry
 
@@ -173,27 +178,27 @@ class TorchState(ObjectState):
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **objects)
 
     def save(self) -> None:
-        """Keeps a copy of everything, in memory."""
+        """Keep a copy of everything, in memory."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
         self._saved_random = _random_state()
 
     def restore(self) -> None:
-        """Goes back to what was saved last."""
+        """Go back to what was saved last."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
         _set_random_state(self._saved_random)
 
     def sync(self) -> None:
-        """Gives every rank the root's state, and saves it. Collective."""
+        """Send every rank the root's state, and save it. Collective."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        """Adapts samplers to the new world."""
+        """Adapt samplers to the new world."""
         for handler in self._handlers.values():
             handler.reset()
 

@@ -1,0 +1,169 @@
+"""A backend that reduces CPU tensors through shared memory, and uses another backend for everything else."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dualtrain.backends.base import ReduceOp, Work
+from dualtrain.backends.collectives import Backend
+from dualtrain.backends.shm.reductions import SharedMemory
+from dualtrain.backends.shm.segment import UnsharedError
+from dualtrain.backends.watch import Watch
+from dualtrain.launchers import World
+
+log = logging.getLogger(__name__)
+
+
+class DelegatingBackend(Backend):
+    """A backend whose primitives are those of another one, ``inner``, which it owns from now on."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        super().__init__(inner.world, inner.device, inner.timeout)
+        self.name, self.transport, self.versions, self.narrow = inner.name, inner.transport, inner.versions, inner.narrow
+        self.hosts, self.members, self.is_group = inner.hosts, inner.members, inner.is_group
+
+    # The inner backend's waits have the same limits.
+
+    @property
+    def timeout(self) -> float:
+        """See :class:`~dualtrain.backends.base.Primitives`."""
+        return self.inner.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.inner.timeout = seconds
+
+    @property
+    def watch(self) -> Watch | None:
+        """See :class:`~dualtrain.backends.base.Primitives`."""
+        return self.inner.watch
+
+    @watch.setter
+    def watch(self, watch: Watch | None) -> None:
+        self.inner.watch = watch
+
+    @property
+    def on_wait(self) -> Callable[[Any, str, float], None] | None:
+        """See :class:`~dualtrain.backends.base.Primitives`."""
+        return self.inner.on_wait
+
+    @on_wait.setter
+    def on_wait(self, function: Callable[[Any, str, float], None] | None) -> None:
+        self.inner.on_wait = function
+
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        return self.inner.start_allreduce(tensor, op, name)
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
+        return self.inner.start_broadcast(tensor, root, name)
+
+    def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
+        return self.inner.start_allgather(output, tensor, name)
+
+    def start_alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
+    ) -> Work[None]:
+        return self.inner.start_alltoall(output, tensor, received, sent, name)
+
+    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
+        return self.inner.exchange(vector)
+
+    def subset(self, ranks: Sequence[int], world: World | None) -> Backend | None:
+        group = self.inner.subset(ranks, world)
+        assert group is None or isinstance(group, Backend)
+        return group
+
+    def make_default_group(self) -> None:
+        """See the base class."""
+        self.inner.make_default_group()
+
+    def disconnect(self) -> None:
+        self.inner.close()
+
+
+class SharedMemoryBackend(DelegatingBackend):
+    """``inner`` with reductions of CPU tensors through memory that the ranks of a host share.
+
+    Collective over ``inner`` to make; blocks. With several hosts, the ranks with the same local rank exchange their
+    shards over ``inner``'s library in between.
+
+    Args:
+        inner: a connected backend with CPU tensors.
+        beside: shared memory of another backend over the same ranks, whose operations progress while this one waits.
+
+    Raises:
+        UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts have unequally many.
+        BackendError: a rank failed, or the connections between the hosts did.
+    """
+
+    transport = "shm"
+
+    def __init__(self, inner: Backend, beside: SharedMemory | None = None) -> None:
+        super().__init__(inner)
+        several = len(set(inner.hosts)) > 1
+        if len(set(Counter(inner.hosts).values())) > 1:
+            raise UnsharedError("the hosts do not have equally many ranks")
+        self.transport = f"{type(self).transport}+{inner.transport}" if several else type(self).transport
+        across = inner.between_hosts() if several else None
+        self.memory = SharedMemory(inner, across, beside)
+        self._copies = False  # whether the memory has run out
+
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        if tensor.device.type != "cpu":
+            return self.inner.start_allreduce(tensor, op, name)
+        # Not in place: the tensor may be part of a buffer on this rank, and none on another one.
+        return self.memory.start(tensor, op, name, in_place=False)
+
+    def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
+        if tensor.device.type != "cpu":
+            return self.inner.start_sum(tensor, name, factor, tail)
+        return self.memory.start(tensor, ReduceOp.SUM, name, factor, tail)
+
+    def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            try:
+                return self.memory.new_buffer(numel, dtype)
+            except UnsharedError as reason:
+                if self.rank == 0 and not self._copies:
+                    log.warning("gradients are copied for each reduction: no more memory can be shared (%s)", reason)
+                self._copies = True
+        return self.inner.new_buffer(numel, dtype, device)
+
+    def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self.memory.exchange_short(numbers)
+
+    def channel(self) -> Backend:
+        library = super().channel()
+        try:
+            shared = SharedMemoryBackend(library, beside=self.memory)
+        except UnsharedError:
+            return library
+        self.close_with(shared)
+        return shared
+
+    def adapt_group(self, group: Backend) -> Backend:
+        return LibraryGroup(group, self.memory)
+
+    def release(self) -> None:
+        self.memory.close()
+
+
+class LibraryGroup(DelegatingBackend):
+    """A group of a :class:`SharedMemoryBackend`: all its operations are the library's.
+
+    Before it compares calls, it finishes what was started in ``memory``: another rank may wait for that first.
+    """
+
+    def __init__(self, inner: Backend, memory: SharedMemory) -> None:
+        super().__init__(inner)
+        self._memory = memory
+
+    def exchange(self, vector: torch.Tensor) -> torch.Tensor:
+        self._memory.finish()
+        return self.inner.exchange(vector)

@@ -1,0 +1,391 @@
+"""Reductions of CPU tensors through memory that the ranks of a host share.
+
+Every rank's buffer is in memory that all ranks of its host map. When all have posted "ready", each reduces its shard of
+all buffers, in rank order, and writes the result into all of them; when all have posted "done", every buffer holds the
+whole result. No data is sent, nothing is copied twice, and the fixed order gives the same bits in every run.
+
+With several hosts, ranks that have the same shard of their hosts' sums all-reduce it in between, over the library.
+
+The work is done in the caller's own thread: when it waits, and, as far as that does not block, when it starts the next
+operation. Ranks that compute on all cores gain nothing from another thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import lru_cache, partial, reduce
+from operator import attrgetter, or_
+from typing import NoReturn
+
+import torch
+
+from dualtrain.backends.base import Primitives, ReduceOp, Work
+from dualtrain.backends.shm.segment import map_on_host
+from dualtrain.backends.shm.semaphores import Semaphores
+from dualtrain.backends.shm.shards import PAGE, Plan, Region
+from dualtrain.errors import BackendError, PeerFailedError
+
+_STAGE_BYTES = 1 << 20  # of the buffer through which tensors outside shared memory are copied, piece by piece
+_SLICE_SECONDS = 5e-4  # of a blocking wait, after which other operations progress
+_VECTOR_BYTES = 1 << 10  # of the longest vector that is exchanged through memory
+_TAG_BYTES = 64  # that describe one operation
+_TAGS = 128  # operations that this rank may have posted ahead of the others
+_READY, _DONE, _VECTOR = range(3)
+_KINDS = 3
+_COMPARING = "comparing calls with the other ranks"
+_CPU_NUMBERS = 64  # integers of 62 bits each, for the set of cores
+
+#: A condition: called with whether to block, it returns whether it is met.
+Need = Callable[[bool], bool]
+
+
+class SharedMemory:
+    """Memory that the ranks of this host share, as one of them uses it.
+
+    Collective over ``library`` to make; blocks.
+
+    Args:
+        library: backend over all ranks; each host has equally many.
+        across: backend over the ranks with this rank's local rank, one per host, if there are several hosts.
+        beside: another one, whose operations progress while this one waits.
+
+    Raises:
+        UnsharedError: on every rank, if the ranks of one host cannot share memory.
+    """
+
+    def __init__(self, library: Primitives, across: Primitives | None = None, beside: SharedMemory | None = None) -> None:
+        self._library = library
+        self._across = across
+        self._beside = beside
+        self._host = library.hosts[library.rank]
+        self.size, self.rank = library.local_size, library.local_rank
+        self._exchange = library.exchange_short  # until this memory can do it
+        memory = self._map(Semaphores.bytes_for(_KINDS, self.size), Semaphores.initialise)
+        # Don't spin when ranks outnumber cores: the peer needs this core to post.
+        spin = _cores(library) >= self.size
+        self._semaphores = Semaphores(memory, _KINDS, self.size, self.rank, spin=spin)
+        #: Of each kind, the conditions that every other rank has posted.
+        self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
+        #: Buffers through which tensors outside shared memory are copied.
+        self.stage = self._new_region(_STAGE_BYTES)
+        places = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
+        self._vectors = [[memoryview(place) for place in two] for two in places]  # each begins with its length
+        self._next_vector = 0  # index into the double buffer
+        #: Of each rank, a ring of its last operations' tags: tags at the same position must be equal.
+        self._tags = [memoryview(slot.numpy()) for slot in self._new_region(_TAGS * _TAG_BYTES).slots]
+        self._others_tags = [self._tags[other] for other in self._semaphores.others]
+        self._posted_ready, self._seen_ready = 0, 0  # numbers of operations
+        self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
+        self._pending: deque[_Reduction] = deque()
+        self._lock = threading.RLock()
+        self._failure: BackendError | None = None
+        self._exchange = self.exchange_short
+
+    def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Tensor of zeros, (numel,), that :meth:`start` reduces in place. Collective; blocks. Raises UnsharedError."""
+        if numel == 0:
+            return torch.zeros(0, dtype=dtype)
+        region = self._new_region(numel * dtype.itemsize)
+        with torch.inference_mode(False):
+            buffer: torch.Tensor = region.slots[self.rank][: numel * dtype.itemsize].view(dtype)
+        self._regions[buffer.data_ptr()] = region
+        weakref.finalize(buffer, self._regions.pop, buffer.data_ptr(), None)
+        return buffer
+
+    def start(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        name: str,
+        factor: float = 1.0,
+        tail: int = 0,
+        *,
+        in_place: bool = True,
+    ) -> Work[None]:
+        """Reduce ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; does not block.
+
+        All elements but the last ``tail`` are then multiplied by ``factor``. With ``in_place``, a buffer of
+        :meth:`new_buffer` is reduced without copies, and must be one on every rank; without, it is copied as any tensor.
+        """
+        with self._lock:
+            flat = tensor.view(-1)
+            region = self._regions.get(flat.data_ptr()) if in_place else None
+            work = _Reduction(self, flat, region, op, name, factor, tail)
+            if self._failure is not None:
+                self._raise_failure(work.what)
+            # Posts are in the order of the operations: don't post behind one that has posts of its own left.
+            if region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending)):
+                self.post_ready(work)
+            self._pending.append(work)
+            self.advance()
+        return work
+
+    def advance(self, until: _Reduction | None = None) -> None:
+        """Progress without blocking; with ``until``, block until that operation and all before it have ended.
+
+        Raises:
+            BackendError: an operation failed; all later ones fail too.
+        """
+        with self._lock:
+            while self._pending and not (until is not None and until.ended):
+                try:
+                    if not self._pending[0].progress(block=until is not None):
+                        return
+                except Exception as error:
+                    raise self._fail(self._pending[0].what, error) from error
+                self._pending.popleft()
+            if until is not None and not until.ended:
+                self._raise_failure(until.what)
+
+    def finish(self) -> None:
+        """Block until all operations have ended: while this rank waits for the library, it does not progress them."""
+        with self._lock:
+            if self._pending:
+                self.advance(self._pending[-1])
+
+    def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
+        """As the library's, but through memory where all ranks are on this host and the numbers fit. Blocks.
+
+        Raises:
+            BackendError: on all ranks, if they pass different numbers of integers: they are not in the same call.
+        """
+        gathered = self._exchange_here(numbers) if self._across is None else None
+        if gathered is None:
+            self.finish()
+            gathered = self._library.exchange_short(numbers)
+        return gathered
+
+    def _exchange_here(self, numbers: Sequence[int]) -> list[list[int]] | None:
+        with self._lock:
+            self._raise_failure(_COMPARING)
+            # Double buffer: a peer that has posted exchange n+1 has finished reading n, so its slot can be reused for n+2.
+            vectors = [each[self._next_vector] for each in self._vectors]
+            self._next_vector = 1 - self._next_vector
+            length, mine = len(numbers), vectors[self.rank]
+            short = length < len(mine)
+            mine[0] = length
+            if short:
+                mine[1 : 1 + length] = memoryview(array("l", numbers))
+            self._semaphores.post(_VECTOR)
+            try:
+                for need in self._posts[_VECTOR]:
+                    need(True)
+            except Exception as error:
+                raise self._fail(_COMPARING, error) from error
+            lengths = [vector[0] for vector in vectors]
+            if len(set(lengths)) > 1:
+                raise BackendError(
+                    f"the ranks do not agree on a collective call: they compare {lengths} numbers, in rank order; make the "
+                    "same calls in the same order on every rank"
+                )
+            return [vector[1 : 1 + length].tolist() for vector in vectors] if short else None
+
+    def close(self) -> None:
+        """Progress without blocking, then free the memory. Operations that start later fail."""
+        with self._lock:
+            if self._failure is None:
+                with suppress(BackendError):
+                    self.advance()
+                self._failure = BackendError("this backend is closed: make its last call before close()")
+            self._pending.clear()
+            self._regions.clear()
+            self._vectors.clear()
+            self._tags.clear()
+            self._others_tags.clear()
+            self.stage.slots.clear()
+
+    @property
+    def failed(self) -> bool:
+        """Whether an operation has failed, so that all later ones fail too."""
+        return self._failure is not None
+
+    # -- steps of an operation -------------------------------------------------------------------------------------
+
+    def post_ready(self, work: _Reduction) -> None:
+        """Post that this rank's part of ``work`` is in its buffer."""
+        work.posted = work.region is not None
+        at = self._posted_ready % _TAGS * _TAG_BYTES
+        self._tags[self.rank][at : at + _TAG_BYTES] = work.tag
+        self._posted_ready += 1
+        self._semaphores.post(_READY)
+
+    def reduce_shard(self, plan: Plan, work: _Reduction) -> Iterator[Need]:
+        """Reduce this rank's shard, from "ready" to "done"; yields the conditions to wait for."""
+        yield from self._posts[_READY]
+        at = self._seen_ready % _TAGS * _TAG_BYTES
+        self._seen_ready += 1
+        for tags in self._others_tags:
+            if tags[at : at + _TAG_BYTES] != work.tag:
+                self._raise_mismatch(at)
+        if self._across is None:
+            plan.reduce(work.op, work.factor)
+        else:
+            plan.reduce_on_host(work.op)
+            yield partial(_ended, self._across.start_allreduce(plan.shard, work.op, work.name))
+            plan.copy_to_all(work.factor)
+        self._semaphores.post(_DONE)
+        yield from self._posts[_DONE]
+
+    def _raise_mismatch(self, at: int) -> NoReturn:
+        """Raise BackendError, as every rank of this host does: their tags at ``at`` are of different operations."""
+        ranks = self._ranks_here()
+        names = [bytes(tags[at + 8 : at + _TAG_BYTES]).rstrip(b"\0").decode(errors="replace") for tags in self._tags]
+        listed = "; ".join(f"rank {rank}: {name}" for rank, name in zip(ranks, names, strict=True))
+        raise BackendError(
+            f"the ranks are in different operations ({listed}): operations on a backend are matched by order; make the "
+            "same calls in the same order on every rank"
+        )
+
+    def _ranks_here(self) -> list[int]:
+        return [rank for rank, host in enumerate(self._library.hosts) if host == self._host]
+
+    def _posted(self, kind: int, other: int, block: bool) -> bool:
+        if self._semaphores.try_wait(kind, other, spin=block):
+            return True
+        if block:
+            what = _COMPARING if kind == _VECTOR else self._pending[0].what
+            what = f"{what} (waiting for rank {self._ranks_here()[other]})"
+            self._library.await_bounded(what, partial(self._wait_and_progress, kind, other))
+        return block
+
+    def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
+        """Wait for a post, and progress operations that the other rank may wait for before it posts."""
+        unfinished = self._beside is not None and self._beside.progress()
+        if kind == _VECTOR:
+            self.advance()
+            unfinished = unfinished or bool(self._pending)
+        return self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds)
+
+    def progress(self) -> bool:
+        """Progress without blocking, unless another thread does; whether operations are unfinished."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            with suppress(BackendError):  # raised again where that operation is waited for
+                self.advance()
+            return bool(self._pending)
+        finally:
+            self._lock.release()
+
+    def _new_region(self, nbytes: int) -> Region:
+        nbytes = -(-nbytes // PAGE) * PAGE
+        with torch.inference_mode(False):
+            return Region(self._map(self.size * nbytes), self.size, self.rank)
+
+    def _map(self, nbytes: int, prepare: Callable[[torch.Tensor], None] = lambda memory: None) -> torch.Tensor:
+        return map_on_host(self._exchange, self._library.hosts, self._library.rank, nbytes, prepare)
+
+    def _fail(self, what: str, error: Exception) -> BackendError:
+        """Fail all pending operations: the ranks' semaphore counts are out of step."""
+        self._failure = error if isinstance(error, BackendError) else self._library.failure(what, error)
+        self._pending.clear()
+        return self._failure
+
+    def _raise_failure(self, what: str) -> None:
+        if self._failure is None:
+            return
+        message = f"{what} cannot be done after an earlier failure: {self._failure}"
+        if isinstance(self._failure, PeerFailedError):
+            raise PeerFailedError(message, self._failure.failure) from self._failure
+        raise BackendError(message) from self._failure
+
+
+def _cores(library: Primitives) -> int:
+    """Number of cores that the ranks of this host may use together. Collective."""
+    mine = sum(1 << cpu for cpu in os.sched_getaffinity(0))
+    gathered = library.exchange_short([mine >> 62 * n & (1 << 62) - 1 for n in range(_CPU_NUMBERS)])
+    here = [mask for mask, host in zip(gathered, library.hosts, strict=True) if host == library.hosts[library.rank]]
+    return sum(reduce(or_, masks).bit_count() for masks in zip(*here, strict=True))
+
+
+class _Reduction(Work[None]):
+    """Handle of one reduction over all ranks."""
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        tensor: torch.Tensor,
+        region: Region | None,
+        op: ReduceOp,
+        name: str,
+        factor: float,
+        tail: int,
+    ) -> None:
+        self._memory = memory
+        self._tensor = tensor
+        self.region = region
+        self.posted = False  # whether this rank has posted "ready" for all of it
+        self.op, self.name = op, name
+        self.factor = factor
+        self._scaled = tensor.numel() - tail
+        self.tag = _tag(op, name, tensor.dtype, tensor.numel(), region is None)
+        self.ended = False
+        self._steps: Iterator[Need] = self._run()
+        self._need: Need | None = None
+
+    @property
+    def what(self) -> str:
+        """Text for messages."""
+        return f"{self.op.value} of {self.name!r}"
+
+    def wait(self) -> None:
+        if not self.ended:
+            self._memory.advance(self)
+
+    def done(self) -> bool:
+        if not self.ended:
+            self._memory.advance()
+        return self.ended or self._memory.failed
+
+    def progress(self, block: bool) -> bool:
+        """Carry out steps until a condition is not met, or, with ``block``, until the end; whether it has ended."""
+        while self._need is None or self._need(block):
+            self._need = next(self._steps, None)
+            if self._need is None:
+                self.ended = True
+                return True
+        return False
+
+    def _run(self) -> Iterator[Need]:
+        memory, tensor, dtype = self._memory, self._tensor, self._tensor.dtype
+        if self.region is not None:
+            if not self.posted:
+                memory.post_ready(self)
+            yield from memory.reduce_shard(self.region.plan(dtype, tensor.numel(), self._scaled), self)
+            return
+        room = _STAGE_BYTES // dtype.itemsize
+        for first in range(0, tensor.numel(), room):
+            piece = tensor[first : first + room]
+            count = piece.numel()
+            plan = memory.stage.plan(dtype, count, min(max(self._scaled - first, 0), count))
+            plan.own.copy_(piece)
+            memory.post_ready(self)
+            yield from memory.reduce_shard(plan, self)
+            # Inference tensors can only be written in inference mode; entering it takes longer than a short copy.
+            with torch.inference_mode() if piece.is_inference() else nullcontext():
+                piece.copy_(plan.own)
+
+
+@lru_cache(maxsize=4096)
+def _tag(op: ReduceOp, name: str, dtype: torch.dtype, numel: int, staged: bool) -> bytes:
+    """Tag of an operation, equal on every rank: a hash, and the beginning of its description."""
+    text = f"{op.value} of {name!r} ({str(dtype).removeprefix('torch.')}, {numel})"
+    digest = hashlib.blake2b(f"{text} {staged}".encode(), digest_size=8).digest()
+    return (digest + text.encode())[:_TAG_BYTES].ljust(_TAG_BYTES, b"\0")
+
+
+_has_posted = attrgetter("posted")
+
+
+def _ended(work: Work[None], block: bool) -> bool:
+    if block or work.done():
+        work.wait()
+        return True
+    return False

@@ -1,0 +1,100 @@
+"""Memory that all ranks of a host map.
+
+It has no name, so nothing is left behind however a job ends: the host's first rank creates it (``memfd_create``), and
+the others open it through that process's descriptors in /proc, which the system permits to the same user. It does not
+use /dev/shm, which is small in containers.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dualtrain.backends.agreement import Exchange, exchange_text
+
+_NONCE_BYTES = 8
+_REASON_BYTES = 128
+
+
+class UnsharedError(Exception):
+    """The ranks of a host cannot share memory; raised on every rank, with the reason of the first."""
+
+
+def map_on_host(
+    exchange: Exchange,
+    hosts: Sequence[int],
+    rank: int,
+    nbytes: int,
+    prepare: Callable[[torch.Tensor], None] = lambda memory: None,
+) -> torch.Tensor:
+    """Map ``nbytes`` of zeros, uint8, that all ranks of a host share. Collective over all ranks; blocks.
+
+    Args:
+        exchange: gathers integers over all ranks.
+        hosts: of each rank, the number of its host.
+        rank: this process's rank.
+        nbytes: size.
+        prepare: writes into the memory on the host's first rank, before the others map it.
+
+    Raises:
+        UnsharedError: on every rank, if one of them cannot map it.
+    """
+    leader = hosts.index(hosts[rank])
+    nonce, descriptor, memory = secrets.randbits(62), -1, None
+    problem = ""
+    try:
+        if rank == leader:
+            try:
+                descriptor = os.memfd_create("dualtrain")
+                # Allocate all of it now: otherwise a page that the system cannot provide is a bus error later.
+                os.posix_fallocate(descriptor, 0, nbytes + _NONCE_BYTES)
+                os.pwrite(descriptor, nonce.to_bytes(_NONCE_BYTES, "little"), nbytes)
+                made = _map(descriptor, nbytes)
+                prepare(made)
+                memory = made
+            except Exception as error:  # any error: the other ranks wait for the exchange
+                problem = f"{nbytes} bytes of shared memory cannot be had: {_reason(error)}"
+        mine = [os.getpid(), descriptor, nonce, int(memory is not None)]
+        pid, number, nonce, there = exchange(mine)[leader]
+        if rank != leader and there:
+            try:
+                memory = _open(pid, number, nonce, nbytes)
+            except Exception as error:
+                problem = f"the memory of process {pid} cannot be opened: {_reason(error)}"
+        _agree(exchange, memory is not None, problem)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    assert memory is not None
+    return memory
+
+
+def _open(pid: int, number: int, nonce: int, nbytes: int) -> torch.Tensor:
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        # In another container, the same process number belongs to another process.
+        if os.pread(descriptor, _NONCE_BYTES, nbytes) != nonce.to_bytes(_NONCE_BYTES, "little"):
+            raise OSError("it is another process's here")
+        return _map(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, nbytes: int) -> torch.Tensor:
+    # Not Python's mmap, which keeps one descriptor open per mapping.
+    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or " ".join(str(error).split())
+
+
+def _agree(exchange: Exchange, mapped: bool, problem: str) -> None:
+    if all(theirs for (theirs,) in exchange([int(mapped)])):
+        return
+    problems = exchange_text(exchange, problem, _REASON_BYTES)
+    rank = next(rank for rank, text in enumerate(problems) if text)
+    raise UnsharedError(f"rank {rank}: {problems[rank]}")

@@ -1,0 +1,90 @@
+"""Semaphores between the processes of a host that order their accesses to the memory they share.
+
+What a process wrote before it posts is visible to the process whose wait returns: POSIX semaphores "synchronize memory
+with respect to other threads and processes" (POSIX.1-2017, 4.12), on x86-64, AArch64 and every other processor. Python
+has no atomics of its own. Each ordered pair of ranks has one semaphore per kind of signal, so that a fast rank's next
+post cannot be mistaken for a slow rank's last one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import torch
+
+CACHE_LINE = 64  # bytes; glibc's sem_t has 32
+_SPINS = 200  # sem_trywait calls before a wait sleeps: some tens of microseconds
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Semaphores:
+    """Semaphores of ``size`` ranks at the beginning of ``memory``, as rank ``rank`` posts them and waits for them.
+
+    Args:
+        memory: shared by the ranks, of :meth:`bytes_for` bytes, prepared by :meth:`initialise`.
+        kinds: number of kinds of signals.
+        size: number of ranks.
+        rank: this process's rank.
+        spin: whether waits spin before they sleep.
+    """
+
+    def __init__(self, memory: torch.Tensor, kinds: int, size: int, rank: int, *, spin: bool) -> None:
+        self._memory = memory  # mapped as long as this reference exists
+        self.others = [other for other in range(size) if other != rank]
+        self._spins = _SPINS if spin else 1
+        first = memory.data_ptr()
+
+        def at(kind: int, source: int, target: int) -> ctypes.c_void_p:
+            return ctypes.c_void_p(first + ((kind * size + source) * size + target) * CACHE_LINE)
+
+        self._to = [[at(kind, rank, other) for other in self.others] for kind in range(kinds)]
+        self._from = [[at(kind, other, rank) for other in range(size)] for kind in range(kinds)]
+        # Calls that do not block keep the GIL, which is faster; calls that block release it.
+        with_gil, without_gil = ctypes.PyDLL(None), ctypes.CDLL(None)
+        self._sem_post, self._sem_trywait = with_gil.sem_post, with_gil.sem_trywait
+        # Use the monotonic clock where the C library can (glibc 2.30): the real-time clock may be set meanwhile.
+        self._sem_clockwait = getattr(without_gil, "sem_clockwait", None)
+        self._sem_timedwait = without_gil.sem_timedwait
+
+    @staticmethod
+    def bytes_for(kinds: int, size: int) -> int:
+        """Memory that the semaphores need."""
+        return kinds * size * size * CACHE_LINE
+
+    @staticmethod
+    def initialise(memory: torch.Tensor) -> None:
+        """Initialise all semaphores in ``memory``; on one rank, before any other uses them.
+
+        Raises:
+            OSError: the system has no semaphores that processes can share.
+        """
+        initialise = ctypes.CDLL(None).sem_init
+        for offset in range(0, memory.numel(), CACHE_LINE):
+            if initialise(ctypes.c_void_p(memory.data_ptr() + offset), 1, 0):
+                raise OSError("no semaphores that processes can share")
+
+    def post(self, kind: int) -> None:
+        """Post the signal ``kind`` to every other rank. Does not block."""
+        for each in self._to[kind]:
+            self._sem_post(each)
+
+    def try_wait(self, kind: int, source: int, *, spin: bool) -> bool:
+        """Consume a post of rank ``source`` if there is one, or with ``spin`` comes soon. Does not sleep."""
+        at = self._from[kind][source]
+        return any(self._sem_trywait(at) == 0 for _ in range(self._spins if spin else 1))
+
+    def timed_wait(self, kind: int, source: int, seconds: float) -> bool:
+        """Consume a post of rank ``source``; sleep until there is one, at most for ``seconds``."""
+        at = self._from[kind][source]
+        if self._sem_clockwait is not None:
+            return bool(self._sem_clockwait(at, time.CLOCK_MONOTONIC, _until(time.CLOCK_MONOTONIC, seconds)) == 0)
+        return bool(self._sem_timedwait(at, _until(time.CLOCK_REALTIME, seconds)) == 0)
+
+
+def _until(clock: int, seconds: float) -> object:
+    whole, nanoseconds = divmod(time.clock_gettime_ns(clock) + int(seconds * 1e9), 10**9)
+    return ctypes.byref(_Timespec(whole, nanoseconds))

@@ -1,0 +1,182 @@
+"""Start of a contender in fresh processes, and collection of its ranks' output.
+
+To save the launchers' own start-up time, torch's contenders get the variables that torchrun sets, Horovod's over Gloo get
+those that horovodrun sets, and Horovod's over MPI are started by the mpirun command that horovodrun would run. With
+--launch, the user's command starts all of them. The launcher does not affect the time of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from dualtrain.bench.plan import GLOO, MPI, OURS, Entry
+from dualtrain.bench.worker import MARK
+from dualtrain.launchers import World
+
+TIMEOUT_SECONDS = 240.0
+#: The options that horovodrun 0.28.1 gives to Open MPI's mpirun on one host.
+OPEN_MPI = ["--allow-run-as-root", "-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+
+
+class LaunchError(Exception):
+    """A contender did not run. The message is the reason, in one line."""
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Launch specification of the contenders.
+
+    Attributes:
+        ranks: number of ranks on this host, if ``prefix`` is empty.
+        device: "cpu" or "auto".
+        folder: working folder; ranks on several hosts must share it.
+        prefix: the user's launch command; empty if the bench starts the ranks itself.
+        threads: intra-op threads per rank.
+        timeout: seconds after which the contender is stopped.
+    """
+
+    ranks: int
+    device: str
+    folder: Path
+    prefix: tuple[str, ...] = ()
+    threads: int = 1
+    timeout: float = TIMEOUT_SECONDS
+
+
+def run_entry(entry: Entry, jobs: Sequence[str], spec: LaunchSpec, step_fraction: float) -> list[dict[str, Any]]:
+    """Run a contender and return the results of all its ranks, in any order. Blocks until its processes have ended.
+
+    Raises:
+        LaunchError: a process failed, or the timeout expired.
+    """
+    program = [sys.executable, "-m", "dualtrain.bench.worker", entry.module, ",".join(jobs)]
+    program += [f"--device={spec.device}", f"--folder={spec.folder.resolve()}", f"--launched={time.time()}"]
+    program += [f"--step-fraction={step_fraction}"] + [f"--option={entry.option}"] * bool(entry.option)
+    return found_in(run_program(program, entry.starter, spec, meet=entry.needs != "horovod" and entry.module != OURS))
+
+
+def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bool = False) -> str:
+    """Run ``program`` on all ranks and return their output. Blocks until the processes have ended.
+
+    Raises:
+        LaunchError: a process failed, or the timeout expired.
+    """
+    if spec.prefix:
+        flags = [f"--meet=meet-{secrets.token_hex(4)}"] if meet else []
+        return _watched([([*spec.prefix, *program, *flags], {})], spec)
+    if starter == GLOO:
+        return _by_gloo(program, spec)
+    if starter == MPI and _open_mpi():
+        return _watched([([_beside("mpirun"), *OPEN_MPI, "-H", f"localhost:{spec.ranks}", *program], {})], spec)
+    if starter != "ranks":
+        command, *flags = starter.split()
+        return _watched([([_beside(command), *flags, "-np", str(spec.ranks), *program], {})], spec)
+    shared: dict[str, object] = {"WORLD_SIZE": spec.ranks, "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": 0}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
+    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(spec.ranks)]
+    return _watched([(program, one) for one in ranks], spec)
+
+
+@cache
+def _open_mpi() -> bool:
+    """Return whether this host's mpirun is Open MPI's."""
+    try:
+        done = subprocess.run([_beside("mpirun"), "--version"], capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "Open MPI" in done.stdout
+
+
+def _by_gloo(program: Sequence[str], spec: LaunchSpec) -> str:
+    """Run ``program`` on ranks with the variables that horovodrun sets on one host."""
+    from dualtrain.backends.horovod import description
+    from dualtrain.rendezvous.hosts import loopback
+    from dualtrain.rendezvous.http_store import HttpStore
+
+    worlds = [World(rank, spec.ranks, rank, spec.ranks) for rank in range(spec.ranks)]
+    shared: dict[str, object] = {"NCCL_SOCKET_IFNAME": loopback()}
+    with closing(HttpStore("127.0.0.1")) as store:
+        shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.url_prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
+        return _watched([(program, {**description(world), **shared}) for world in worlds], spec)
+
+
+def found_in(text: str) -> list[dict[str, Any]]:
+    """Return the results in a launcher's output, which may prefix the lines of its ranks."""
+    return [json.loads(line) for line in re.findall(rf"{re.escape(MARK)}(\{{.*\}})", text)]
+
+
+def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], spec: LaunchSpec) -> str:
+    """Run the commands at the same time until all have ended or one fails. Return their output."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    quiet = {"OMP_NUM_THREADS": str(spec.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    starts = [(command, {name: str(value) for name, value in more.items()}) for command, more in commands]
+    # Let Python write bytecode for this package, so that a checkout starts as fast as an installed package.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with ExitStack() as stack:
+        log: IO[str] = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        processes = [
+            subprocess.Popen(command, env={**kept, **quiet, **more}, stdout=log, stderr=log, start_new_session=True)
+            for command, more in starts
+        ]
+        try:
+            deadline = time.monotonic() + spec.timeout
+            while any(each.poll() is None for each in processes) and not any(each.poll() for each in processes):
+                if time.monotonic() > deadline:
+                    raise LaunchError(f"it did not end within {spec.timeout:.0f} s")
+                time.sleep(0.02)
+        finally:
+            for process in processes:
+                _end(process)
+        log.seek(0)
+        text = log.read()
+    failed = [process.returncode for process in processes if process.returncode]
+    if failed:
+        raise LaunchError(_reason(text) or f"it ended with status {failed[0]}")
+    return text
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all processes of its session."""
+    for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                pass
+
+
+def _reason(text: str) -> str:
+    """Return the first line of an output that looks like an error, or else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]
+    errors = [line for line in lines if re.search(r"(Error|error|refused|not found)\b.*:|: error", line)]
+    return (errors or lines or [""])[0 if errors else -1][:300]
+
+
+def _beside(command: str) -> str:
+    """Return the program's path in this Python environment, or else on the PATH."""
+    own = Path(sys.executable).parent / command
+    return str(own) if own.exists() else shutil.which(command) or command
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port

@@ -1,0 +1,202 @@
+"""Every setting of a run, by subject. The command line, the recipes and the checkpoints are made from these classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from dualtrain.config.fields import (
+    ABOVE_ZERO,
+    UNIT,
+    Setting,
+    at_least,
+    between,
+    fixed_setting,
+    one_of,
+    setting,
+    settings_of,
+)
+
+AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """Where a run computes, and how its ranks meet."""
+
+    backend: str = setting(
+        "auto", "auto (what the launcher implies), torch, horovod or local", one_of("auto", "torch", "horovod", "local")
+    )
+    transport: str = setting(
+        "auto", "what carries gradients on CPUs: shm (memory that a host's ranks share), native (the library), or auto",
+        one_of("auto", "shm", "native"),
+    )  # fmt: skip
+    nproc: int | None = setting(None, "start this many ranks on this host, without a launcher", at_least(1))
+    data_parallel: bool = setting(False, "one process, all visible GPUs: torch's nn.DataParallel (with --backend local)")
+    output_device: int | None = setting(None, "the GPU that nn.DataParallel gathers the outputs on", at_least(0))
+    parallel_loss: bool = setting(
+        False, "with --data-parallel: the loss is computed on each GPU, and only sums are gathered"
+    )
+    recipe: str = setting("digits-convnet", "the named set of defaults that the other flags override; list shows them")
+    device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
+    timeout: float = setting(300.0, "seconds that any wait for another rank lasts at most", between(0.1, 1e6))
+    deterministic: bool = setting(False, "only operations whose results repeat bit for bit, on GPUs too")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Which samples there are, and how they are read. ``None`` stands for the dataset's own default."""
+
+    dataset: str = fixed_setting(
+        "digits", "digits (embedded), mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or pkg.mod:build"
+    )
+    data_dir: str | None = setting(None, "the folder that holds the dataset's files")
+    download: bool = setting(False, "fetch files that are missing, on one rank of each host")
+    workers: int = setting(2, "processes a rank that read files; 0: none", at_least(0))
+    augment: str | None = fixed_setting(
+        None, "none, crop-flip, imagenet, or weights (the transforms of the model's weights)", one_of(*AUGMENTATIONS)
+    )
+    image_size: int | None = fixed_setting(None, "pixels, the side of the images that the model gets", at_least(1))
+    resize: int | None = fixed_setting(None, "pixels, what the shorter side is scaled to before", at_least(1))
+    pad: int = fixed_setting(0, "pixels of zeros around an image before crop-flip takes its window", at_least(0))
+    normalize: str | None = fixed_setting(
+        None, "none, dataset, imagenet, or MEANS/DEVIATIONS as in 0.5,0.5,0.5/0.2,0.2,0.2"
+    )
+    classes: int | None = fixed_setting(None, "classes of synthetic data and of your own", at_least(1))
+    shape: str | None = fixed_setting(None, "the shape of a synthetic sample: 3,224,224")
+    samples: int = fixed_setting(1280, "synthetic samples; a fifth as many for evaluation", at_least(1))
+    text_file: str | None = fixed_setting(None, "the text to learn, UTF-8 (default: Python's own documentation)")
+    sequence_length: int = fixed_setting(64, "tokens of a text sample", at_least(2))
+    vocabulary: int = fixed_setting(4096, "tokens that are told apart", at_least(5))
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """What is trained."""
+
+    name: str = fixed_setting(
+        "convnet", "convnet, mnist-net, mnist-convnet, bert-small, any of torchvision's, or pkg.mod:build", flag="model"
+    )
+    pretrained: bool = fixed_setting(False, "start from torchvision's weights, but for the last layer")
+    freeze_backbone: bool = fixed_setting(False, "train the last layer only")
+    weights: str | None = setting(None, "start from this file of weights: safetensors or a state dict")
+    channels_last: bool = fixed_setting(False, "lay images out with the channels last")
+    compile: bool = setting(False, "compile the model with torch.compile")
+    sync_batchnorm: bool = fixed_setting(False, "BatchNorm over the samples of all ranks")
+
+
+@dataclass(frozen=True)
+class StepSection:
+    """What one optimizer step does."""
+
+    batch_size: int | None = setting(None, "samples a step on each rank", at_least(1))
+    global_batch_size: int | None = setting(None, "samples a step on all ranks together", at_least(1))
+    accumulate: int = fixed_setting(1, "backward passes that a rank's samples of a step are split into", at_least(1))
+    drop_last: bool = fixed_setting(False, "leave out the last batch of an epoch if it is short")
+    optimizer: str = fixed_setting("sgd", "any of torch.optim: sgd, adam, adamw, rmsprop, …")
+    optimizer_options: str | None = fixed_setting(None, "its other options: nesterov=true,dampening=0")
+    momentum: float = fixed_setting(0.0, "momentum, of optimizers that have it", UNIT)
+    weight_decay: float = fixed_setting(0.0, "weight decay", at_least(0))
+    label_smoothing: float = fixed_setting(0.0, "probability that is taken from the true class for all", UNIT)
+    clip_norm: float | None = fixed_setting(
+        None, "scale gradients down to this norm, over all parameters and ranks", ABOVE_ZERO
+    )
+    amp: str = fixed_setting("off", "mixed precision: off, bf16 or fp16", one_of("off", "bf16", "fp16"))
+    compress: str = fixed_setting("none", "what gradients travel as: none, fp16 or bf16", one_of("none", "fp16", "bf16"))
+    ema: float | None = fixed_setting(None, "also average the weights, with this decay; evaluated in their place", UNIT)
+    seed: int = fixed_setting(
+        0, "decides the first weights, the order of samples and their augmentation", between(0, 2**32 - 1)
+    )
+
+    def global_batch(self, size: int) -> int:
+        """Samples a step on all of ``size`` ranks."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        assert self.batch_size is not None
+        return self.batch_size * size
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """The learning rate of every step."""
+
+    lr: float = fixed_setting(0.1, "learning rate, never scaled behind your back", ABOVE_ZERO)
+    lr_scale: str = fixed_setting(
+        "none", "times k (linear) or √k (sqrt), k = global batch / --lr-batch", one_of("none", "linear", "sqrt")
+    )
+    lr_batch: int | None = fixed_setting(None, "the batch that --lr was chosen for (default: --batch-size)", at_least(1))
+    name: str = fixed_setting(
+        "constant", "constant, cosine, step, multistep, one-cycle or polynomial, in optimizer steps",
+        one_of("constant", "cosine", "step", "multistep", "one-cycle", "polynomial"), flag="schedule",
+    )  # fmt: skip
+    warmup_steps: int = fixed_setting(0, "steps in which the learning rate rises linearly to its value", at_least(0))
+    lr_step: int | None = fixed_setting(None, "schedule step: optimizer steps between drops", at_least(1))
+    lr_milestones: str | None = fixed_setting(None, "schedule multistep: the steps of the drops, as in 1000,2000")
+    lr_gamma: float = fixed_setting(0.1, "schedules step and multistep: the factor of a drop", ABOVE_ZERO)
+    lr_power: float = fixed_setting(1.0, "schedule polynomial: the exponent", ABOVE_ZERO)
+    lr_min: float = fixed_setting(0.0, "schedules cosine and polynomial: where the learning rate ends", at_least(0))
+
+
+@dataclass(frozen=True)
+class LengthSection:
+    """When a run ends."""
+
+    epochs: int = setting(1, "passes over the training samples", at_least(1))
+    max_steps: int | None = setting(None, "stop after this many optimizer steps", at_least(1))
+    early_stop: int | None = setting(None, "stop after this many epochs without a better --best", at_least(1))
+
+
+@dataclass(frozen=True)
+class OutputSection:
+    """What a run writes and shows."""
+
+    run_dir: str | None = setting(None, "the run's folder (default: a new one below runs/)")
+    resume: str | None = setting(None, "go on from --run-dir's newest good checkpoint, or from this file")
+    checkpoint_every: int | None = setting(None, "optimizer steps between checkpoints, beside those of epochs", at_least(1))
+    checkpoint_epochs: int = setting(1, "epochs between checkpoints", at_least(1))
+    keep: int = setting(3, "checkpoints that are kept, beside the best", at_least(1))
+    best: str = setting("val_loss", "what the best is: val_loss or val_accuracy", one_of("val_loss", "val_accuracy"))
+    log_every: int = setting(10, "optimizer steps between lines of metrics.jsonl", at_least(1))
+    tensorboard: bool = setting(False, "write the metrics for TensorBoard too, below the run's folder")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides how a run goes."""
+
+    run: RunSection = field(default_factory=RunSection)
+    data: DataSection = field(default_factory=DataSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    step: StepSection = field(default_factory=StepSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    length: LengthSection = field(default_factory=LengthSection)
+    output: OutputSection = field(default_factory=OutputSection)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """The configuration with these ``values`` by the names of flags (``run_dir``), and defaults for all others."""
+        given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        for name, value in values.items():
+            given[SETTINGS[name].section][SETTINGS[name].attribute] = value
+        return cls(**{name: kind(**given[name]) for name, (kind, _) in SECTIONS.items()})
+
+    def plain(self) -> dict[str, Any]:
+        """All values by the names of flags (``run_dir``): what config.json and checkpoints hold."""
+        return {name: getattr(getattr(self, one.section), one.attribute) for name, one in SETTINGS.items()}
+
+
+#: The class of each section, and its heading in ``--help``.
+SECTIONS: dict[str, tuple[Any, str]] = {
+    "run": (RunSection, "the run"),
+    "data": (DataSection, "the data"),
+    "model": (ModelSection, "the model"),
+    "step": (StepSection, "a step"),
+    "schedule": (ScheduleSection, "the learning rate"),
+    "length": (LengthSection, "how long"),
+    "output": (OutputSection, "what is kept and shown"),
+}
+#: Every setting by its flag's name, with underscores.
+SETTINGS: dict[str, Setting] = {
+    one.name: one for section, (kind, _) in SECTIONS.items() for one in settings_of(section, kind)
+}

@@ -1,0 +1,85 @@
+"""Text for values that differ between ranks, and the refusal of such ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dualtrain.errors import UserError
+
+_SHOWN = 3  # differences that a message describes with their values
+_NAMED = 5  # further differences that it names
+_GROUPS = 6  # different values of one name that a message shows
+_WIDTH = 100  # characters of a value
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A name whose value is not the same on every rank: the values as text, in rank order, ``None`` where it is missing."""
+
+    name: str
+    values: tuple[str | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} is {by_value(self.values)}"
+
+
+def in_words(differences: Sequence[Difference]) -> str:
+    """Text with the first differences and each rank's value, and the names of some more."""
+    text = "; ".join(map(str, differences[:_SHOWN]))
+    rest = [difference.name for difference in differences[_SHOWN:]]
+    if rest:
+        names = ", ".join(rest[:_NAMED]) + (", …" if len(rest) > _NAMED else "")
+        text += f"; and {len(rest)} more: {names}"
+    return text
+
+
+def by_value(values: Sequence[str | None]) -> str:
+    """``cpu on ranks 0, 2 and cuda on rank 1``: of values in rank order that are not all the same."""
+    groups: dict[str | None, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    shown = _excerpts(list(groups)[:_GROUPS])
+    parts = [f"{text} on {ranks_in_words(ranks)}" for text, ranks in zip(shown, groups.values(), strict=False)]
+    more = sum(len(ranks) for ranks in list(groups.values())[_GROUPS:])
+    parts += [f"others on {more} more"] if more else []
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def refuse_unlike(what: str, values: Sequence[str], cure: str) -> None:
+    """Refuse ranks whose values, in rank order, are not all the same.
+
+    Raises:
+        UserError: names each rank's value, and the ``cure``.
+    """
+    if len(set(values)) > 1:
+        raise UserError(f"the ranks do not have the same {what} ({by_value(values)}): {cure}")
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 2``, ``ranks 0-6, 9``: of ascending numbers."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    # Two neighbours are written as two numbers.
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (sum(map(len, runs)) > 1)} {', '.join(parts)}"
+
+
+def _excerpts(values: Sequence[str | None]) -> list[str]:
+    """Shortened values: of long ones, the part where they begin to differ."""
+    texts = [value for value in values if value is not None]
+    start = 0
+    if len(texts) > 1 and max(map(len, texts)) > _WIDTH:
+        low, high = min(texts), max(texts)  # what these two begin with, all begin with
+        alike = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+        start = max(0, alike - _WIDTH // 2)
+    return ["missing" if value is None else _cut(value, start) for value in values]
+
+
+def _cut(text: str, start: int) -> str:
+    part = text[start : start + _WIDTH]
+    return f"{'…' * (start > 0)}{part}{'…' * (start + _WIDTH < len(text))}"

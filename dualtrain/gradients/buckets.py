@@ -1,0 +1,253 @@
+"""Flat buffers in which gradients are sent: one bucket for each layout, and one slot in it for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.backends.base import Work
+from dualtrain.backends.wire import wire_dtype
+from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, dense_strides, lay_out
+from dualtrain.gradients.parameters import gradient_dtype
+
+LARGE_BYTES = 64 << 10  # from this size on, a gradient is copied to its bucket by itself
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter, and the part of a bucket that holds its gradient."""
+
+    name: str
+    param: torch.nn.Parameter
+    #: The part of the bucket that holds the gradient, in the parameter's own strides (channels_last included).
+    view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    #: ``None`` before the layout, and for a sparse gradient.
+    bucket: Bucket | None = None
+    #: What ``param.grad`` becomes. Never ``view`` itself: the user may assign the ``.data`` of a gradient.
+    alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    #: Of ``view``. A gradient with the same four is in the bucket, whatever object it is.
+    address: int = 0
+    strides: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    #: The schedule's round in which its gradient was marked ready last.
+    ready_in_round: int = 0
+    #: Backward passes that have reached it since the last exchange, where the reducer counts them.
+    passes: int = 0
+    #: Whether it is copied to the bucket by itself, before the others.
+    large: bool = False
+
+    def copy_to_bucket(self) -> None:
+        """Copy the gradient to its bucket as soon as it is there.
+
+        It is still in the processor's cache then, and the memory that it was in is free for the next one.
+        """
+        p = self.param
+        grad = p.grad
+        if grad is None or grad.is_sparse or grad.shape != self.shape:
+            return
+        address = grad.data_ptr()
+        if address == self.address or (self.bucket is not None and self.bucket.covers(address)):
+            return  # there already, or in the memory of another gradient
+        # Later hooks, of another reducer or of the user, must see this rank's own gradient and not a partial sum.
+        # torch (2.5 to 2.15) has no public way to count the hooks of a parameter.
+        if len(p._post_accumulate_grad_hooks) == 1:
+            self.view.copy_(grad.detach())
+            self.unpack()
+
+    def place(self, bucket: Bucket, view: torch.Tensor) -> None:
+        """Assign the gradient to ``view``, a part of ``bucket``."""
+        self.bucket, self.view, self.alias = bucket, view, view.detach()
+        self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
+        # A GPU's copies are fewer and faster all at once.
+        self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES
+
+    def unpack(self) -> None:
+        """Make ``param.grad`` a tensor that shares the memory of ``view``."""
+        alias = self.alias
+        if alias.data_ptr() != self.address or alias.stride() != self.strides:  # the user has assigned its ``.data``
+            self.alias = alias = self.view.detach()
+        try:
+            self.param.grad = alias
+        except RuntimeError:  # it has another shape or dtype
+            self.alias = self.param.grad = self.view.detach()
+
+    def describe(self) -> str:
+        """Return name, dtype, shape and strides, which must be the same on every rank."""
+        p = self.param
+        dtype = str(p.dtype).removeprefix("torch.")
+        if gradient_dtype(p) != p.dtype:
+            dtype += f" with gradients of {str(gradient_dtype(p)).removeprefix('torch.')}"
+        return f"{self.name} ({dtype}, {tuple(p.shape)}, strides {dense_strides(p)})"
+
+
+class Bucket:
+    """One flat buffer of gradients, and behind them ``extra`` scalars that are sent along.
+
+    Gradients of 16 bits are summed in a second buffer of 32 bits, and others in one of 16 bits if the transfer says so
+    (``wire``); otherwise ``wire`` is the buffer itself. Collective to make: the backend chooses the memory.
+
+    Args:
+        name: of its operations, in reports.
+        layout: of its gradients.
+        slots: those of the layout's places, in the same order.
+        extra: how many scalars.
+        backend: the ranks.
+        transfer: how gradients are sent.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: BucketLayout,
+        slots: Sequence[Slot],
+        extra: int,
+        backend: Backend,
+        transfer: Transfer = AVERAGE,
+    ) -> None:
+        self.name = name
+        self.slots = list(slots)
+        is_complex = layout.dtype.is_complex
+        numel = layout.numel * (2 if is_complex else 1)
+        real = layout.dtype.to_real()
+        narrow = transfer.dtype if transfer.dtype is not None and real.itemsize > transfer.dtype.itemsize else None
+        self.wire = backend.new_buffer(numel + extra, narrow or wire_dtype(real), layout.device)
+        self.extra = self.wire[numel:]
+        #: The gradients as real numbers: the front of the wire itself, or a buffer of their own.
+        self.values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
+        self._staged = real != self.wire.dtype
+        self._before, self._after = transfer.before, transfer.factor_after(backend.size)
+        #: Whether the wire's dtype is the shorter one: the sum is scaled in the other.
+        self._narrow = self.wire.dtype.itemsize < real.itemsize
+        if self._narrow and self._after < 1:
+            # Divide before the sum: the sum of a few large gradients does not fit into float16, their average does.
+            self._before, self._after = self._before * self._after, 1.0
+        self.work: Work[None] | None = None
+        self.pending = len(self.slots)
+        self._place(layout)
+        start = self.values.data_ptr()
+        #: Addresses, first and past the last, of the gradients of this bucket and of the others of its layout.
+        self.ranges = [(start, start + self.values.nbytes)]
+        #: Gradients that ``pack`` copied, and those that were there.
+        self._copied: list[Slot] = []
+        self._kept: list[Slot] = []
+        #: The first gradient that lies in the memory of another one, found by ``pack``.
+        self.misplaced: Slot | None = None
+        #: The first gradient that has another shape than its slot, found by ``pack``; zeros are sent instead.
+        self.reshaped: Slot | None = None
+
+    def _place(self, layout: BucketLayout) -> None:
+        """Assign every slot to its part of the buffer."""
+        flat = torch.view_as_complex(self.values.view(-1, 2)) if layout.dtype.is_complex else self.values
+        origin = int(flat.storage_offset())  # which as_strided counts from
+        for slot, place in zip(self.slots, layout.places, strict=True):
+            slot.place(self, flat.as_strided(place.shape, place.strides, origin + place.offset))
+
+    def covers(self, address: int) -> bool:
+        """Return whether ``address`` is in the memory of a bucket of this layout."""
+        return any(low <= address < high for low, high in self.ranges)
+
+    def clear(self) -> None:
+        """Fill it with zeros; gradients that lie in it get memory of their own."""
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is not None and grad.layout is torch.strided and self.covers(grad.data_ptr()):
+                grad.data = grad.detach().clone()
+        self.wire.zero_()
+
+    def pack(self) -> None:
+        """Copy every gradient to the buffer; a missing one counts as zero. Those that are there already stay."""
+        self._copied, self._kept = [], []
+        views, grads = self._outside()
+        if views:
+            with torch.no_grad():  # after a backward with create_graph, gradients have a history
+                # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
+                torch._foreach_copy_(views, grads)
+        if self._before != 1:
+            self.values.mul_(self._before)
+        if self._staged:
+            self.wire[: self.values.numel()].copy_(self.values)
+
+    def _outside(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the views to copy to, and the gradients to copy."""
+        views, grads = [], []
+        low, high = self.ranges[0][0], self.ranges[-1][1]
+        for slot in self.slots:
+            p = slot.param
+            grad = p.grad
+            if grad is None:
+                slot.view.zero_()
+                # A parameter that was frozen after the layout takes part as zeros and gets no gradient.
+                if p.requires_grad:
+                    self._copied.append(slot)
+                continue
+            try:
+                address = grad.data_ptr()
+            except RuntimeError:  # a sparse one
+                address, grad = -1, grad.to_dense()
+            if address == slot.address:
+                if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype:
+                    self._kept.append(slot)
+                    continue
+                grad = grad.clone()  # this part of the buffer, transposed
+            if grad.shape != slot.shape:
+                self.reshaped = self.reshaped or slot
+                slot.view.zero_()
+                continue
+            if address != slot.address and low <= address < high and self.covers(address):
+                self.misplaced = self.misplaced or slot
+            self._copied.append(slot)
+            views.append(slot.view)
+            grads.append(grad)
+        return views, grads
+
+    def start(self, backend: Backend) -> None:
+        """Start the all-reduce; the gradients' sum is scaled as the transfer says, the extra scalars' is not."""
+        factor = 1.0 if self._narrow else self._after
+        self.work = backend.start_sum(self.wire, self.name, factor, self.extra.numel())
+
+    def finish(self) -> None:
+        """Block until the all-reduce has ended. Raises BackendError."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+        self.pending = len(self.slots)
+        if self._staged:
+            self.values.copy_(self.wire[: self.values.numel()])
+            if self._narrow and self._after != 1:
+                self.values.mul_(self._after)
+
+    def unpack(self) -> None:
+        """Make every ``param.grad`` its part of the buffer."""
+        for slot in self._copied:
+            slot.unpack()
+        for slot in self._kept:
+            grad = slot.param.grad
+            # Another reducer of the same parameter may have put its own there since.
+            if grad is None or grad.data_ptr() != slot.address:
+                slot.unpack()
+
+
+def make_buckets(
+    slots: Sequence[Slot], extra: int, backend: Backend, name: str = "gradients", transfer: Transfer = AVERAGE
+) -> list[Bucket]:
+    """Make the buckets ``name.0``, … for ``slots`` (in registration order); the last has ``extra`` scalars. Collective.
+
+    Blocks. Without slots, one bucket without gradients holds the scalars, if there are any.
+    """
+    layouts = lay_out([slot.param for slot in slots], transfer)
+    if not layouts and extra:
+        like = torch.empty(0)
+        layouts = [BucketLayout(like.dtype, like.device)]
+    last = len(layouts) - 1
+    buckets = [
+        Bucket(f"{name}.{i}", each, [slots[p.number] for p in each.places], extra if i == last else 0, backend, transfer)
+        for i, each in enumerate(layouts)
+    ]
+    ranges = sorted(part for bucket in buckets for part in bucket.ranges)
+    for bucket in buckets:
+        bucket.ranges = ranges
+    return buckets

@@ -1,0 +1,170 @@
+"""Send the buckets of one reducer, and wait for them: what every reducer does, whoever decides when.
+
+An exchange holds the layout's buckets, the schedule, the sparse gradients, and what is sent behind the last bucket: the
+caller's scalars, the flag of a rank that refuses, and with ``unused="none"`` which parameters were used.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.errors import BackendError
+from dualtrain.gradients.buckets import Bucket, Slot, make_buckets
+from dualtrain.gradients.hooks import ParameterHooks
+from dualtrain.gradients.layout import AVERAGE, Transfer
+from dualtrain.gradients.refusals import Refusals
+from dualtrain.gradients.schedule import Schedule
+from dualtrain.gradients.sparse import SparseGradients, has_values
+
+Unused = Literal["zero", "none"]
+
+
+class Exchange:
+    """The exchange of the gradients of a reducer, round after round.
+
+    Args:
+        hooks: the reducer's parameters; after more are added, :meth:`lay_out` is called again.
+        transfer: how gradients are sent.
+        unused: see :class:`~dualtrain.gradients.GradientReducer`.
+        scalars: how many extra scalars are sent behind the last bucket.
+
+    Attributes:
+        extra: (scalars,), where they lie in the last bucket, in its dtype; sums over ranks after a round.
+        laid_out: whether there are buckets for all slots.
+        reduced: whether the gradients are the result of the last round, as far as the reducer knows.
+    """
+
+    def __init__(
+        self, hooks: ParameterHooks, transfer: Transfer = AVERAGE, unused: Unused = "zero", scalars: int = 0
+    ) -> None:
+        self.slots, self.transfer, self.unused = hooks.slots, transfer, unused
+        self.schedule = Schedule()
+        self.refusals = Refusals(hooks.known)
+        self.sparse = SparseGradients()
+        self.extra = torch.zeros(scalars)
+        self.laid_out = False
+        self.reduced = False
+        self._hooks = hooks
+        self._backend: Backend | None = None
+        self._used = self.extra[:0]  # behind them and the flag: how many ranks used each parameter
+        self._results: list[tuple[torch.Tensor, int]] = []  # buffers that gradients share, and their versions then
+
+    # -- the layout -----------------------------------------------------------------------------------------------
+
+    def lay_out(self, backend: Backend, name: str) -> None:
+        """Make the buckets for all slots, once the ranks agree on them and on the sparse ones. Collective; blocks."""
+        self._backend = backend
+        self._hooks.check_devices()
+        for slot in self.slots:
+            slot.bucket = None
+        dense = [slot for number, slot in enumerate(self.slots) if number not in self.sparse.dims]
+        scalars = len(self.extra)
+        count = scalars + len(self.slots) * (self.unused == "none")
+        # With the flag that says that a rank cannot go on, unless there are no parameters and nothing is sent at all.
+        buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer)
+        extras = buckets[-1].extra if buckets else torch.zeros(scalars + 1)
+        self.extra, flag, self._used = extras[:scalars], extras[scalars : scalars + 1], extras[scalars + 1 :]
+        self.refusals.lay_out([(slot.name, slot.param) for slot in self.slots], flag)
+        self.schedule.use(buckets)
+        self._results = []
+        self.laid_out = True
+
+    def leave_layout(self, *, host_waits: bool) -> None:
+        """Complete an exchange of zeros in the present layout, before another: some ranks may keep it. Collective; blocks.
+
+        Raises:
+            BackendError: on every rank, if not all of them leave it.
+        """
+        if self._backend is not None:
+            self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, host_waits)
+
+    def forget(self) -> None:
+        """Drop the buckets, and an exchange that failed with them: the world was replaced by another one."""
+        self.schedule.use([])
+        self.schedule.start_round()
+        self.laid_out = self.reduced = False
+        for slot in self.slots:
+            slot.bucket = None
+
+    # -- one round ------------------------------------------------------------------------------------------------
+
+    def send_next(self, scalars: torch.Tensor | None = None) -> Bucket:
+        """Send the next bucket; does not block. Behind the last one, ``scalars`` replace the extra scalars if given."""
+        assert self._backend is not None
+        schedule = self.schedule
+        bucket = schedule.take_next()
+        bucket.pack()
+        if not schedule.has_unsent:
+            if scalars is not None:
+                self.extra.copy_(scalars)
+            self.refusals.load(schedule.buckets)
+            if self.unused == "none":
+                self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
+        self._backend.drain()
+        bucket.start(self._backend)
+        return bucket
+
+    def wait(self, *, host_waits: bool = False) -> bool:
+        """Block until a round whose buckets were all sent has ended; return whether a rank refuses, the same on all.
+
+        Args:
+            host_waits: whether the host waits for the result on a GPU anyway.
+
+        Raises:
+            BackendError: a rank failed, did not come within the backend's timeout, or (on a GPU) refuses.
+        """
+        assert self._backend is not None
+        for bucket in self.schedule.buckets:
+            bucket.finish()
+        return self.refusals.flagged(self._backend, self.schedule.buckets, host_waits)
+
+    def refuse(self) -> NoReturn:
+        """Raise BackendError with the first reason of all ranks, after a round in which one refused. Collective; blocks."""
+        assert self._backend is not None
+        self.refusals.refuse(self._backend, self.schedule.buckets)
+
+    def unpack(self) -> None:
+        """Make every ``param.grad`` the result of the round; gathers the sparse gradients. Collective; blocks."""
+        assert self._backend is not None
+        self._share_buckets()
+        self.sparse.reduce(self.slots, self._backend, self.transfer, drop_empty=self.unused == "none")
+
+    def end_round(self, *, reduced: bool) -> None:
+        """Start the next round; ``reduced``: the gradients are this one's result."""
+        self.schedule.start_round()
+        self.reduced = reduced
+
+    def _share_buckets(self) -> None:
+        buckets = self.schedule.buckets
+        for bucket in buckets:
+            bucket.unpack()
+        if self.unused == "none" and buckets:
+            for slot, ranks in zip(self.slots, self._used.tolist(), strict=True):
+                if slot.bucket is not None and not ranks:
+                    slot.param.grad = None
+        self.sparse.restore(self.slots)
+        any_grad = any(slot.param.grad is not None for slot in self.slots)
+        # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes, which no public name tells.
+        self._results = [(bucket.values, bucket.values._version) for bucket in buckets] if any_grad else []
+
+    def is_reduced(self) -> bool:
+        """Return whether the gradients are the result of the last round, and were not dropped or zeroed since."""
+        if not self.reduced or not self._results:
+            return self.reduced
+        if all(slot.param.grad is None for slot in self.slots):
+            self.reduced = False
+        elif any(buffer.is_cpu and buffer._version != version for buffer, version in self._results):
+            # Clipped in place, or zeroed. A GPU's values are not looked at: the host would wait for it.
+            self.reduced = any(has_values(slot.param.grad) for slot in self.slots)
+        return self.reduced
+
+    def refuse_change(self, slot: Slot) -> None:
+        """Raise BackendError if the bucket of ``slot``, whose gradient came once more in this round, was sent already."""
+        if slot.bucket is not None and slot.bucket.work is not None:
+            raise BackendError(
+                f"the gradient of {slot.name!r} changed after it was sent, in one backward pass: this is what reentrant "
+                "checkpointing does to a parameter used twice; pass use_reentrant=False to torch.utils.checkpoint"
+            )

@@ -1,0 +1,146 @@
+"""Hooks on parameters: a reducer learns that a gradient is ready, and that a module has replaced a parameter.
+
+A hook holds its reducer weakly, so that a reducer is freed with the object that uses it. A hook whose reducer is gone
+raises an error: otherwise each rank would go on with its own gradients, without a message.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from dualtrain.gradients.buckets import Slot
+from dualtrain.gradients.parameters import check_supported
+
+Named = Iterable[tuple[str, nn.Parameter]]
+_observing = False
+
+
+class Reducer(Protocol):
+    """The reducer's side of a hook."""
+
+    hooks: ParameterHooks
+
+    def gradient_ready(self, slot: Slot) -> None:
+        """Handle a gradient that autograd has accumulated. Called for each of them in every backward pass."""
+
+    def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
+        """Handle a module's new parameter in ``place`` (module id, name) instead of ``name``; ``None``: one of ours."""
+
+
+class ParameterHooks:
+    """The trained parameters of one reducer, with a hook on each.
+
+    Attributes:
+        slots: one for each trained parameter, in the order in which they were added.
+        lock: held while a hook runs; ``None`` where all parameters are on one device, and so in one thread.
+        known: ids of all parameters that were added, the frozen ones too.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.lock: threading.RLock | None = None
+        self.known: set[int] = set()
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, reducer: Reducer, named_parameters: Named) -> int:
+        """Add parameters whose gradients go to ``reducer``, and return how many are trained; frozen ones are kept aside.
+
+        Raises:
+            ValueError: the gradient of one cannot be averaged. None was added.
+        """
+        pairs, before = list(named_parameters), len(self.slots)
+        for name, p in pairs:
+            if p.requires_grad:
+                check_supported(name, p)
+        self.known.update(id(p) for _, p in pairs)
+        for name, p in pairs:
+            if not p.requires_grad:
+                self._frozen.append((name, p))
+                continue
+            self.slots.append(Slot(name, p))
+            hook = _make_hook(reducer, len(self.slots) - 1, name)
+            self._handles.append(p.register_post_accumulate_grad_hook(hook))
+        self.check_devices()
+        return len(self.slots) - before
+
+    def take_thawed(self) -> list[tuple[str, nn.Parameter]]:
+        """Return parameters that were frozen when they were added and are not any more; forget them."""
+        thawed = [pair for pair in self._frozen if pair[1].requires_grad]
+        if thawed:
+            self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
+        return thawed
+
+    def check_devices(self) -> None:
+        """Use a lock if the parameters are on several devices now: autograd runs hooks in one thread for each."""
+        if self.lock is None and len({slot.param.device for slot in self.slots}) > 1:
+            self.lock = threading.RLock()
+
+    def remove(self) -> None:
+        """Remove the hooks. May be called again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tensor], None]:
+    """Return a hook for slot ``number``. It raises RuntimeError in backward if the reducer is gone."""
+    ref = weakref.ref(reducer)
+
+    def hook(p: torch.Tensor) -> None:
+        living = ref()
+        if living is not None:
+            hooks = living.hooks
+            if hooks.lock is None:
+                living.gradient_ready(hooks.slots[number])
+            else:
+                with hooks.lock:
+                    living.gradient_ready(hooks.slots[number])
+        elif not any(other() is not None for other, _ in _watchers(p)):
+            raise RuntimeError(
+                f"the gradient of {name!r} is not averaged any more: its DistributedOptimizer, GradientReducer or Trainer "
+                "was dropped. Keep it as long as the model trains, or call its close() before dropping it"
+            )
+
+    hook.watcher = ref, name  # type: ignore[attr-defined]
+    _observe_replacements()
+    return hook
+
+
+def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], str]]:
+    # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
+    hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+    return [hook.watcher for hook in hooks.values() if hasattr(hook, "watcher")]
+
+
+def _observe_replacements() -> None:
+    """Have modules report when a watched parameter is replaced by another one. Done once in a process."""
+    global _observing
+    if not _observing:
+        _observing = True
+        register_module_parameter_registration_hook(_on_registration)
+
+
+def _on_registration(module: nn.Module, name: str, new: Any) -> None:
+    # Private in torch 2.5 to 2.15: while a parameter is registered, getattr() may find an attribute of the class.
+    old = module._parameters.get(name)
+    if new is None or new is old:
+        return
+    place = id(module), name
+    keepers = [ref() for ref, _ in _watchers(new)]
+    for keeper in keepers:
+        if keeper is not None:
+            keeper.parameter_replaced(place, None)
+    # A frozen one is not trained, and one that the same reducer watches is tied to another parameter.
+    for ref, old_name in _watchers(old) if new.requires_grad else ():
+        reducer = ref()
+        if reducer is not None and not any(reducer is keeper for keeper in keepers):
+            reducer.parameter_replaced(place, old_name)

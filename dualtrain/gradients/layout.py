@@ -1,0 +1,121 @@
+"""Which gradient lies where: a pure function of the parameters, so that every rank and every backend has the same.
+
+Buckets take the parameters in reverse registration order (backward finishes the last layers first). Each has one dtype
+and device and about 25 MB; the first one is smaller, so that sending starts early. Equal buckets, sent in equal order,
+make two backends sum to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dualtrain.gradients.parameters import gradient_dtype
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How gradients are sent, the same on every rank.
+
+    Attributes:
+        before: a factor on each rank's gradients before they are summed.
+        after: a factor on the sum; ``None`` for 1/size, the average.
+        dtype: what wider floating-point gradients are sent as, such as ``torch.float16``; ``None`` for their own dtype.
+        bucket_bytes: the largest bucket, in bytes; 0 for one gradient each, ``None`` for about 25 MB.
+        groups: parameters that share a bucket, whatever its size.
+        sparse_as_dense: whether sparse gradients are sent as dense ones, and made sparse again.
+    """
+
+    before: float = 1.0
+    after: float | None = None
+    dtype: torch.dtype | None = None
+    bucket_bytes: int | None = None
+    groups: Sequence[Sequence[torch.Tensor]] = ()
+    sparse_as_dense: bool = False
+
+    def factor_after(self, size: int) -> float:
+        """Return the factor on a sum over ``size`` ranks."""
+        return 1.0 / size if self.after is None else self.after
+
+
+AVERAGE = Transfer()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one gradient lies in its bucket.
+
+    Attributes:
+        number: of the parameter, in registration order.
+        offset: where it starts, in elements of the gradient's dtype.
+        shape: of the gradient.
+        strides: of the gradient, in elements; dense, channels_last included.
+    """
+
+    number: int
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """The gradients of one bucket, back to back.
+
+    Attributes:
+        dtype: of the gradients.
+        device: where they are.
+        places: in the order of their offsets.
+        numel: how many elements they have together.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    places: tuple[Place, ...] = ()
+    numel: int = 0
+
+
+def lay_out(params: Sequence[torch.Tensor], transfer: Transfer = AVERAGE) -> list[BucketLayout]:
+    """Return the buckets of ``params`` (in registration order), in the order in which they are sent."""
+    layouts = []
+    for numbers in _partition(params, transfer):
+        places, offset = [], 0
+        for number in numbers:
+            p = params[number]
+            places.append(Place(number, offset, p.shape, dense_strides(p)))
+            offset += p.numel()
+        first = params[numbers[0]]
+        layouts.append(BucketLayout(gradient_dtype(first), first.device, tuple(places), offset))
+    return layouts
+
+
+def _partition(params: Sequence[torch.Tensor], transfer: Transfer) -> list[list[int]]:
+    """Return the numbers of the parameters in each bucket."""
+    group_of = {p: number for number, group in enumerate(transfer.groups) for p in group}
+    buckets: list[list[int]] = []
+    unfinished: dict[tuple[torch.dtype, torch.device, int | None], tuple[list[int], int]] = {}
+    for number in reversed(range(len(params))):
+        p = params[number]
+        group, dtype = group_of.get(p), gradient_dtype(p)
+        key = dtype, p.device, group
+        size = p.numel() * dtype.itemsize
+        bucket, filled = unfinished.get(key, ([], 0))
+        limit = BUCKET_BYTES if transfer.bucket_bytes is None else transfer.bucket_bytes
+        if buckets and bucket is buckets[0]:
+            limit = min(limit, FIRST_BUCKET_BYTES)
+        if not bucket or (group is None and filled + size > limit):
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(number)
+        unfinished[key] = (bucket, filled + size)
+    return buckets
+
+
+def dense_strides(p: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of ``p`` where it fills its memory without gaps, else those of a dense tensor like it."""
+    return tuple(torch.empty_like(p, device="meta").stride())

@@ -1,0 +1,83 @@
+"""Checks on the parameters of a reducer: which kinds it accepts, and whether one changed after its bucket was made."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from dualtrain.torch_versions import grad_dtype
+
+_DTYPE = attrgetter("dtype")
+
+
+def gradient_dtype(p: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the gradient of ``p``, which torch allows to differ from its own."""
+    return grad_dtype(p) or p.dtype
+
+
+def check_supported(name: str, p: torch.Tensor) -> None:
+    """Raise ValueError if the gradient of ``p`` cannot be averaged over the ranks."""
+    reason = None
+    if is_lazy(p):
+        reason = "is not initialized: run one batch through the model first"
+    elif any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
+        reason = "is a DTensor (FSDP2 or tensor parallel): each rank has a shard of its own, and no average of them exists"
+    elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+        reason = "belongs to FullyShardedDataParallel: each rank has a shard of its own, and no average of them exists"
+    elif grad_dtype(p) is None:
+        reason = "has grad_dtype=None (any dtype), but the ranks must know the dtype before: set it to one"
+    if reason is not None:
+        raise ValueError(f"parameter {name!r} {reason}")
+
+
+def warn_of_ddp(model: nn.Module) -> None:
+    """Warn if ``model`` is or has a DistributedDataParallel. Its parameters do not show it."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        warnings.warn(
+            "the model is in DistributedDataParallel: its gradients would be reduced twice. Give the model itself "
+            "(ddp.module), or use DistributedDataParallel alone",
+            stacklevel=3,
+        )
+
+
+class Forms:
+    """Dtype, device and shape of parameters at the time when their buckets were made."""
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._names = [name for name, _ in named]
+        self._params = [p for _, p in named]
+        self._dtypes = [p.dtype for p in self._params]
+        self._devices = [p.device for p in self._params]
+        self._indices = [p.get_device() for p in self._params]  # -1 on the CPU; cheaper to make than a device object
+        self._shapes = [p.shape for p in self._params]
+        self._numels = [p.numel() for p in self._params]
+
+    def difference(self) -> str | None:
+        """Return the first parameter that has another form now, for an error message; ``None`` if there is none."""
+        # Whole lists are compared in C: this runs in every step.
+        params = self._params
+        if (
+            list(map(_DTYPE, params)) == self._dtypes
+            and list(map(torch.Tensor.get_device, params)) == self._indices
+            and list(map(torch.Tensor.numel, params)) == self._numels
+        ):
+            return None
+        before = zip(self._dtypes, self._devices, self._shapes, strict=True)
+        for name, p, was in zip(self._names, params, before, strict=True):
+            now = p.dtype, p.device, p.shape
+            if now != was and p.requires_grad:  # a frozen one takes part as zeros
+                return (
+                    f"parameter {name!r} was {_form(*was)} when its gradient was laid out, and is {_form(*now)} now: "
+                    "change it back, or make the optimizer anew after the change"
+                )
+        return None
+
+
+def _form(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"

@@ -1,0 +1,273 @@
+"""Average gradients over the ranks while backward still runs.
+
+Autograd finishes a parameter's gradient → its hook marks it ready → its bucket is complete and next in line: one
+``start_sum``, while backward goes on → at the end of backward: wait; the sum was scaled by 1/size. From then on
+``param.grad`` is the average on every rank, so that clipping, unscaling and reading it need no further call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.backends.comparison import agree_on_list
+from dualtrain.errors import BackendError
+from dualtrain.gradients.buckets import Bucket, Slot
+from dualtrain.gradients.deprecated import renamed_option, warn_renamed
+from dualtrain.gradients.exchange import Exchange, Unused
+from dualtrain.gradients.hooks import ParameterHooks
+from dualtrain.gradients.layout import AVERAGE, Transfer
+from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
+from dualtrain.gradients.sparse import sparse_dims
+from dualtrain.gradients.turns import turns
+
+_NUMBERS: weakref.WeakKeyDictionary[Backend, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+class GradientReducer:
+    """Averages the gradients of some parameters over the ranks of a backend, in backward.
+
+    Args:
+        named_parameters: (name, parameter) pairs, the same on every rank. Frozen ones may be among them, and are
+            reduced from the step on in which they are thawed.
+        backend: the ranks to average over.
+        unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, Horovod's rule: weight decay
+            and momentum still apply), or none at all (``"none"``, DDP's). A parameter that only some ranks used gets the
+            average either way, the others counting as zero.
+        passes: backward passes that are summed locally before the ranks exchange anything.
+        extra: how many scalars of the caller's own are sent along and summed over ranks (see :attr:`extra`).
+        transfer: how gradients are sent: the factors around the sum (the average by default), their dtype, the buckets.
+        carry: the former name of ``extra``; deprecated.
+
+    The first reduction is collective in two more ways: the ranks compare their layouts (a difference raises
+    BackendError, naming the parameter), and they agree on which parameters have sparse gradients; of those the indices
+    and values are gathered. ``param.grad`` is a view into a buffer that the next backward overwrites; assign to it or to
+    its ``.data`` as you like. Keep the reducer as long as the model trains: the hooks on its parameters do not keep it.
+
+    Attributes:
+        extra: float64, (extra,), on the CPU: this rank's scalars, to be set before the next reduction; after it their
+            sums over ranks. They are summed in the precision of the gradients.
+
+    Raises:
+        ValueError: an option out of its bounds, or a parameter whose gradient cannot be averaged.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        backend: Backend,
+        *,
+        unused: Unused = "zero",
+        passes: int = 1,
+        extra: int = 0,
+        transfer: Transfer = AVERAGE,
+        carry: int | None = None,
+    ) -> None:
+        if unused not in ("zero", "none"):
+            raise ValueError(f'unused={unused!r} is not known: choose "zero" or "none"')
+        if transfer.dtype is not None and transfer.dtype not in backend.narrow:
+            raise ValueError(f"the {backend.name} backend does not carry {transfer.dtype}: compress to float16")
+        if passes < 1:
+            raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
+        extra = renamed_option("carry", carry, "extra", extra)
+        self.backend = backend
+        # Two reducers may have their first bucket under way at once, and Horovod tells them apart by name.
+        self.name = f"gradients.{next(_NUMBERS.setdefault(backend, itertools.count()))}"
+        self.passes = passes
+        self.extra = torch.zeros(extra, dtype=torch.float64, device="cpu")
+        self.hooks = ParameterHooks()
+        self._exchange = Exchange(self.hooks, transfer, unused, extra)
+        self._scalars = self.extra if extra else None
+        self._turns = turns(backend)
+        self._number = self._turns.enter(self)
+        self._closed = False
+        self._paused = False
+        self._seen = 0  # backward passes since the last reduction
+        #: The callback for the end of the pass that is running; dead if that pass failed: autograd has dropped it then.
+        self._ending: weakref.ref[Callable[[], None]] | None = None
+        self.add(named_parameters)
+
+    @property
+    def cargo(self) -> torch.Tensor:
+        """The former name of :attr:`extra`; deprecated."""
+        warn_renamed("cargo", "extra")
+        return self.extra
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The trained parameters, in the order in which they were added."""
+        return self.hooks.slots
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of the present layout, in the order in which they are sent; none before the first reduction."""
+        return self._exchange.schedule.buckets
+
+    def add(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Reduce these parameters too, from the next backward on. Every rank adds the same.
+
+        Raises:
+            ValueError: the gradient of one cannot be averaged. None was added.
+        """
+        if self.hooks.add(self, named_parameters):
+            self._exchange.laid_out = False
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to go on once ``optimizer`` has parameters that were not added here."""
+        self._exchange.refusals.optimizer = optimizer
+
+    def close(self) -> None:
+        """Remove the hooks: gradients of later backward passes stay this rank's own. May be called again. On every rank."""
+        self._closed = True
+        self._turns.leave(self._number)
+        self.hooks.remove()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside only accumulate; the next one outside (or ``reduce``) sends the sum."""
+        paused, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = paused
+
+    def reduce(self) -> None:
+        """Make every ``param.grad`` the average over ranks, unless it is already. Collective; blocks.
+
+        Backward calls it at its end. ``step`` calls it once more, for a rank that had no backward at all (it counts as
+        zeros).
+
+        Raises:
+            BackendError: a rank failed, did not come within the backend's timeout, or has other parameters.
+            RuntimeError: the reducer was closed.
+        """
+        if self.is_reduced():
+            self._exchange.refusals.check_groups(self.backend)
+            return
+        if self._closed:
+            raise RuntimeError("the reducer was closed, and averages gradients no more: make the optimizer anew")
+        for reducer in self._turns.due(self._number, self):
+            reducer.exchange()
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that the optimizer which uses the gradients has taken."""
+        return self._exchange.refusals.steps
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a bucket was sent already, or the backward pass that ends has given gradients to send."""
+        ended = self._ending is not None and self._ending() is not None and self._seen >= self.passes
+        return ended or self._exchange.schedule.next > 0
+
+    def exchange(self) -> None:
+        """Average the gradients over the ranks. Collective; blocks."""
+        exchange = self._exchange
+        self._add_thawed()
+        if not exchange.laid_out:
+            exchange.leave_layout(host_waits=self._scalars is not None)
+            self._lay_out()
+        while exchange.schedule.has_unsent:
+            exchange.send_next(self._scalars)
+        if exchange.wait(host_waits=self._scalars is not None):
+            self._start_over(reduced=False)
+            exchange.refuse()
+        if self._scalars is not None:
+            self._scalars.copy_(exchange.extra)
+        exchange.unpack()
+        self._start_over(reduced=True)
+
+    def _start_over(self, *, reduced: bool) -> None:
+        self._exchange.end_round(reduced=reduced)
+        self._seen, self._ending = 0, None
+
+    def is_reduced(self) -> bool:
+        """Return whether the gradients are the average of the last exchange, and were not dropped or zeroed since."""
+        return self._exchange.is_reduced()
+
+    def renew(self, *, stepped: bool = False) -> None:
+        """Let ``reduce`` start from ``param.grad`` next: the gradients were used, by a step (``stepped``) or otherwise."""
+        self._exchange.reduced = False
+        self._exchange.refusals.steps += stepped
+
+    def forget(self, backend: Backend) -> None:
+        """Drop an exchange that failed, and go on with another backend: layouts are compared anew."""
+        self.backend = backend
+        self._exchange.forget()
+        self._seen, self._ending = 0, None
+
+    # -- during backward ------------------------------------------------------------------------------------------
+
+    def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
+        """Refuse to go on while a module has a new parameter in ``place`` instead of ``name``; ``None`` takes it back."""
+        self._exchange.refusals.replace(place, name)
+
+    def gradient_ready(self, slot: Slot) -> None:
+        """Mark a gradient ready, and send the buckets that are complete. All that is done for each gradient in a step."""
+        exchange = self._exchange
+        exchange.reduced = False
+        if self._paused:
+            return
+        if self._ending is None or self._ending() is None:
+            self._begin_pass()
+        if self._seen < self.passes or not exchange.laid_out:
+            return  # summed locally, or the first reduction: nothing is sent before the layouts were compared
+        bucket = slot.bucket
+        if bucket is None:
+            return  # sparse: it is sent at the end
+        schedule = exchange.schedule
+        if slot.ready_in_round == schedule.round:
+            exchange.refuse_change(slot)
+            bucket.pending += 1
+        slot.ready_in_round = schedule.round
+        if slot.large:
+            slot.copy_to_bucket()
+        if schedule.mark_ready(bucket):
+            self._send_complete()
+
+    def _send_complete(self) -> None:
+        if self._turns.may_send(self._number):
+            while self._exchange.schedule.next_is_complete:
+                self._exchange.send_next(self._scalars)
+
+    def _begin_pass(self) -> None:
+        if self._ending is not None:
+            self._forget_failed_pass()
+        end_pass = EndOfPass(self.end_pass)
+        self._ending = weakref.ref(end_pass)
+        self._seen += 1
+        self._add_thawed()
+        at_end_of_pass(end_pass)
+
+    def end_pass(self) -> None:
+        """End the backward pass that is running: all its gradients are there."""
+        self._ending = None
+        if self._seen >= self.passes:
+            self.reduce()
+
+    def _forget_failed_pass(self) -> None:
+        if self._exchange.schedule.next:
+            raise BackendError(
+                f"an earlier backward pass failed on rank {self.backend.rank}, after some of its gradients had been sent: "
+                "call synchronize() on the ranks where it failed, to end the exchange, and drop these gradients on all"
+            )
+        self._exchange.schedule.forget_ready()
+
+    # -- the layout -----------------------------------------------------------------------------------------------
+
+    def _add_thawed(self) -> None:
+        thawed = self.hooks.take_thawed()
+        if thawed:
+            self.add(thawed)
+
+    def _lay_out(self) -> None:
+        """Compare parameters with the other ranks, agree on the sparse ones, and make the buckets."""
+        agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
+        for found in self.backend.allgather_object(sparse_dims(self.slots), name="sparse gradients"):
+            self._exchange.sparse.add(found, self._exchange.transfer)
+        self._exchange.lay_out(self.backend, self.name)

@@ -1,0 +1,205 @@
+"""Why a rank cannot average its gradients any more, and how all ranks are told.
+
+Only the rank itself can see that the user changed a parameter or the optimizer after the buckets were made. It sends a
+flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same error. No
+rank enters a collective alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import NoReturn
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.errors import BackendError
+from dualtrain.gradients.buckets import Bucket
+from dualtrain.gradients.parameters import Forms
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+_NEW_LAYOUT = (
+    "parameters were thawed, or added to the optimizer, which changes the layout of the gradients: do so on every rank "
+    "before the same backward"
+)
+_SAME_STEPS = "step or skip on all ranks alike, and call optimizer.zero_grad() after a backward whose step is skipped"
+
+
+class Refusals:
+    """The checks of a reducer in every exchange.
+
+    The flag is NaN if this rank has a reason; else infinite, positive after an odd number of optimizer steps and negative
+    after an even one. The sum over ranks of any size and dtype is NaN if a rank has a reason, or if some ranks have taken a
+    step that others have not: by then their weights differ.
+
+    Attributes:
+        optimizer: the one whose param_groups must not get other parameters than ``known``; ``None`` for no check.
+        known: ids of the reducer's parameters, which the reducer keeps alive.
+        steps: the number of steps that the optimizer has taken on this rank.
+    """
+
+    def __init__(self, known: set[int]) -> None:
+        self.steps = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.known = known
+        self._forms = Forms([])
+        self._in_groups: list[list[torch.Tensor]] = []  # the optimizer's parameters, when they were all known
+        self._replaced: dict[tuple[int, str], str] = {}  # where modules have new parameters → name of the old one
+        self._flag = torch.zeros(1)
+        self._late: _LateFlag | None = None
+
+    def lay_out(self, named: Named, flag: torch.Tensor) -> None:
+        """Expect ``named`` parameters to stay what they are now; ``flag`` is sent with their gradients."""
+        self._forms, self._flag, self._late = Forms(named), flag, None
+
+    def replace(self, place: tuple[int, str], name: str | None) -> None:
+        """Note that a module has a new parameter instead of ``name`` in ``place``, or one of ours (``None``)."""
+        if name is None:
+            self._replaced.pop(place, None)
+        else:
+            self._replaced[place] = name
+
+    def reason(self, buckets: Sequence[Bucket]) -> str | None:
+        """Return what changed on this rank since the buckets were made; ``None`` if nothing did."""
+        for bucket in buckets:
+            if bucket.misplaced is not None:
+                name = bucket.misplaced.name
+                return f"the gradient of {name!r} lies in the memory of another one: assign a copy of it (clone())"
+            if bucket.reshaped is not None:
+                slot = bucket.reshaped
+                return (
+                    f"the gradient of {slot.name!r} does not have the shape {tuple(slot.shape)} that it was laid out with: "
+                    "change its parameter back, or make the optimizer anew after the change"
+                )
+        if self._replaced:
+            return (
+                f"parameter {next(iter(self._replaced.values()))!r} was replaced in its module by a new one "
+                "(load_state_dict(assign=True), or an assignment), which the optimizer does not have: make the optimizer "
+                "after that"
+            )
+        return self._forms.difference() or self._unknown()
+
+    def _unknown(self) -> str | None:
+        if self.optimizer is None:
+            return None
+        groups = self.optimizer.param_groups
+        in_groups = [group["params"] for group in groups]
+        # In C, twice in every step. Not ==, which compares the values of tensors.
+        as_many = list(map(len, in_groups)) == list(map(len, self._in_groups))
+        if as_many and all(map(is_, chain(*in_groups), chain(*self._in_groups))):
+            return None
+        for number, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                if p.requires_grad and id(p) not in self.known:
+                    return (
+                        f"group {number} parameter {i} {tuple(p.shape)} came into the optimizer's param_groups after the "
+                        "optimizer was wrapped: use add_param_group on every rank"
+                    )
+        if self.known.issuperset(map(id, chain(*in_groups))):  # one that is frozen may be thawed later
+            self._in_groups = [list(params) for params in in_groups]
+        return None
+
+    def check_groups(self, backend: Backend) -> None:
+        """Raise BackendError, on this rank, if the optimizer has parameters that were not averaged."""
+        unknown = self._unknown()
+        if unknown is not None:
+            raise BackendError(f"rank {backend.rank}: {unknown}")
+
+    # -- over all ranks -------------------------------------------------------------------------------------------
+
+    def load(self, buckets: Sequence[Bucket]) -> None:
+        """Set the flag that is about to be sent."""
+        refused = self.reason(buckets) is not None
+        self._flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
+
+    def flagged(self, backend: Backend, buckets: Sequence[Bucket], host_waits: bool) -> bool:
+        """Return whether a rank has refused in the exchange that has ended; the same on every rank.
+
+        On a GPU, where the host does not wait for the exchange anyway, raises BackendError instead: at once on the rank
+        that has the reason, one step later on the others.
+        """
+        if not buckets:
+            return False
+        if self._flag.is_cpu or host_waits:
+            return math.isnan(self._flag.item())
+        mine, earlier = self.reason(buckets), self._late is not None and self._late.raised()
+        self._late = self._late or _LateFlag(self._flag)
+        self._late.copy(self._flag)
+        if mine is not None:
+            raise BackendError(f"rank {backend.rank}: {mine}")
+        if earlier:
+            raise BackendError(
+                "another rank cannot average its gradients (its own error says why), or has not taken the same optimizer "
+                f"steps: {_SAME_STEPS}"
+            )
+        return False
+
+    def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, host_waits: bool) -> None:
+        """Complete an exchange of zeros in the layout that this rank leaves; ``sent`` of its buckets were sent before.
+
+        A rank that keeps the layout waits for that exchange, and sees from the flag that this one does not. Collective;
+        blocks. Does nothing on a GPU where the host does not wait for the exchange, nor the other ranks for a reason.
+
+        Raises:
+            BackendError: on every rank, if not all of them leave it.
+        """
+        if not buckets or not (self._flag.is_cpu or host_waits):
+            return
+        for bucket in buckets[sent:]:
+            bucket.clear()
+        self._flag.fill_(math.nan)
+        backend.drain()
+        for bucket in buckets[sent:]:
+            bucket.start(backend)
+        for bucket in buckets:
+            bucket.finish()
+        states = self._exchange_reasons(backend, _NEW_LAYOUT)
+        if not all(reason == _NEW_LAYOUT for reason, _ in states):
+            _raise_first(states)
+
+    def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:
+        """Raise BackendError with the first reason of all ranks. Collective."""
+        mine = self.reason(buckets)
+        for bucket in buckets:
+            bucket.misplaced = bucket.reshaped = None
+        _raise_first(self._exchange_reasons(backend, mine))
+
+    def _exchange_reasons(self, backend: Backend, mine: str | None) -> list[tuple[str | None, int]]:
+        """Return every rank's reason, and the number of its optimizer's steps. Collective; blocks."""
+        return backend.allgather_object((mine, self.steps), name="refused parameters")
+
+
+def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
+    """Raise BackendError with the first reason among those of all ranks."""
+    for rank, (reason, _) in enumerate(states):
+        if reason is not None:
+            raise BackendError(f"rank {rank}: {reason}")
+    first = states[0][1]
+    for rank, (_, steps) in enumerate(states):
+        if steps != first:
+            raise BackendError(
+                f"rank 0 has taken {first} steps of an optimizer, and rank {rank} {steps}: their weights differ; "
+                + _SAME_STEPS
+            )
+    raise BackendError("a rank could not average its gradients, for a reason that is gone")
+
+
+class _LateFlag:
+    """A flag on a GPU that the host reads one step later, so that it does not wait for it."""
+
+    def __init__(self, flag: torch.Tensor) -> None:
+        self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
+        self._copied = torch.cuda.Event()
+
+    def copy(self, flag: torch.Tensor) -> None:
+        """Start to copy ``flag`` to the host, after :meth:`raised` has looked at the one before."""
+        self._value.copy_(flag, non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(flag.device))
+
+    def raised(self) -> bool:
+        """Return whether it was set. Blocks until the last copy has ended."""
+        self._copied.synchronize()
+        return math.isnan(self._value.item())

@@ -1,0 +1,63 @@
+"""Which bucket is sent next: the order of the layout, on every rank, whatever order its own backward has.
+
+Bucket k is sent when it is complete and the k buckets before it were sent. Those that never become complete, because
+backward did not reach one of their parameters, are sent at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dualtrain.gradients.buckets import Bucket
+
+
+class Schedule:
+    """The buckets of a layout, exchanged in one round after another. Communicates nothing itself.
+
+    Attributes:
+        buckets: in the order in which they are sent.
+        next: the number of the first one that was not sent in this round.
+        round: the number of this round, from 1.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.next = 0
+        self.round = 1
+
+    def use(self, buckets: Sequence[Bucket]) -> None:
+        """Replace the buckets."""
+        self.buckets, self.next = list(buckets), 0
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a bucket was not sent in this round."""
+        return self.next < len(self.buckets)
+
+    @property
+    def next_is_complete(self) -> bool:
+        """Whether there is a next bucket, and all its gradients were marked ready."""
+        return self.next < len(self.buckets) and not self.buckets[self.next].pending
+
+    @staticmethod
+    def mark_ready(bucket: Bucket) -> bool:
+        """Count one more gradient of ``bucket`` as ready; return whether it is complete now."""
+        bucket.pending -= 1
+        return not bucket.pending
+
+    def take_next(self) -> Bucket:
+        """Return the next bucket, which the caller sends."""
+        bucket = self.buckets[self.next]
+        self.next += 1
+        return bucket
+
+    def forget_ready(self) -> None:
+        """Mark no gradient as ready: their backward pass failed. For a round in which no bucket was sent."""
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.slots)
+        self.round += 1
+
+    def start_round(self) -> None:
+        """Begin the next round: every bucket was sent and has finished, or the exchange was given up."""
+        self.next = 0
+        self.round += 1

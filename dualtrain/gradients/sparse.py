@@ -1,0 +1,79 @@
+"""Sparse gradients: their indices and values are gathered, or they are sent as dense ones and made sparse again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.gradients.buckets import Slot
+from dualtrain.gradients.layout import Transfer
+
+
+class SparseGradients:
+    """Which parameters have sparse gradients, the same on every rank.
+
+    Attributes:
+        dims: slot number → number of sparse dimensions, of gradients that are gathered.
+        dims_as_dense: the same, of gradients that are sent as dense ones.
+    """
+
+    def __init__(self) -> None:
+        self.dims: dict[int, int] = {}
+        self.dims_as_dense: dict[int, int] = {}
+
+    def add(self, found: Mapping[int, int] | Iterable[tuple[int, int]], transfer: Transfer) -> None:
+        """Add what a rank, or all ranks, found."""
+        (self.dims_as_dense if transfer.sparse_as_dense else self.dims).update(found)
+
+    def restore(self, slots: Sequence[Slot]) -> None:
+        """Make gradients that were sent as dense ones sparse again."""
+        for number, dims in self.dims_as_dense.items():
+            slot = slots[number]
+            if slot.param.grad is not None:
+                slot.param.grad = slot.view.to_sparse(dims)
+
+    @torch.no_grad()
+    def reduce(self, slots: Sequence[Slot], backend: Backend, transfer: Transfer, *, drop_empty: bool) -> None:
+        """Sum the other sparse gradients over the ranks, and scale them as ``transfer`` says. Collective; blocks.
+
+        Args:
+            slots: those of the reducer.
+            backend: the ranks.
+            transfer: the factors.
+            drop_empty: whether a gradient without values on any rank becomes ``None``.
+        """
+        for number, dims in sorted(self.dims.items()):
+            slot = slots[number]
+            p = slot.param
+            if p.grad is None:
+                grad = _sparse(torch.empty(dims, 0, dtype=torch.int64), p.new_empty(0, *p.shape[dims:]), p)
+            else:
+                grad = (p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)).coalesce()
+            indices = backend.allgather(grad.indices().t(), name=f"{slot.name}.indices")
+            values = backend.allgather(grad.values(), name=f"{slot.name}.values")
+            if not len(indices) and drop_empty:
+                p.grad = None
+                continue
+            p.grad = _sparse(indices.t(), values, p)
+            p.grad.values().mul_(transfer.before * transfer.factor_after(backend.size))
+
+
+def sparse_dims(slots: Sequence[Slot]) -> dict[int, int]:
+    """Return slot number → number of sparse dimensions, of the gradients that are sparse on this rank."""
+    grads = [slot.param.grad for slot in slots]
+    return {number: grad.sparse_dim() for number, grad in enumerate(grads) if grad is not None and grad.is_sparse}
+
+
+def has_values(grad: torch.Tensor | None) -> bool:
+    """Return whether a gradient has an element other than zero (a sparse one: any stored element)."""
+    if grad is None:
+        return False
+    # torch 2.5 to 2.15 has no public name for the number of stored elements of an uncoalesced tensor.
+    return bool(grad._nnz()) if grad.is_sparse else bool(grad.any())
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    # Left to its default, the check of the indices makes torch warn that it is off.
+    return torch.sparse_coo_tensor(indices, values, like.shape, device=like.device, check_invariants=False).coalesce()

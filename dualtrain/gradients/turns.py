@@ -1,0 +1,124 @@
+"""The order in which several gradient reducers of one backend exchange their buckets.
+
+Operations on a backend are matched by their order, but backward reaches two reducers in one order on this rank and in
+another on that one, or only one of the two. So where a backend has several reducers, the ranks agree at the end of a
+backward pass on the reducers that have gradients on any rank, and all ranks exchange these, in one order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from functools import reduce
+from operator import and_, or_
+from typing import Protocol
+
+from dualtrain.backends import Backend
+from dualtrain.backends.agreement import Call, agree
+from dualtrain.errors import BackendError
+
+_PLACES = 20  # the most reducers of one backend: three sets of them fit into one integer
+_ALL = (1 << _PLACES) - 1
+_ROUND = Call("exchange of gradients")
+
+
+class Member(Protocol):
+    """A reducer."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that its optimizer has taken."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has sent a bucket already, or the backward pass that ends has given it gradients to send."""
+
+    def exchange(self) -> None:
+        """Average its gradients. Collective; blocks."""
+
+
+class Turns:
+    """The reducers of ``backend`` that were made and not closed, on every rank the same."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = weakref.ref(backend)
+        self._members: dict[int, weakref.ref[Member]] = {}
+        self._first = 0  # whose buckets go before the others'
+
+    def enter(self, member: Member) -> int:
+        """Register a reducer, in the same order on every rank; return its number, which one that left may have had."""
+        number = next(each for each in itertools.count() if each not in self._members)
+        self._members[number] = weakref.ref(member)
+        return number
+
+    def leave(self, number: int) -> None:
+        """Remove a reducer that was closed, on every rank; may be repeated. One that was collected leaves by itself."""
+        self._members.pop(number, None)
+
+    def may_send(self, number: int) -> bool:
+        """Return whether this reducer may send buckets during backward: it is the only one, or goes before the others."""
+        return number == self._first or len(self._members) < 2
+
+    def due(self, number: int, member: Member) -> list[Member]:
+        """Return the reducers that exchange gradients together with reducer ``number``. Collective if there are several.
+
+        Raises:
+            BackendError: the ranks are in different calls, or this one has dropped a reducer that another one uses.
+        """
+        backend = self._backend()
+        if backend is None or len(self._members) < 2:
+            return [member]
+        if max(self._members) >= _PLACES:
+            raise BackendError(f"more than {_PLACES} optimizers share a backend: close() those that are not used any more")
+        backend.drain()
+        sets = agree(backend, _ROUND, self._state(number))
+        wanted = reduce(or_, sets) & _ALL
+        dropped = [packed >> 2 * _PLACES for packed in sets]
+        self._refuse_dropped(wanted, dropped)
+        self._refuse_other_order(wanted, [packed >> _PLACES & _ALL for packed in sets])
+        for each in _places(reduce(and_, dropped)):
+            self.leave(each)
+        numbers = sorted(_places(wanted), key=lambda each: (each != self._first, each))
+        self._first = numbers[0]
+        members = [self._members[each]() for each in numbers]
+        return [each for each in members if each is not None]
+
+    def _state(self, number: int) -> int:
+        """Three sets of reducers on this rank: those to exchange, those that took an odd number of steps, dropped ones."""
+        due = odd = dropped = 0
+        for each, ref in self._members.items():
+            member = ref()
+            if member is None:
+                dropped |= 1 << each
+                continue
+            due |= (each == number or member.is_due) << each
+            odd |= (member.steps & 1) << each
+        return dropped << 2 * _PLACES | odd << _PLACES | due
+
+    def _refuse_dropped(self, wanted: int, dropped: list[int]) -> None:
+        ranks = [rank for rank, gone in enumerate(dropped) if gone & wanted]
+        if ranks:
+            raise BackendError(
+                f"an optimizer whose gradients are to be exchanged was dropped on rank {ranks[0]}: keep it as long as its "
+                "parameters are trained, or close() it on every rank"
+            )
+
+    def _refuse_other_order(self, wanted: int, odd: list[int]) -> None:
+        """Raise BackendError if ranks are a step apart: they would average the gradients of two steps."""
+        if len({each & wanted for each in odd}) > 1:
+            raise BackendError(
+                "the optimizers have not taken the same steps on every rank: step them in the same order on all ranks, or "
+                "use one optimizer"
+            )
+
+
+def _places(numbers: int) -> list[int]:
+    return [each for each in range(_PLACES) if numbers >> each & 1]
+
+
+_TURNS: weakref.WeakKeyDictionary[Backend, Turns] = weakref.WeakKeyDictionary()
+
+
+def turns(backend: Backend) -> Turns:
+    """Return the reducers of ``backend``."""
+    return _TURNS.setdefault(backend, Turns(backend))

@@ -1,0 +1,43 @@
+"""Keep memory that a step frees on the CPU for the next step, as torch's own allocator does on a GPU.
+
+By default, glibc returns the free end of its heap to the system after every step. The next step allocates the memory of
+its activations and gradients again, with a page fault and zeroing for each page: some percent of a step's time, and more
+with many ranks.
+
+Blocks from 32 MB on are mapped one by one, as by default: glibc before 2.38 fits them badly into a heap, which grew to
+eight times the memory in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_NEVER = -1
+_MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts, and the one that its own adjustment reaches
+#: A user who sets one of these has made the choice.
+_CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+
+
+def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
+    """Disable heap trimming (M_TRIM_THRESHOLD) for this process, so that freed blocks below 32 MB are reused.
+
+    Call it once, at the start of a program that trains on the CPU. It is a setting of the whole process, for the heap of
+    the main thread. Does nothing with a C library other than glibc, or where the user has set glibc's own variables,
+    such as MALLOC_TRIM_THRESHOLD_.
+
+    Args:
+        env: the environment variables; ``None`` for this process's.
+
+    Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD.
+    """
+    env = os.environ if env is None else env
+    if any(name in env for name in _CHOICES) or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        # Setting the first ends glibc's own adjustment of the second.
+        library.mallopt(_TRIM_THRESHOLD, _NEVER)
+        library.mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)

@@ -1,0 +1,106 @@
+"""Horovod's environment variables that mean something here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dualtrain.errors import UserError
+from dualtrain.launchers import World, detect_world
+
+log = logging.getLogger("dualtrain.hvd")
+
+#: After which a wait ends in an error where nothing else is asked for: torch.distributed's own limit.
+DEFAULT_TIMEOUT = 1800.0
+
+_PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+#: Variables that have the meaning here that they have for Horovod.
+HONOURED = {
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    "HOROVOD_ELASTIC",
+    "HOROVOD_FUSION_THRESHOLD",
+    "HOROVOD_STALL_CHECK_DISABLE",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "HOROVOD_TIMELINE",
+    "HOROVOD_TIMELINE_MARK_CYCLES",
+}
+#: Variables that a launcher sets, and that need no mention.
+_OF_LAUNCHERS = {f"HOROVOD_{name}" for name in (*_PLACE, "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME")}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to wait, what to write down, how much to send at once.
+
+    Attributes:
+        stall_check: seconds after which a wait is reported on every rank; 0 for never.
+        stall_shutdown: seconds after which a wait ends the world; infinite for never.
+        timeline: a file to write a Chrome trace to from the start.
+        mark_cycles: whether the trace shows when rank 0 looked for matching calls.
+        dynamic_sets: whether process sets may be added and removed after the start.
+        fusion_bytes: how many bytes of gradients travel at once; ``None`` for the reducer's own default.
+    """
+
+    stall_check: float = 60.0
+    stall_shutdown: float = DEFAULT_TIMEOUT
+    timeline: str | None = None
+    mark_cycles: bool = False
+    dynamic_sets: bool = False
+    fusion_bytes: int | None = None
+
+    @classmethod
+    def read(cls, env: Mapping[str, str]) -> Settings:
+        """Return the settings of ``env``.
+
+        Raises:
+            UserError: a variable that should be a number is none.
+        """
+        check = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check)
+        shutdown = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown)
+        fusion = _number(env, "HOROVOD_FUSION_THRESHOLD", -1)
+        timeline = env.get("HOROVOD_TIMELINE", "")
+        return cls(
+            stall_check=0.0 if _flag(env, "HOROVOD_STALL_CHECK_DISABLE") else check,
+            stall_shutdown=shutdown or float("inf"),  # Horovod's 0 means never
+            timeline=timeline if timeline and timeline != "DYNAMIC" else None,
+            mark_cycles=_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
+            dynamic_sets=_flag(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
+            fusion_bytes=None if fusion < 0 else int(fusion),
+        )
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        raise UserError(f"{name}={text!r} is not a number: give seconds or bytes, or unset it") from None
+    if value < 0 and text != str(default):
+        raise UserError(f"{name}={text} is below 0: give seconds or bytes, or unset it")
+    return value
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "0") not in ("", "0")
+
+
+def mention_others(env: Mapping[str, str]) -> None:
+    """Names, in one debug line, the variables of Horovod's that are set and mean nothing here."""
+    others = sorted(name for name in env if name.startswith("HOROVOD_") and name not in HONOURED | _OF_LAUNCHERS)
+    if others:
+        log.debug("without a meaning on torch.distributed, and ignored: %s", ", ".join(others))
+
+
+def publish_place(world: World | None = None) -> None:
+    """Set HOROVOD_RANK and its like as ``horovodrun --gloo`` does, where nobody has: scripts read them before ``init``.
+
+    Under MPI nothing is set: there Horovod's scripts look at MPI's own variables, and take HOROVOD_RANK for Gloo.
+    """
+    world = detect_world() if world is None else world
+    if world.launcher.startswith("mpi"):
+        return
+    for name in _PLACE:
+        os.environ.setdefault(f"HOROVOD_{name}", str(getattr(world, name.lower())))

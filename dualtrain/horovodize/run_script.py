@@ -1,0 +1,122 @@
+"""Running of a script or module as ``__main__``, with the arguments, path, exit status and traceback that python gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
+from typing import NamedTuple
+
+from dualtrain.errors import UserError
+from dualtrain.files import check_regular
+
+
+class Program(NamedTuple):
+    """Compiled code, and the module ``__main__`` to run it in."""
+
+    code: CodeType
+    main: ModuleType
+
+    def run(self) -> None:
+        """Run the code. SystemExit passes through; the traceback of another exception starts in the program."""
+        sys.modules["__main__"] = self.main  # pickle and multiprocessing look up the script's functions there
+        try:
+            exec(self.code, self.main.__dict__)
+        except SystemExit:
+            raise
+        except BaseException:
+            _hide_frames_above(self.code)
+            raise
+
+
+def load_script(path: str, arguments: Sequence[str]) -> Program:
+    """Load the script that ``python path arguments…`` would run, and set ``sys.argv`` and ``sys.path`` for it.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read.
+    """
+    if os.path.isdir(path):
+        raise UserError(f"{path!r} is a folder: name the script in it, or run a package with -m")
+    try:
+        check_regular(path)
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        raise UserError(f"cannot read the script {path!r} ({error.strerror}): check its path") from None
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    main.__loader__ = SourceFileLoader("__main__", main.__file__)
+    main.__dict__.update(__builtins__=__builtins__, __annotations__={}, __cached__=None, __package__=None)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    sys.argv[:] = [path, *arguments]
+    _prepare()
+    try:
+        return Program(compile(source, main.__file__, "exec", dont_inherit=True), main)
+    except (SyntaxError, ValueError):
+        _hide_frames_above(None)
+        raise
+
+
+def load_module(name: str, arguments: Sequence[str]) -> Program:
+    """Load the module that ``python -m name arguments…`` would run, and set ``sys.argv`` for it.
+
+    Raises:
+        UserError: there is no such module, or it cannot be run.
+    """
+    sys.argv[:] = ["-m", *arguments]
+    _prepare()
+    spec, code = _find(name)
+    main = ModuleType("__main__")
+    main.__file__, main.__loader__, main.__spec__ = spec.origin, spec.loader, spec
+    main.__dict__.update(__builtins__=__builtins__, __annotations__={}, __cached__=spec.cached, __package__=spec.parent)
+    sys.argv[0] = spec.origin or name
+    return Program(code, main)
+
+
+def _find(name: str) -> tuple[ModuleSpec, CodeType]:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the package exists, but a module that it imports does not
+        spec = None
+    except ValueError:
+        spec = None
+    if spec is None:
+        hint = f": leave out .py, or -m, for {name!r}" if name.endswith(".py") else ": check its name and PYTHONPATH"
+        raise UserError(f"there is no module named {name!r}{hint}")
+    if spec.submodule_search_locations is not None:
+        return _find(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if isinstance(spec.loader, SourceFileLoader) else None
+    if code is None:
+        raise UserError(f"the module {name!r} is not a Python source file and cannot be run: name one that is")
+    return spec, code
+
+
+def _prepare() -> None:
+    """Install the import hook, and set HOROVOD_RANK and the like, which a script may read before ``hvd.init``."""
+    from dualtrain.heap import keep_freed_memory
+    from dualtrain.horovodize.imports import install
+
+    install()
+    keep_freed_memory()
+    from dualtrain import horovod_variables
+
+    horovod_variables.publish_place()
+
+
+def _hide_frames_above(code: CodeType | None) -> None:
+    """Make the traceback that python prints at exit start in ``code`` (``None``: the script did not start)."""
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_code is not code:
+            trace = trace.tb_next
+        shown(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show

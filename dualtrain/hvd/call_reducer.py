@@ -1,0 +1,117 @@
+"""Gradients of one ``hvd.DistributedOptimizer`` by one ordinary call, where buckets do not know the operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dualtrain.gradients.buckets import Slot
+from dualtrain.gradients.refusals import Refusals
+from dualtrain.hvd import basics
+from dualtrain.hvd.forms import new_handle, synchronize
+from dualtrain.hvd.mpi_ops import grouped_allreduce_async_
+from dualtrain.hvd.process_sets import ProcessSet
+from dualtrain.hvd.reducer import HorovodReducer, Named
+
+
+class CallReducer(HorovodReducer):
+    """Combines gradients by an ordinary call for all of them: for the user's compressors, Min, Max and Product.
+
+    Args:
+        named: the parameters, the same on every rank of the set.
+        base_name: what is optimized, the same on every rank.
+        process_set: the ranks.
+        passes: backward passes that are summed before.
+        op: the reduction.
+        compression: compresses gradients before the call, and decompresses the results.
+    """
+
+    def __init__(
+        self, named: Named, base_name: str, process_set: ProcessSet, passes: int, op: int, compression: Any
+    ) -> None:
+        super().__init__(base_name, process_set, passes)
+        self._op, self._compression = op, compression
+        self._call: tuple[int, list[Any]] | None = None  # the handle, and what the compressor needs to decompress
+        self._refusals = Refusals(self.hooks.known)
+        self._checked = False  # whether the refusals know the present parameters
+        self._reduced = False
+        self.add(named)
+
+    @property
+    def refusals(self) -> Refusals:
+        """The checks before a call."""
+        return self._refusals
+
+    def is_reduced(self) -> bool:
+        """Return whether the gradients are the result of the last call."""
+        return self._reduced
+
+    def renew(self) -> None:
+        """Let ``reduce`` start from ``param.grad`` next."""
+        self._reduced = False
+
+    def layout_changed(self) -> None:
+        """Check the present parameters from the next call on."""
+        self._checked = False
+
+    def world_changed(self) -> None:
+        """Check the present parameters from the next call on."""
+        self._checked = self._reduced = False
+
+    def reduce(self) -> None:
+        """Compress, reduce and decompress every gradient; one that is missing counts as zeros. Collective; blocks.
+
+        Raises:
+            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
+        """
+        if self._reduced:
+            return
+        self.enter_world()
+        handle, contexts = self._submit()
+        self._call = None
+        for slot, result, ctx in zip(self.hooks.slots, synchronize(handle) or (), contexts, strict=True):
+            # As in buckets, a parameter that was frozen takes part as zeros and gets no gradient.
+            if slot.param.requires_grad or slot.param.grad is not None:
+                slot.param.grad = self._compression.decompress(result, ctx)
+        self._reduced = True
+
+    def drop(self) -> None:
+        """Forget what a failed step left behind."""
+        super().drop()
+        self._call = None
+
+    def slot_ready(self, slot: Slot) -> None:
+        """Start the call once all gradients are ready."""
+        if self.ready == len(self.hooks.slots):
+            self.add_thawed()  # their gradients may still come
+        if self.ready == len(self.hooks.slots):
+            self._submit()
+
+    def _submit(self) -> tuple[int, list[Any]]:
+        if self._call is None:
+            self.add_thawed()
+            self._call = self._refuse() or self._start_call()
+        return self._call
+
+    def _refuse(self) -> tuple[int, list[Any]] | None:
+        """Make, in place of the call, one that fails on every rank with what changed here; ``None`` if nothing did."""
+        if not self._checked:
+            self._refusals.lay_out([(slot.name, slot.param) for slot in self.hooks.slots], torch.zeros(1))
+            self._checked = True
+        reason = self._refusals.reason(())
+        if reason is None:
+            return None
+        number = self.process_set.process_set_id or 0
+        refused = basics.engine().submit("grouped_allreduce", self.name, number, op=self._op, refused=reason)
+        return new_handle(refused, tuple), []
+
+    def _start_call(self) -> tuple[int, list[Any]]:
+        params = [slot.param for slot in self.hooks.slots]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
+        packed = [self._compression.compress(grad) for grad in grads]
+        tensors = [tensor.contiguous() for tensor, _ in packed]
+        handle = -1
+        if tensors:
+            handle = grouped_allreduce_async_(tensors, name=self.name, op=self._op, process_set=self.process_set)
+        return handle, [ctx for _, ctx in packed]

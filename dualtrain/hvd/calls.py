@@ -1,0 +1,164 @@
+"""Each collective operation once: what is checked before anything is sent, and the gradient.
+
+The gradients are Horovod's, which are not the mathematical ones everywhere: ``allgather`` and ``broadcast`` average
+where they would sum, ``reducescatter`` with Sum multiplies by the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dualtrain.backends import wire
+from dualtrain.backends.collectives import rows_to_send
+from dualtrain.hvd.basics import engine
+from dualtrain.hvd.exceptions import HorovodInternalError
+from dualtrain.hvd.forms import Operation, Options, differentiable
+from dualtrain.hvd.pending import Pending
+from dualtrain.hvd.process_sets import ProcessSet
+from dualtrain.hvd.reductions import NAMES, PLAIN, Adasum, Average, Sum
+
+Tensors = list[torch.Tensor]
+Gradients = Sequence[torch.Tensor]
+
+
+def usable_set(process_set: ProcessSet) -> int:
+    """Return the number of a set that this rank may use."""
+    here = engine().backend.rank
+    if process_set.process_set_id is None:
+        raise ValueError(f"{process_set} is not in use: pass it to hvd.init or hvd.add_process_set first")
+    if not process_set.included():
+        raise ValueError(f"rank {here} is not in {process_set}: call this on its ranks only")
+    return process_set.process_set_id
+
+
+def _reduction(op: int | None, average: bool | None) -> int:
+    if op is not None and average is not None:
+        raise ValueError("both op and average are given: pass op alone (average is deprecated)")
+    if op is None:
+        return Average if average is None or average else Sum
+    if op not in NAMES:
+        raise ValueError(f"no reduction is called {op!r}: pass hvd.Average, Sum, Adasum, Min, Max or Product")
+    return op
+
+
+def _average(grads: Gradients, process_set: ProcessSet) -> Gradients:
+    options: Options = {"average": None, "name": None, "op": Average, "process_set": process_set}
+    options |= {"prescale_factor": 1.0, "postscale_factor": 1.0}
+    return differentiable(ALLREDUCE, grads, options, grouped=True)
+
+
+def _check_reducible(tensors: Tensors, op: int) -> None:
+    for tensor in tensors:
+        wire.wire_dtype(tensor.dtype.to_real())
+        wire.wire_op(tensor.dtype, PLAIN[Sum if op == Adasum else op])
+
+
+def _check_rows(kind: str, tensors: Tensors) -> None:
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(f"{kind} of a tensor without a dimension, which has no rows: reshape it to (1,)")
+
+
+# -- allreduce ----------------------------------------------------------------------------------------------------------
+
+
+def _allreduce(kind: str, tensors: Tensors, outputs: Tensors | None, options: Options) -> Pending:
+    op = _reduction(options["op"], options["average"])
+    set_id = usable_set(options["process_set"])
+    _check_reducible(tensors, op)
+    scales: Options = {"pre": float(options["prescale_factor"]), "post": float(options["postscale_factor"])}
+    return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **scales)
+
+
+def _allreduce_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
+    return differentiable(ALLREDUCE, grads, {**options, "name": None}, grouped=True) if grads else []
+
+
+ALLREDUCE = Operation("allreduce", _allreduce, _allreduce_gradient)
+
+
+# -- allgather ----------------------------------------------------------------------------------------------------------
+
+
+def _allgather(kind: str, tensors: Tensors, outputs: Tensors | None, options: Options) -> Pending:
+    return engine().submit(kind, options["name"], usable_set(options["process_set"]), tensors)
+
+
+def _allgather_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
+    averaged = _average(grads, options["process_set"])
+    here, rows = options["process_set"].rank(), call.facts["rows"]
+    mine = [grad.narrow(0, sum(of_rank[i] for of_rank in rows[:here]), rows[here][i]) for i, grad in enumerate(averaged)]
+    return [part.reshape(shape) for part, (_, shape, _) in zip(mine, call.message["tensors"], strict=True)]
+
+
+ALLGATHER = Operation("allgather", _allgather, _allgather_gradient)
+
+
+# -- broadcast ----------------------------------------------------------------------------------------------------------
+
+
+def _broadcast(kind: str, tensors: Tensors, outputs: Tensors | None, options: Options) -> Pending:
+    process_set, root = options["process_set"], int(options["root_rank"])
+    set_id = usable_set(process_set)
+    if root not in process_set.ranks:
+        raise ValueError(f"root_rank {root} is not in {process_set}: pass one of its ranks, in the world's numbering")
+    return engine().submit(kind, options["name"], set_id, tensors, outputs, root=root)
+
+
+def _broadcast_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
+    averaged = _average(grads, options["process_set"])
+    return averaged if engine().backend.rank == options["root_rank"] else [torch.zeros_like(grad) for grad in averaged]
+
+
+BROADCAST = Operation("broadcast", _broadcast, _broadcast_gradient)
+
+
+# -- alltoall -----------------------------------------------------------------------------------------------------------
+
+
+def _alltoall(kind: str, tensors: Tensors, outputs: Tensors | None, options: Options) -> Pending:
+    process_set, [tensor] = options["process_set"], tensors
+    set_id = usable_set(process_set)
+    _check_rows("alltoall", tensors)
+    splits = options["splits"]
+    if isinstance(splits, torch.Tensor) and splits.dtype != torch.int32:
+        raise ValueError(f"splits have dtype {splits.dtype}: pass a list, or an int32 tensor")
+    rows = rows_to_send(tensor, splits, len(process_set.ranks))
+    return engine().submit(kind, options["name"], set_id, tensors, splits=rows)
+
+
+def _alltoall_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
+    here, splits = options["process_set"].rank(), call.facts["splits"]
+    received = [of_rank[here] for of_rank in splits]
+    back: Options = {"splits": received, "name": None, "process_set": options["process_set"]}
+    rows, _ = differentiable(ALLTOALL, grads[:1], back)
+    unsent = call.message["tensors"][0][1][0] - len(rows)  # rows that the splits left out
+    return [torch.cat([rows, rows.new_zeros(unsent, *rows.shape[1:])]) if unsent else rows]
+
+
+ALLTOALL = Operation("alltoall", _alltoall, _alltoall_gradient)
+
+
+# -- reducescatter ------------------------------------------------------------------------------------------------------
+
+
+def _reducescatter(kind: str, tensors: Tensors, outputs: Tensors | None, options: Options) -> Pending:
+    op, set_id = options["op"], usable_set(options["process_set"])
+    _check_rows("reducescatter", tensors)
+    if op not in (Sum, Average):
+        raise HorovodInternalError(f"reducescatter with {NAMES.get(op, op)} is not supported: use hvd.Average or hvd.Sum")
+    _check_reducible(tensors, op)
+    scales: Options = {"pre": float(options["prescale_factor"]), "post": float(options["postscale_factor"])}
+    return engine().submit(kind, options["name"], set_id, tensors, op=op, **scales)
+
+
+def _reducescatter_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
+    factor = options["prescale_factor"] * options["postscale_factor"]
+    if options["op"] == Sum:
+        factor *= options["process_set"].size()
+    unnamed: Options = {"name": None, "process_set": options["process_set"]}
+    return differentiable(ALLGATHER, [grad * factor for grad in grads], unnamed, grouped=True)
+
+
+REDUCESCATTER = Operation("reducescatter", _reducescatter, _reducescatter_gradient)

@@ -1,0 +1,239 @@
+"""Gradients of one ``hvd.DistributedOptimizer`` in buckets, on a channel that only this optimizer uses."""
+
+from __future__ import annotations
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.gradients import Transfer
+from dualtrain.gradients.buckets import Slot
+from dualtrain.gradients.exchange import Exchange
+from dualtrain.gradients.refusals import Refusals
+from dualtrain.gradients.sparse import sparse_dims
+from dualtrain.hvd import basics
+from dualtrain.hvd.pending import Pending
+from dualtrain.hvd.process_sets import ProcessSet
+from dualtrain.hvd.reducer import HorovodReducer, Named, as_horovod_errors
+
+
+def _are_on_cpu(named: Named) -> bool:
+    return all(p.device.type == "cpu" for _, p in named)
+
+
+class ChannelReducer(HorovodReducer):
+    """Sends gradients in buckets, in backward, on a channel of its own; ``reduce`` waits for them.
+
+    As Horovod does, and unlike :class:`~dualtrain.gradients.GradientReducer`: backward never waits for another rank, so
+    that ranks may run their backwards in any order and number, and every step has one exchange. The first exchange requests
+    the channel from rank 0; by that all ranks learn that their layouts agree, and which gradients are sparse.
+
+    Args:
+        named: the parameters, the same on every rank of the set.
+        base_name: what is optimized, the same on every rank.
+        process_set: the ranks.
+        passes: backward passes that are summed before.
+        transfer: how gradients are sent.
+
+    Attributes:
+        exchanges: how many there were in this world; a rank that has joined counts those that it joins with zeros.
+        exchanging: whether one is under way.
+        announced: exchanges during which this rank knew of one that has joined.
+
+    Raises:
+        ValueError: the backend cannot send the transfer's dtype, or the gradient of a parameter cannot be averaged.
+    """
+
+    def __init__(self, named: Named, base_name: str, process_set: ProcessSet, passes: int, transfer: Transfer) -> None:
+        super().__init__(base_name, process_set, passes)
+        self.backend = basics.engine().backend
+        if transfer.dtype is not None and transfer.dtype not in self.backend.narrow:
+            raise ValueError(f"the {self.backend.name} backend does not carry {transfer.dtype}: compress to float16")
+        self.exchanges = 0
+        self.exchanging = False
+        self.announced: set[int] = set()
+        self._opening: Pending | None = None
+        self._agreed = False  # until then the engine's thread may be sending
+        named = list(named)
+        self._on_cpu = _are_on_cpu(named)
+        #: The extra scalar: how many ranks have joined and are not counted in the average. Written and read in its
+        #: place, and only if there is a reason to: it is not copied from and to the host in every step.
+        self._exchange = Exchange(self.hooks, transfer, scalars=1)
+        self._is_left_out = False  # whether this rank is one of them
+        self.add(named)
+        basics.engine().channels.register(self)
+
+    @property
+    def refusals(self) -> Refusals:
+        """The checks before an exchange."""
+        return self._exchange.refusals
+
+    def is_reduced(self) -> bool:
+        """Return whether the gradients are the result of the last exchange, and were not dropped or zeroed since."""
+        return self._exchange.is_reduced()
+
+    def renew(self) -> None:
+        """Let ``reduce`` start from ``param.grad`` next."""
+        self._exchange.reduced = False
+
+    def reduce(self) -> None:
+        """Combine the gradients over the ranks, unless they are already. Collective; blocks.
+
+        Raises:
+            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
+            RuntimeError: the reducer was closed.
+        """
+        if self.is_reduced():
+            return
+        if self.closed:
+            raise RuntimeError("the reducer was closed, and averages gradients no more: make the optimizer anew")
+        try:
+            with as_horovod_errors():
+                self._run_exchange()
+        finally:
+            self.exchanging = False
+            timeline = basics.engine().timeline if basics.is_initialized() else None
+            if timeline is not None and timeline.active:
+                for bucket in self._exchange.schedule.buckets:
+                    timeline.end(bucket.name, "ALLREDUCE")
+        # On a GPU the host would wait to look at it: only where it may be more than 0.
+        if self._on_cpu or self.exchanges in self.announced:
+            self._count_active_only()
+
+    def _run_exchange(self) -> None:
+        exchange = self._exchange
+        self.add_thawed()
+        self.enter_world()
+        if not self._agreed:
+            self._agree()
+        self._begin_exchange()
+        while exchange.schedule.has_unsent:
+            self._send_next()
+        if exchange.wait():
+            exchange.end_round(reduced=False)
+            exchange.refuse()
+        exchange.unpack()
+        exchange.end_round(reduced=True)
+
+    def join_with_zeros(self, divide_by: str) -> None:
+        """Take part in one exchange with zeros, as a rank that has joined. Collective; blocks."""
+        for slot in self.hooks.slots:
+            slot.param.grad = None
+        self._is_left_out = divide_by == "active"
+        self.renew()
+        try:
+            self.reduce()
+        finally:
+            self._is_left_out = False
+            self._exchange.extra.zero_()
+        self.renew()
+        self.rest()
+        for slot in self.hooks.slots:
+            slot.param.grad = None
+
+    def drop(self) -> None:
+        """Forget what a failed step left behind: with an exchange under way, the channel too."""
+        if self.exchanging:
+            self.leave_world()
+        self.exchanging = False
+        self._exchange.schedule.forget_ready()
+        super().drop()
+
+    # -- during backward --------------------------------------------------------------------------------------------
+
+    def slot_ready(self, slot: Slot) -> None:
+        """Send the buckets that are complete; before the first exchange, ask for the channel once all gradients are."""
+        if not self._agreed:
+            if self.ready == len(self.hooks.slots):
+                self._open(start=self._on_cpu)
+            return
+        bucket = slot.bucket
+        if bucket is None:
+            return  # sparse: it is sent at the end
+        if slot.large:
+            slot.copy_to_bucket()
+        schedule = self._exchange.schedule
+        if schedule.mark_ready(bucket):
+            while schedule.next_is_complete:
+                self._send_next()
+
+    def _send_next(self) -> None:
+        with as_horovod_errors():
+            self._begin_exchange()
+            bucket = self._exchange.send_next(torch.ones(1) if self._is_left_out else None)
+        timeline = basics.engine().timeline
+        if timeline.active:
+            timeline.begin(bucket.name, "ALLREDUCE")
+
+    def _begin_exchange(self) -> None:
+        if not self.exchanging:
+            self.exchanges += 1
+            self.exchanging = True  # the engine's thread announces it too, if it learns of one that joined from now on
+            basics.engine().announce(self)
+
+    # -- the channel ------------------------------------------------------------------------------------------------
+
+    def world_changed(self) -> None:
+        """Drop the channel and the buckets of an earlier world."""
+        self.backend = basics.engine().backend
+        self._exchange.forget()
+        self._opening, self._agreed = None, False
+        self.exchanges, self.exchanging = 0, False
+        self.announced.clear()
+
+    def layout_changed(self) -> None:
+        """Agree on the parameters anew before the next exchange."""
+        self._exchange.laid_out = False
+        self._opening, self._agreed = None, False
+
+    def _open(self, *, start: bool) -> Pending:
+        """Ask for the channel, once; does not block. ``start``: all gradients are ready, to be sent as soon as it opens."""
+        if self._opening is None:
+            slots = self.hooks.slots
+            name = f"{self.channel_name}/{len(slots)}"
+            basics.engine().channels.release_with(self, name)
+            self._opening = basics.engine().open_channel(
+                name,
+                self.process_set.process_set_id or 0,
+                layout=[*(slot.describe() for slot in slots), self._describe_transfer()],
+                sparse=[[number, dims] for number, dims in sparse_dims(slots).items()],
+                then=self._start if start else None,
+            )
+        return self._opening
+
+    def _describe_transfer(self) -> str:
+        """Return what the layout depends on beside the parameters: HOROVOD_FUSION_THRESHOLD may differ between hosts."""
+        t = self._exchange.transfer
+        groups = [len(group) for group in t.groups]
+        return f"at most {t.bucket_bytes} bytes at once, groups {groups}, as {t.dtype}, times {t.before}"
+
+    def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
+        """Lay out and send, in the engine's thread, while this rank may already wait for another optimizer."""
+        self._adopt(channel, sparse)
+        while self._exchange.schedule.has_unsent:
+            self._send_next()
+
+    def _agree(self) -> None:
+        """Wait until the ranks agree on the layout, and use the channel. Collective; blocks."""
+        channel, sparse = self._open(start=False).wait()
+        if not self._exchange.laid_out:  # not started by the engine's thread
+            self._adopt(channel, sparse)
+        self._agreed = True
+
+    def _adopt(self, channel: Backend, sparse: list[list[int]]) -> None:
+        self.backend = channel
+        self._exchange.sparse.add(((number, dims) for number, dims in sparse), self._exchange.transfer)
+        self._exchange.lay_out(channel, self.name)
+
+    @torch.no_grad()
+    def _count_active_only(self) -> None:
+        """Divide averages by the ranks that have not joined with ``divide_by="active"``, if there are such."""
+        self.announced.clear()
+        size, left_out = self.backend.size, float(self._exchange.extra)
+        if not left_out:
+            return
+        self._exchange.extra.zero_()
+        if self._exchange.transfer.after == 1:
+            return  # a sum
+        for slot in self.hooks.slots:
+            if slot.param.grad is not None:
+                slot.param.grad.mul_(size / (size - left_out))

@@ -1,0 +1,86 @@
+"""The channels of one rank: a backend for each process set, and one for each optimizer, which sends gradients on it."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import weakref
+from collections import Counter
+from typing import Protocol
+
+from dualtrain.backends import Backend
+from dualtrain.hvd.process_sets import ProcessSet
+
+_MANY_CHANNELS = 16
+
+
+class Exchanger(Protocol):
+    """A reducer that sends gradients without asking rank 0, and so must be informed when a rank has joined."""
+
+    base_name: str
+    channel_name: str
+    process_set: ProcessSet
+    exchanges: int
+    exchanging: bool
+    announced: set[int]
+
+    def join_with_zeros(self, divide_by: str) -> None:
+        """Take part in one exchange with zeros."""
+
+
+class Channels:
+    """The channels that were opened in a world.
+
+    Attributes:
+        sets: process set → its backend; 0 is the world.
+        gradients: name of a channel for gradients → its backend, and which gradients are sparse on any rank.
+    """
+
+    def __init__(self, world: Backend) -> None:
+        self.sets: dict[int, Backend] = {0: world}
+        self.gradients: dict[str, tuple[Backend, list[list[int]]]] = {}
+        self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._claims: Counter[str] = Counter()
+        self._exchangers: list[weakref.ref[Exchanger]] = []  # in the order of their making
+
+    def claim(self, base_name: str) -> int:
+        """Return a number for one of several of the same name: how many of them have begun in this world."""
+        self._claims[base_name] += 1
+        return self._claims[base_name]
+
+    def register(self, exchanger: Exchanger) -> None:
+        """Inform ``exchanger`` when a rank has joined; it is not kept alive."""
+        self._exchangers = [ref for ref in self._exchangers if ref() is not None]
+        self._exchangers.append(weakref.ref(exchanger))
+
+    def exchangers(self) -> list[Exchanger]:
+        """Return those that are alive."""
+        return [one for ref in self._exchangers if (one := ref()) is not None]
+
+    def exchanger(self, channel_name: str) -> Exchanger | None:
+        """Return the one of this name, or the first that may become it: it has not exchanged anything yet."""
+        base, alive = channel_name.rpartition(".")[0], self.exchangers()
+        known = [one for one in alive if one.channel_name == channel_name]
+        return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
+
+    def release_with(self, owner: object, name: str) -> None:
+        """Give a channel for gradients up when ``owner`` is gone."""
+        # Only noted there: the collector may run in any thread, at any moment.
+        weakref.finalize(owner, self._released.put, name)
+
+    def close_released(self) -> None:
+        """Close the channels of optimizers that are gone: each has sockets and threads."""
+        if len(self.gradients) % _MANY_CHANNELS == _MANY_CHANNELS - 1:
+            gc.collect()  # an optimizer and its hooks are a cycle
+        while not self._released.empty():
+            channel, _ = self.gradients.pop(self._released.get(), (None, None))
+            if channel is not None:
+                channel.close()
+
+    def close(self) -> None:
+        """Close all channels but the world."""
+        for number, channel in self.sets.items():
+            if number:
+                channel.close()
+        for channel, _ in self.gradients.values():
+            channel.close()

@@ -1,0 +1,92 @@
+"""Carry out the calls that were matched, in the engine's thread: the same on every rank, in the same order."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.hvd.channels import Channels
+from dualtrain.hvd.coordinator import Message
+from dualtrain.hvd.operations import RUN, Task
+from dualtrain.hvd.pending import Pending
+from dualtrain.hvd.reductions import Sum, identity_element
+from dualtrain.hvd.timeline import Timeline
+
+
+class Executor:
+    """Carries out matched calls.
+
+    Args:
+        backend: the world.
+        channels: of this rank.
+        timeline: gets the start and end of each call.
+
+    Attributes:
+        gpu: the GPU that the script has chosen, as its tensors say; ``None`` before the first of them.
+    """
+
+    def __init__(self, backend: Backend, channels: Channels, timeline: Timeline) -> None:
+        self._backend, self._channels, self._timeline = backend, channels, timeline
+        self.gpu: torch.device | None = backend.device if backend.device.type == "cuda" else None
+
+    def run(self, message: Message, pending: Pending | None) -> Any:
+        """Carry out the call of ``message``, and return its result; without ``pending`` this rank has joined."""
+        with self._on_gpu(message):
+            return self._dispatch(message, pending)
+
+    def _dispatch(self, message: Message, pending: Pending | None) -> Any:
+        kind = message["kind"]
+        if kind == "channel":
+            self._channels.close_released()
+            channel = self._backend.group(message["members"])
+            if channel is None:
+                return None
+            self._channels.gradients[message["name"]] = channel, message["sparse"]
+            if pending is not None and pending.then is not None:
+                pending.then(channel, message["sparse"])
+            return channel, message["sparse"]
+        if kind == "add_process_set":
+            group = self._backend.group(message["ranks"])
+            if group is not None:
+                self._channels.sets[message["new_set"]] = group
+            return message["new_set"]
+        if kind == "remove_process_set":
+            group = self._channels.sets.pop(message["ranks"][0], None)
+            if group is not None:
+                group.close()
+            return True
+        return self._communicate(message, pending)
+
+    def _communicate(self, message: Message, pending: Pending | None) -> list[torch.Tensor]:
+        if pending is None:
+            tensors = [
+                identity_element(getattr(torch, dtype), shape, self._device(device), message.get("op", Sum))
+                for dtype, shape, device in message["tensors"]
+            ]
+            task = Task({**message, "pre": 1.0}, self._channels.sets[message["set"]], tensors)
+        else:
+            pending.facts = message
+            task = Task(message, self._channels.sets[message["set"]], pending.tensors, pending.outputs)
+            for event in pending.streams:
+                torch.cuda.current_stream().wait_event(event)
+        what, activity = f"{message['kind']}.{message['name'] or 'noname'}", message["kind"].upper()
+        self._timeline.begin(what, activity)
+        try:
+            with torch.no_grad():
+                result = RUN[message["kind"]](task)
+        finally:
+            self._timeline.end(what, activity)
+        if pending is not None and pending.streams:
+            pending.streams = [torch.cuda.current_stream().record_event()]
+        return result
+
+    def _device(self, kind: str) -> torch.device:
+        return self.gpu if kind == "cuda" and self.gpu is not None else torch.device(kind)
+
+    def _on_gpu(self, message: Message) -> AbstractContextManager[Any]:
+        """Make the script's GPU the current one, which every thread has of its own, for a call on tensors of a GPU."""
+        gpu = any(device == "cuda" for _, _, device in message.get("tensors", ()))
+        return torch.cuda.device(self.gpu) if gpu and self.gpu is not None else nullcontext()

@@ -1,0 +1,230 @@
+"""Collective operations but ``allreduce``, under Horovod's names and with Horovod's arguments; for ``mpi_ops``.
+
+Without a ``name`` the calls of the ranks match by order. All raise ValueError if an argument is wrong (nothing was sent),
+and HorovodInternalError if the ranks do not match, one failed, or Horovod was shut down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dualtrain.hvd.basics import engine
+from dualtrain.hvd.calls import ALLGATHER, ALLTOALL, BROADCAST, REDUCESCATTER, usable_set
+from dualtrain.hvd.compression import Compression
+from dualtrain.hvd.forms import Options, differentiable, start, synchronize
+from dualtrain.hvd.process_sets import ProcessSet, global_process_set
+from dualtrain.hvd.reductions import Average
+
+Tensors = list[torch.Tensor]
+Splits = Sequence[int] | torch.Tensor | None
+
+
+def _only(results: Tensors) -> torch.Tensor:
+    return results[0]
+
+
+def _named(name: str | None, process_set: ProcessSet, **more: Any) -> Options:
+    return {**more, "name": name, "process_set": process_set}
+
+
+# -- allgather ----------------------------------------------------------------------------------------------------------
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """Return every rank's rows, in rank order. Collective by name; blocks; autograd goes through it.
+
+    Ranks may have different numbers of rows; tensors without a dimension become one of shape (size,). The gradient is the
+    average over ranks of this rank's part.
+    """
+    return differentiable(ALLGATHER, [tensor], _named(name, process_set))[0]
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """As :func:`allgather`, without blocking and gradients; return a handle for ``poll`` and ``synchronize``."""
+    return start(ALLGATHER, [tensor], _named(name, process_set), finish=_only)
+
+
+def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensors:
+    """As :func:`allgather`, for several tensors in one call."""
+    return differentiable(ALLGATHER, tensors, _named(name, process_set), grouped=True)
+
+
+def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """As :func:`grouped_allgather`, without blocking and gradients; return a handle."""
+    return start(ALLGATHER, tensors, _named(name, process_set), grouped=True)
+
+
+# -- broadcast ----------------------------------------------------------------------------------------------------------
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return the tensor of ``root_rank`` on every rank. Collective by name; blocks; autograd goes through it.
+
+    ``root_rank`` is a rank of the world, in a process set too. The gradient is the average over ranks at the root, zero
+    elsewhere.
+    """
+    return differentiable(BROADCAST, [tensor], _named(name, process_set, root_rank=root_rank))[0]
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As :func:`broadcast`, without blocking and gradients; return a handle."""
+    return start(BROADCAST, [tensor], _named(name, process_set, root_rank=root_rank), finish=_only)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """As :func:`broadcast`, in place and without gradients. Blocks."""
+    result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return result
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As :func:`broadcast_`, without blocking; return a handle."""
+    options = _named(name, process_set, root_rank=root_rank)
+    return start(BROADCAST, [tensor], options, in_place=True, finish=_only)
+
+
+# -- alltoall -----------------------------------------------------------------------------------------------------------
+
+
+def alltoall(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Return the rows that every rank has for this one, in rank order. Collective by name; blocks; differentiable.
+
+    The first ``splits[0]`` rows of a tensor go to rank 0, the next ``splits[1]`` to rank 1, …; without splits every rank
+    gets equally many. With splits the result is (rows, how many came from each rank as int32). The gradients go back the
+    way they came.
+    """
+    results = differentiable(ALLTOALL, [tensor], _named(name, process_set, splits=splits))
+    return results[0] if splits is None else tuple(results)
+
+
+def alltoall_async(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As :func:`alltoall` with splits, without blocking and gradients; return a handle."""
+    return start(ALLTOALL, [tensor], _named(name, process_set, splits=splits))
+
+
+# -- reducescatter ------------------------------------------------------------------------------------------------------
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Return this rank's rows of the reduction of every rank's tensor. Collective by name; blocks; differentiable.
+
+    Of d rows the first ``d % size`` ranks get ``d // size + 1``, the others ``d // size``. ``op`` is Average or Sum. The
+    gradients are gathered, with Sum times the size.
+    """
+    options: Options = {"name": name, "op": op, "process_set": process_set}
+    options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return differentiable(REDUCESCATTER, [tensor], options, compression=compression)[0]
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As :func:`reducescatter`, without blocking and gradients; return a handle."""
+    options: Options = {"name": name, "op": op, "process_set": process_set}
+    options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return start(REDUCESCATTER, [tensor], options, finish=_only)
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensors:
+    """As :func:`reducescatter`, for several tensors in one call."""
+    options: Options = {"name": name, "op": op, "process_set": process_set}
+    options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return differentiable(REDUCESCATTER, tensors, options, grouped=True, compression=compression)
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As :func:`grouped_reducescatter`, without blocking and gradients; return a handle."""
+    options: Options = {"name": name, "op": op, "process_set": process_set}
+    options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return start(REDUCESCATTER, tensors, options, grouped=True)
+
+
+# -- others -------------------------------------------------------------------------------------------------------------
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Start the sum (``Average``: the average) of sparse tensors, by gathering their indices and values.
+
+    Does not block: returns a function that does, and returns the new sparse tensor. Its indices may repeat.
+    """
+    # Private in torch 2.5 to 2.15: indices() and values() refuse a tensor that is not coalesced, as gradients are not.
+    indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+
+    def result() -> torch.Tensor:
+        summed, where = synchronize(values), synchronize(indices)
+        averaged = summed / len(process_set.ranks or []) if op == Average else summed
+        return torch.sparse_coo_tensor(where.t(), averaged, tensor.shape, check_invariants=False)
+
+    return result
+
+
+def join(device: int = -1, divide_by: str = "initial") -> int:
+    """Join: this rank has no more data. Block until all ranks have joined; return the rank that joined last.
+
+    Meanwhile the others go on: this rank contributes the identity element to reductions (zeros to a sum; Horovod sends
+    zeros to a minimum too), and zeros to the gradients of ``DistributedOptimizer``. Other calls fail on the ranks that
+    make them.
+
+    Args:
+        device: accepted for Horovod's scripts; nothing is placed there.
+        divide_by: what averages are divided by meanwhile: ``"initial"``, all ranks, as Horovod does; or ``"active"``,
+            those that have not joined with this argument.
+
+    Raises:
+        ValueError: ``divide_by`` is neither.
+        HorovodInternalError: a rank failed, or Horovod was shut down.
+    """
+    if divide_by not in ("initial", "active"):
+        raise ValueError(f'divide_by={divide_by!r} is not known: pass "initial" or "active"')
+    return engine().join(divide_by)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Block until every rank of the set has called it."""
+    engine().submit("barrier", None, usable_set(process_set)).wait()

@@ -1,0 +1,82 @@
+"""The options of ``hvd.DistributedOptimizer``, checked and turned into what the reducers need."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from dualtrain.gradients import Transfer
+from dualtrain.hvd import basics
+from dualtrain.hvd.compression import BF16Compressor, Compression, FP16Compressor
+from dualtrain.hvd.process_sets import ProcessSet
+from dualtrain.hvd.reductions import Sum
+from dualtrain.hvd.util import split_list
+
+Named = list[tuple[str, torch.nn.Parameter]]
+#: The compressors that buckets know, and the dtype that each of them sends.
+NARROW = {Compression.none: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
+
+
+def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
+    """Return (name, parameter) for all parameters of ``optimizer``; raise Horovod's ValueErrors for a wrong ``given``."""
+    theirs = [
+        (f"allreduce.noname.{i}.{j}", p)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+    ]
+    if given is None:
+        return theirs
+    named = list(given)
+    if not all(isinstance(pair, tuple) for pair in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
+    if twice:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    missing = len({p for _, p in theirs} - {p for _, p in named})
+    if missing:
+        raise ValueError(f"named_parameters was specified, but {missing} of the optimizer's parameters were not named")
+    return named
+
+
+def transfer_of(
+    optimizer: torch.optim.Optimizer,
+    op: int,
+    predivide: float,
+    compression: Any,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    sparse_as_dense: bool,
+    process_set: ProcessSet,
+) -> Transfer:
+    """Return how gradients are sent, from Horovod's options. Raises ValueError for ``groups`` that make no sense."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        groups = split_list(params, groups) if groups else ()
+    listed = [p for group in groups or () for p in group]
+    if not all(isinstance(p, torch.Tensor) for p in listed):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len({id(p) for p in listed}) < len(listed):
+        raise ValueError("A parameter can only appear once in groups.")
+    return Transfer(
+        before=1 / predivide,
+        after=1.0 if op == Sum else None if predivide == 1 else predivide / (process_set.size() or 1),
+        dtype=NARROW.get(compression),
+        bucket_bytes=basics.engine().settings.fusion_bytes,
+        groups=groups or (),
+        sparse_as_dense=sparse_as_dense,
+    )
+
+
+def base_name(named: Named, process_set: ProcessSet) -> str:
+    """Return a name for what is optimized, the same on every rank."""
+    text = f"{process_set.ranks} {[(name, tuple(p.shape)) for name, p in named]}"
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return f"{named[0][0] if named else 'nothing'}-{digest}"

@@ -1,0 +1,48 @@
+"""A collective call under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dualtrain.hvd.coordinator import Message
+from dualtrain.hvd.exceptions import HorovodInternalError
+
+
+@dataclass
+class Pending:
+    """A call that this rank has made: its tensors, and its result.
+
+    Attributes:
+        message: what was sent to the coordinator.
+        tensors: this rank's inputs.
+        outputs: where the results go; ``None`` for new tensors.
+        then: called with the result in the engine's thread, before the call counts as ended.
+        ended: set once there is a result or an error.
+        facts: what all ranks agreed on.
+        streams: GPU events: inputs are ready, then results are.
+    """
+
+    message: Message
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] | None = None
+    then: Callable[[Any, Any], None] | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    facts: Message = field(default_factory=dict)
+    result: Any = None
+    error: HorovodInternalError | None = None
+    streams: list[Any] = field(default_factory=list)
+
+    def wait(self) -> Any:
+        """Block until the result can be used on the current stream; return it. Raises HorovodInternalError."""
+        self.ended.wait()
+        if self.error is not None:
+            # A new one each time: it may be raised in several places.
+            raise HorovodInternalError(*self.error.args) from self.error
+        for event in self.streams:
+            torch.cuda.current_stream().wait_event(event)
+        return self.result

@@ -1,0 +1,250 @@
+"""An authenticated TCP connection between two processes of a job. It carries JSON messages, one per line.
+
+Each end proves by HMAC that it knows the job's secret before the other reads anything else from it; the secret itself
+is not sent. The control channel is one such connection from rank 0 to every other rank.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from dualtrain.errors import BackendError, UserError
+
+MESSAGE_BYTES = 1 << 24
+_HANDSHAKE_BYTES = 4096
+_SECONDS = 5.0  # for one send or receive
+_WRONG_SECRET = "secret"
+_NETWORK = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN}
+
+
+class UnauthenticatedError(ValueError):
+    """The peer does not know this job's secret."""
+
+
+class Connection:
+    """One end of a connection; :meth:`accept` and :meth:`dial` make authenticated ones.
+
+    Attributes:
+        socket: the TCP socket. A send or receive on it fails after 5 s, unless the owner sets another timeout.
+        rank: the peer's rank.
+        address: the peer's IP address.
+    """
+
+    def __init__(self, connected: socket.socket, rank: int, max_bytes: int = MESSAGE_BYTES) -> None:
+        self.socket = connected
+        self.rank = rank
+        self.address = str(connected.getpeername()[0])
+        self._max_bytes = max_bytes
+        self._unread = b""
+        self._sending = threading.Lock()
+        connected.settimeout(_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Keep-alive probes: a host cut off from the network counts as failed within 10 s.
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 9000)):
+            if hasattr(socket, option):
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    @classmethod
+    def accept(
+        cls,
+        accepted: socket.socket,
+        secret: str,
+        admit: Callable[[int, Mapping[str, Any]], str | None] = lambda rank, hello: None,
+    ) -> Connection:
+        """Authenticate a peer that has connected. Blocks for 5 s at most per message.
+
+        Args:
+            accepted: the socket; the caller closes it on an error.
+            secret: known to all processes of the job.
+            admit: called with the authenticated peer's rank and first message; returns why it is refused, or ``None``.
+
+        Raises:
+            UnauthenticatedError: the peer does not know the secret, or was refused.
+            OSError: the connection ended or timed out.
+        """
+        connection = cls(accepted, rank=-1, max_bytes=_HANDSHAKE_BYTES)
+        nonce = secrets.token_hex(16)
+        connection.send({"nonce": nonce})
+        try:
+            hello = connection.receive_one()
+            connection.rank = int(hello["rank"])
+            facts = connection.rank, nonce, str(hello["nonce"]), int(accepted.getsockname()[1])
+            genuine = hmac.compare_digest(str(hello["proof"]), _proof(secret, "client", *facts))
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+            raise UnauthenticatedError("not a message of this protocol") from error
+        if not genuine:
+            connection.send({"refused": _WRONG_SECRET})
+            raise UnauthenticatedError("not of this job")
+        refusal = admit(connection.rank, hello)
+        connection.send({"proof": _proof(secret, "server", *facts)} if refusal is None else {"refused": refusal})
+        if refusal is not None:
+            raise UnauthenticatedError(refusal)
+        connection._max_bytes = MESSAGE_BYTES
+        return connection
+
+    @classmethod
+    def dial(
+        cls, address: tuple[str, int], rank: int, secret: str, timeout: float, about: Mapping[str, object] | None = None
+    ) -> Connection:
+        """Connect to ``address`` as ``rank`` and authenticate both ends. Blocks.
+
+        Args:
+            address: host and port of a process that calls :meth:`accept`.
+            rank: this process's rank.
+            secret: known to all processes of the job.
+            timeout: seconds to connect, and for each message of the handshake.
+            about: more about this process, for the other end's ``admit``.
+
+        Raises:
+            UserError: the other end refuses this process; the message is its reason.
+            UnauthenticatedError: the other end does not know the secret.
+            OSError: the connection failed, ended or timed out.
+        """
+        connected = socket.create_connection(address, timeout)
+        try:
+            connection = cls(connected, rank=0)
+            connected.settimeout(timeout)  # the other end may be busy with other peers
+            challenge = connection.receive_one()
+            facts = rank, str(challenge["nonce"]), secrets.token_hex(16), int(connected.getpeername()[1])
+            hello = {**(about or {}), "rank": rank, "nonce": facts[2], "proof": _proof(secret, "client", *facts)}
+            connection.send(hello)
+            answer = connection.receive_one()
+            if answer.get("refused") not in (None, _WRONG_SECRET):
+                raise UserError(str(answer["refused"]))
+            if not hmac.compare_digest(str(answer.get("proof")), _proof(secret, "server", *facts)):
+                raise UnauthenticatedError("not of this job")
+        except BaseException:
+            connected.close()
+            raise
+        connected.settimeout(_SECONDS)
+        return connection
+
+    def send(self, message: Any) -> None:
+        """Send one message; block while the peer's buffers are full. May be called by several threads.
+
+        Raises:
+            OSError: the connection ended or timed out.
+        """
+        data = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            self.socket.sendall(data)
+
+    def receive(self) -> list[Any]:
+        """Messages that have arrived, at least one; blocks for the first.
+
+        Raises:
+            OSError: the connection ended or timed out.
+            ValueError: what arrives is not JSON, or too long.
+        """
+        self._read_line()
+        *lines, self._unread = self._unread.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def receive_one(self) -> Any:
+        """Next message; as :meth:`receive`."""
+        self._read_line()
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+    def buffered(self) -> list[Any]:
+        """Messages that arrived together with the handshake, which a selector does not report. Does not block."""
+        return self.receive() if b"\n" in self._unread else []
+
+    def _read_line(self) -> None:
+        while b"\n" not in self._unread:
+            data = self.socket.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError("the peer has closed the connection")
+            self._unread += data
+            if len(self._unread) > self._max_bytes:
+                raise ValueError("a message without an end")
+
+
+def _proof(secret: str, end: str, rank: int, server_nonce: str, client_nonce: str, port: int) -> str:
+    """HMAC that only a holder of the secret can compute, for this one handshake.
+
+    The port is part of it: a process that listens at another port cannot relay the two ends' proofs.
+    """
+    facts = f"{end} {rank} {server_nonce} {client_nonce} {port}"
+    return hmac.new(secret.encode(), facts.encode(), "sha256").hexdigest()
+
+
+def cut_off(error: Exception) -> bool:
+    """Whether the network or a dead host ended a connection; the kernel closes it when only the process ends."""
+    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in _NETWORK)
+
+
+class Ranks(Protocol):
+    """Ranks that can broadcast a small object: a connected backend."""
+
+    timeout: float
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
+        """Rank ``root``'s ``obj``, on every rank. Collective; blocks."""
+        ...
+
+
+def open_control_channel(ranks: Ranks, address: str, name: str) -> list[Connection]:
+    """Connections from rank 0 to every other rank, or from another rank to rank 0. Collective; blocks.
+
+    Args:
+        ranks: broadcasts the address and the secret.
+        address: rank 0's address on the interface that the other ranks reach it by.
+        name: shown in errors.
+
+    Raises:
+        BackendError: a rank did not connect within the timeout, or rank 0 cannot be reached.
+    """
+    if ranks.size == 1:
+        return []
+    return _accept_all(ranks, address, name) if ranks.rank == 0 else [_dial_rank_zero(ranks, name)]
+
+
+def _accept_all(ranks: Ranks, address: str, name: str) -> list[Connection]:
+    secret, connections = secrets.token_hex(32), dict[int, Connection]()
+    with socket.create_server((address, 0), backlog=ranks.size) as server:
+        deadline = time.monotonic() + ranks.timeout
+        ranks.broadcast_object({"at": server.getsockname()[:2], "secret": secret}, name=name)
+        while len(connections) < ranks.size - 1:
+            try:
+                server.settimeout(max(deadline - time.monotonic(), 0.001))
+                accepted, _ = server.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, ranks.size)) - set(connections))
+                raise BackendError(
+                    f"{name}: ranks {missing} did not connect to rank 0 within {ranks.timeout:g} s"
+                ) from None
+            try:
+                connection = Connection.accept(accepted, secret)
+            except (OSError, UnauthenticatedError):
+                accepted.close()
+                continue
+            connections[connection.rank] = connection
+    return list(connections.values())
+
+
+def _dial_rank_zero(ranks: Ranks, name: str) -> Connection:
+    where = ranks.broadcast_object(name=name)
+    try:
+        return Connection.dial(tuple(where["at"]), ranks.rank, where["secret"], ranks.timeout)
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise BackendError(f"{name}: rank {ranks.rank} cannot reach rank 0 at {where['at']} ({error})") from error

@@ -1,0 +1,137 @@
+"""Host identity, addresses and interfaces.
+
+Which ranks share a host follows from the identities that the ranks exchange: launchers disagree on it, or do not say.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import ipaddress
+import os
+import socket
+import struct
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from dualtrain.launchers import World
+
+
+def identity() -> int:
+    """Number below 2**63 that identifies this host until it reboots; containers differ by their host names."""
+    text = f"{socket.gethostname()} {_boot()}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(uuid.getnode())
+
+
+def loopback() -> str:
+    """Name of the loopback interface."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+#: Variables with which users choose the interface that the ranks communicate on.
+OVERRIDES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
+_SIOCGIFADDR = 0x8915
+
+
+def address(towards: str = "") -> str:
+    """IPv4 address at which other hosts reach this one. Sends nothing.
+
+    In order of preference: the address of the interface that the user chose, that of the route to the host ``towards``,
+    the one that this host's name resolves to (a loopback address on many systems, which does not count), that of the
+    default route, and that of any interface.
+    """
+    overrides = (os.environ.get(name, "").partition(",")[0].lstrip("=") for name in OVERRIDES)
+    found = [ipv4(name) for name in overrides if name]
+    found += [_route(towards)] if towards else []
+    found += [_resolved(socket.gethostname()), _route("192.0.2.1")]  # RFC 5737: no host has this address
+    found += [ipv4(name) for _, name in socket.if_nameindex()]
+    return next((each for each in found if each and not is_loopback(each)), "127.0.0.1")
+
+
+def listening_address(world: World) -> str:
+    """Address on which this host's ranks listen: loopback, or the one at which the other hosts of ``world`` reach it.
+
+    The rendezvous may be on another host than rank 0: torchrun numbers its hosts without regard to it.
+    """
+    if world.single_host:
+        return "127.0.0.1"
+    return address(world.rendezvous[0] if world.rendezvous else "")
+
+
+def listening_interface(world: World) -> str | None:
+    """Name of the interface that has :func:`listening_address`, or ``None``."""
+    return loopback() if world.single_host else interface(listening_address(world))
+
+
+def interface(own: str) -> str | None:
+    """Name of the network interface that has this address, or ``None``."""
+    return next((name for _, name in socket.if_nameindex() if ipv4(name) == own), None)
+
+
+def ipv4(interface: str) -> str | None:
+    """IPv4 address of a network interface, or ``None`` if it does not exist or has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address resolves to a loopback address here."""
+    return ipaddress.ip_address(_resolved(host)).is_loopback
+
+
+def _resolved(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return "127.0.0.1"
+
+
+def _route(towards: str) -> str:
+    """This host's address on the route to ``towards``; connecting a UDP socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+        try:
+            unsent.connect((towards, 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(unsent.getsockname()[0])
+
+
+#: The environment belongs to the whole process: two threads must not set and restore the same variable at once.
+_environment = threading.RLock()
+
+
+@contextmanager
+def variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables inside the block, for a library that reads them there, and restore them at its end.
+
+    ``None`` unsets a variable. Only one thread at a time is inside such a block; the others block.
+    """
+    with _environment:
+        before = {name: os.environ.get(name) for name in values}
+        _set(values)
+        try:
+            yield
+        finally:
+            _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,88 @@
+"""Key-value server at which Horovod's processes find each other when no horovodrun has started one.
+
+Horovod's Gloo controller speaks plain HTTP: PUT /scope/key, GET /scope/key (404 until it is there), DELETE
+/scope/rank when done. Its own server (``RendezvousServer``) listens on every interface, and drops the keys of one scope
+when another ends, so a second start on the same server can hang. This one listens on one address and serves one start.
+
+Horovod sends no password. But it uses the address that we give it as the beginning of a URL, so the secret is sent in
+the path, in front of every key; a request without it is answered with status 403.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 30.0  # seconds to wait for the next request of a connection
+    server: HttpStore
+
+    def do_GET(self) -> None:
+        if self._is_authenticated():
+            value = self.server.values.get(self.path)
+            self._answer(404 if value is None else 200, value or b"")
+
+    def do_PUT(self) -> None:
+        if self._is_authenticated():
+            self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(200, b"")
+
+    def do_DELETE(self) -> None:
+        if self._is_authenticated():
+            self._answer(200, b"")
+
+    def _is_authenticated(self) -> bool:
+        given = self.path.encode()[: len(self.server.beginning)]
+        if hmac.compare_digest(given, self.server.beginning):
+            return True
+        self.close_connection = True  # a body that was not read would be parsed as the next request
+        self._answer(403, b"")
+        return False
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: overrides the base class, which writes to standard error."""
+
+
+class HttpStore(ThreadingHTTPServer):
+    """HTTP server on a free port of one address, until it is closed."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: str) -> None:
+        self.values: dict[str, bytes] = {}
+        super().__init__((address, 0), _Handler)
+        self._secret = secrets.token_hex(32)
+        self.beginning = f"/{self._secret}:{self.port}/".encode()
+        # ``close`` waits for up to one poll interval.
+        serve = partial(self.serve_forever, poll_interval=0.05)
+        threading.Thread(target=serve, name="dualtrain-http-store", daemon=True).start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore clients that disconnect."""
+
+    @property
+    def url_prefix(self) -> str:
+        """Value for Horovod's address variable: Horovod appends ":port/scope/key" to it."""
+        return f"{self.server_address[0]!s}:{self.port}/{self._secret}"
+
+    @property
+    def port(self) -> int:
+        """TCP port of the server."""
+        return int(self.server_address[1])
+
+    def close(self) -> None:
+        """Stop the server. Blocks for one poll interval at most."""
+        self.shutdown()
+        self.server_close()

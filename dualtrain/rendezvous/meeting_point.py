@@ -1,0 +1,274 @@
+"""Address and secret of the job's store, and the processes' connections to it.
+
+Where the launcher gives no address, rank 0 listens on a free port and sends it to the others: by MPI (mpi4py) under
+``mpirun`` and ``mpiexec``, through its key-value server under ``horovodrun --gloo``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, TypeVar
+
+from dualtrain.errors import UserError
+from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import address, identity, is_loopback
+from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
+
+#: Listening sockets of rank 0, until the store uses them.
+_RESERVED: dict[tuple[str, int], socket.socket] = {}
+#: The stores that this process has joined, by their address, and the name and size of their world.
+_JOINED: dict[tuple[str, int, str, int], Store] = {}
+
+
+def meeting_point(world: World, timeout: float) -> World:
+    """``world`` with the address and secret of its store, if the launcher offers a way to exchange them.
+
+    Collective and blocking where the launcher has given no address.
+
+    Raises:
+        UserError: mpi4py is missing or does not see the launcher's world, or the launcher's server does not answer.
+    """
+    if world.rendezvous is not None or world.size == 1 or world.name:
+        return world
+    if world.launcher.startswith("mpi"):
+        rendezvous, secret = _meet_by_mpi(world, timeout)
+    elif world.launcher == "horovodrun --gloo":
+        rendezvous, secret = _meet_by_server(world, timeout)
+    else:
+        return world
+    return replace(world, rendezvous=rendezvous, secret=secret)
+
+
+def join(world: World, timeout: float) -> Store:
+    """Join the job's store at ``world``'s rendezvous. A process joins once; its later worlds use the same store.
+
+    Raises:
+        UserError: it cannot be reached, or not be served.
+    """
+    assert world.rendezvous is not None
+    host, port = world.rendezvous
+    # The parent of spawned ranks serves all of their worlds; otherwise each subset of ranks has its own server.
+    spawned = world.launcher == "spawn"
+    place = host, port, *(("", 0) if spawned else (world.name, world.size))
+    if place not in _JOINED:
+        if world.rank == 0 and not spawned:
+            _JOINED[place] = _serve(world, host, port)
+        else:
+            ports = range(port, port + world.ports)
+            _JOINED[place] = dial(host, ports, world.rank, _secret(world), timeout, world.name)
+    return _JOINED[place]
+
+
+def _secret(world: World) -> str:
+    """Secret of this world's store, different from those of the job's other worlds."""
+    return world.secret if world.launcher == "spawn" else f"{world.secret} {world.name}"
+
+
+def leave(world: World) -> None:
+    """Undo :func:`join`, for a world that could not start."""
+    for place in [place for place in _JOINED if place[:2] == world.rendezvous]:
+        _JOINED.pop(place).close()
+
+
+def _serve(world: World, host: str, port: int) -> StoreServer:
+    if (host, port) in _RESERVED:
+        return serve(_RESERVED.pop((host, port)), world.size, _secret(world), world.name)
+    # Many hosts resolve their own name to a loopback address, which other hosts cannot reach.
+    misled = not world.single_host and host != "localhost" and not host.startswith("127.") and is_loopback(host)
+    try:
+        listening = listen(address() if misled else host, range(port, port + world.ports), world.size)
+        return serve(listening, world.size, _secret(world), world.name)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"port {port} on {host} is in use by another program, or by another rank 0: set MASTER_PORT to a free one, "
+                "and start each rank once"
+            ) from error
+        raise UserError(
+            f"rank 0 cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}): MASTER_ADDR must be an address of "
+            "the host that rank 0 runs on"
+        ) from error
+
+
+def world_of(comm: Any, world: World) -> World:
+    """World of the processes of an mpi4py communicator. Collective over it; blocks."""
+    place = replace(world, rank=comm.Get_rank(), size=comm.Get_size(), name=f"comm{comm.Get_size()}")
+    if place.size == 1:
+        return replace(place, name="")
+    rendezvous, secret = _share(place, comm.bcast, comm.allgather)
+    return replace(place, rendezvous=rendezvous, secret=secret)
+
+
+def ranks_in_world(comm: Any) -> list[int]:
+    """Ranks of a communicator's processes in MPI's world, ascending."""
+    from mpi4py import MPI
+
+    group = comm.Get_group()
+    return sorted(MPI.Group.Translate_ranks(group, list(range(group.size)), MPI.COMM_WORLD.Get_group()))
+
+
+#: Servers of horovodrun through which this process has compared names.
+_COMPARED: set[str] = set()
+#: A (host, port) and a secret.
+Meeting = tuple[tuple[str, int], str]
+Result = TypeVar("Result")
+_REFUSAL_SECONDS = 3.0  # for the other ranks to read why they are refused
+
+
+@cache
+def _meet_by_mpi(world: World, timeout: float) -> Meeting:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"{world.launcher} started {world.size} ranks, and without mpi4py ({error}) torch has no address to meet at: "
+            "pip install mpi4py, or use --backend horovod"
+        ) from error
+    comm = MPI.COMM_WORLD
+    if (comm.Get_rank(), comm.Get_size()) != (world.rank, world.size):
+        raise UserError(
+            f"mpi4py is rank {comm.Get_rank()} of {comm.Get_size()}, but {world.launcher} started rank {world.rank} of "
+            f"{world.size}: mpi4py was built for another MPI; rebuild it (pip install --no-binary mpi4py mpi4py)"
+        )
+    what = f"rank {world.rank} of {world.size} did not meet the others by MPI"
+    return within(timeout, partial(_share, world, comm.bcast, comm.allgather), what)
+
+
+def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
+    """Return the result of ``call``, which waits for all ranks and has no timeout. Blocks for ``timeout`` seconds at most.
+
+    Raises:
+        UserError: it took longer; the call continues in a daemon thread.
+    """
+    ended: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="dualtrain-start", daemon=True).start()
+    try:
+        return ended.result(timeout)
+    except TimeoutError:
+        if ended.done():
+            raise  # raised by the call
+        raise UserError(
+            f"{what} within {timeout:g} s: check that all processes were started, and give the same --backend to all"
+        ) from None
+
+
+def _share(world: World, bcast: Callable[..., Any], allgather: Callable[..., Any]) -> Meeting:
+    hosts = allgather(identity())
+    place = _reserve(single_host=len(set(hosts)) == 1) if world.rank == 0 else None
+    (host, port), secret = bcast(place, root=0)
+    return (str(host), int(port)), str(secret)
+
+
+def _reserve(single_host: bool) -> Meeting:
+    host = "127.0.0.1" if single_host else address()
+    listening = listen(host, [0], backlog=128)
+    place = host, int(listening.getsockname()[1])
+    _RESERVED[place] = listening
+    return place, secrets.token_hex(32)
+
+
+#: Without proxies: a proxy cannot reach the job's own server, and must not see its secret.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+@cache
+def _meet_by_server(world: World, timeout: float) -> Meeting:
+    if world.rank == 0:
+        (host, port), secret = _reserve(world.single_host)
+        _put_on_server(world, "meeting-point", f"{host} {port} {secret}")
+        return (host, port), secret
+    deadline = time.monotonic() + timeout
+    answer = _get_from_server(world, "meeting-point", deadline)
+    if answer is None:
+        raise UserError(
+            f"rank 0 left no address at horovodrun's server within {timeout:g} s: check that all processes were started"
+        )
+    host, number, secret = answer.split()
+    return (host, int(number)), secret
+
+
+def names_by_server(world: World, timeout: float, name: str) -> list[str]:
+    """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
+
+    It blocks some seconds longer if the names differ: horovodrun ends all processes when the first one exits. The list
+    is empty without such a server, under elastic horovodrun, and for all calls of a process but the first.
+
+    Raises:
+        UserError: a rank did not come in time, or the server does not answer.
+    """
+    if world.launcher != "horovodrun --gloo" or world.name or world.size == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
+        return []
+    if _server() in _COMPARED:
+        return []
+    names = _exchange_by_server(world, timeout, "backend", name)
+    _COMPARED.add(_server())
+    if len(set(names)) > 1:
+        with suppress(UserError):
+            _exchange_by_server(world, _REFUSAL_SECONDS, "refused", "-")
+    return names
+
+
+def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> list[str]:
+    """Gather every rank's ``value``, without spaces: rank 0 reads all of them, and puts the list on the server."""
+    deadline = time.monotonic() + timeout
+    _put_on_server(world, f"{key}-{world.rank}", value)
+    if world.rank == 0:
+        values = [_get_from_server(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
+        missing = [rank for rank, each in enumerate(values) if each is None]
+        # The other ranks wait for this value: it names a missing rank.
+        _put_on_server(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
+    gathered = (_get_from_server(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()
+    if gathered[0] == "missing":
+        raise UserError(
+            f"rank {gathered[1]} of {world.size} did not come within {timeout:g} s: check that all processes were started"
+        )
+    return gathered
+
+
+def _server() -> str:
+    return f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
+
+
+def _put_on_server(world: World, key: str, value: str) -> None:
+    request = urllib.request.Request(f"http://{_server()}/dualtrain/{key}", value.encode(), method="PUT")
+    try:
+        _open(request, timeout=30).close()
+    except OSError as error:
+        raise _no_answer(world, error) from error
+
+
+def _get_from_server(world: World, key: str, deadline: float) -> str | None:
+    """Value of ``key``, or ``None`` if it is not set by ``deadline``."""
+    while True:
+        try:
+            with _open(f"http://{_server()}/dualtrain/{key}", timeout=30) as answer:
+                return str(answer.read().decode())
+        except OSError as error:
+            if not isinstance(error, urllib.error.HTTPError) or error.code != 404:
+                raise _no_answer(world, error) from error
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.02)
+
+
+def _no_answer(world: World, error: OSError) -> UserError:
+    return UserError(f"horovodrun's server {_server()} does not answer rank {world.rank} ({error}): is it still there?")

@@ -1,0 +1,85 @@
+"""Where each rank runs: the ranks exchange the identities of their hosts through the job's store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+from dualtrain.differences import refuse_unlike
+from dualtrain.errors import UserError
+from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import identity
+from dualtrain.rendezvous.reachability import check_all_reachable
+
+SAME_BACKEND = "give the same --backend to all"
+_REFUSAL_SECONDS = 3.0  # for the other ranks to read why they are refused, before the serving process exits
+
+
+class KeyValueStore(Protocol):
+    """The methods used here of torch.distributed's stores. Waits that time out raise RuntimeError."""
+
+    def set(self, key: str, value: str) -> Any:
+        """Set ``key``."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Value of ``key``; blocks until it is set."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number ``key``, from 0, and return the sum."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Block until all ``keys`` are set."""
+        ...
+
+
+def place_ranks(
+    store: KeyValueStore, world: World, limit: tuple[float, float], backend: str, obstacle: str | None = None
+) -> World:
+    """``world`` with local and cross ranks that follow from the hosts of all ranks. Collective; blocks.
+
+    Args:
+        store: the job's store, new for this world.
+        world: this process's place.
+        limit: seconds that the wait for the others lasts in all, for messages, and its end in ``time.monotonic()``.
+        backend: name of the backend that this rank will use.
+        obstacle: see :func:`dualtrain.rendezvous.reachability.check_all_reachable`.
+
+    Raises:
+        UserError: a process did not come in time or has another ``backend``, two hosts cannot reach each other, or a
+            host has an ``obstacle``.
+    """
+    timeout, deadline = limit
+    store.set(f"host/{world.rank}", f"{identity()} {backend}")
+    hosts, backends = [], []
+    for rank in range(world.size):
+        try:
+            store.wait([f"host/{rank}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+            host, its_backend = store.get(f"host/{rank}").decode().split()
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {rank} of {world.size} did not come within {timeout:g} s: check that all processes were started, "
+                "each with its own rank"
+            ) from error
+        hosts.append(host)
+        backends.append(its_backend)
+    _refuse_other_backends(store, world, backends)
+    world = world.placed(world.rank, hosts)
+    check_all_reachable(world, hosts, store.set, lambda key: bytes(store.get(key)).decode(), obstacle)
+    return world
+
+
+def _refuse_other_backends(store: KeyValueStore, world: World, backends: Sequence[str]) -> None:
+    """Refuse ranks with different backends; wait until all have read it, as the store may end with its process."""
+    try:
+        refuse_unlike("backend", backends, SAME_BACKEND)
+    except UserError:
+        with suppress(RuntimeError, UserError):
+            store.set(f"refused/{world.rank}", "")
+            store.wait([f"refused/{rank}" for rank in range(world.size)], timedelta(seconds=_REFUSAL_SECONDS))
+        raise

@@ -1,0 +1,84 @@
+"""Check that the hosts of a job can reach each other, before a library tries.
+
+Gloo and Horovod open ports of their own between all hosts. Where a firewall or a wrong interface separates them, they
+block for minutes or end the process, and do not report which host could not reach which.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+
+from dualtrain.errors import UserError
+from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import listening_address
+
+_SECONDS = 10.0  # for one connection: a host that drops packets never answers
+
+
+def check_all_reachable(
+    world: World,
+    hosts: Sequence[object],
+    put: Callable[[str, str], object],
+    take: Callable[[str], str],
+    obstacle: str | None = None,
+) -> None:
+    """Connect one rank of each host to those of the others. Collective; blocks; does nothing on one host.
+
+    Args:
+        world: this process's place.
+        hosts: the host of each rank.
+        put: stores a value under a key in the job's store.
+        take: waits for the value of a key. Raises RuntimeError when it is not set in time.
+        obstacle: a fault of this host that would break the library, or ``None``; every rank raises it.
+
+    Raises:
+        UserError: on every rank, if one cannot reach another.
+    """
+    leaders = [list(hosts).index(host) for host in dict.fromkeys(hosts)]
+    if len(leaders) == 1:
+        return
+    if world.rank not in leaders:
+        _raise_first_result(leaders, take)
+        return
+    with _listen(listening_address(world), len(leaders)) as server:
+        put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
+        failed = [_try_to_reach(world.rank, other, take) for other in leaders if other != world.rank]
+        put(f"reach/result/{world.rank}", next(filter(None, [obstacle, *failed]), ""))
+        _raise_first_result(leaders, take)  # the server stays open until all have tried
+
+
+def _listen(host: str, backlog: int) -> socket.socket:
+    try:
+        return socket.create_server((host, 0), backlog=backlog)
+    except OSError as error:
+        raise UserError(f"{socket.gethostname()} cannot listen at its own address {host} ({error})") from error
+
+
+def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | None:
+    """Why ``rank`` cannot connect to the host of rank ``other``; ``None`` if it can."""
+    try:
+        host, port = take(f"reach/at/{other}").split()
+    except RuntimeError:
+        return f"rank {other} did not say where its host can be reached: see its own message"
+    try:
+        socket.create_connection((host, int(port)), _SECONDS).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else f"no answer within {_SECONDS:g} s"
+        return (
+            f"rank {rank} on {socket.gethostname()} cannot reach the host of rank {other} at {host}:{port} ({reason}): the "
+            "hosts of a job need any port of each other; open the firewall between them, or choose the interface that "
+            "connects them (GLOO_SOCKET_IFNAME)"
+        )
+    return None
+
+
+def _raise_first_result(leaders: Sequence[int], take: Callable[[str], str]) -> None:
+    try:
+        results = [take(f"reach/result/{leader}") for leader in leaders]
+    except RuntimeError as error:
+        raise UserError("not every host said in time whether it reaches the others: see their ranks' messages") from error
+    for result in results:
+        if result:
+            raise UserError(result)

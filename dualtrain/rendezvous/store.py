@@ -1,0 +1,280 @@
+"""Key-value store in which a job's processes find each other: one process serves it, all others connect to that one.
+
+torch's own ``TCPStore`` lets any process that reaches its port read and write, for as long as the job runs. Here, both
+ends prove that they know the job's secret before any request is accepted (:mod:`dualtrain.rendezvous.connection`), and
+the listening socket closes once all ranks have joined; their connections stay open. Values are text.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, Protocol
+
+from dualtrain.errors import UserError
+from dualtrain.rendezvous.connection import Connection, UnauthenticatedError
+
+_SLICE_SECONDS = 1.0  # a wait is repeated after this, so that threads which share a connection alternate
+_GRACE_SECONDS = 3.0  # for clients to receive why the job ends, and disconnect
+_UNAUTHENTICATED = 64  # connections that may be in the handshake, besides the job's own processes
+_DIAL_SECONDS = 5.0  # for one attempt to reach the server
+
+
+class Store(Hashable, Protocol):
+    """Interface of both ends. Once the job is broken, every call raises UserError with the reason."""
+
+    def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
+        """Carry out one operation; the waiting ones block for ``wait`` seconds at most.
+
+        ``"set"`` a value; ``"get"`` one, or None if there is none in time; ``"add"`` a number to one and get the sum;
+        ``"swap"`` a [value, new value] if it has the first, or is not there and that is "", and get the one it has then;
+        ``"drop"`` a key; ``"has"`` whether all keys of a list are there in time; ``"count"`` them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Accept no further process; a client disconnects."""
+        ...
+
+
+class StoreServer:
+    """Server: accepts ``size`` processes, each with its own rank, and serves until its process ends.
+
+    Args:
+        listening: a bound socket that listens; it is closed when all have joined.
+        size: number of processes of the job.
+        secret: known to all of them.
+    """
+
+    def __init__(self, listening: socket.socket, size: int, secret: str) -> None:
+        self._listening = listening
+        self._size = size
+        self._secret = secret
+        self._values: dict[str, str] = {}
+        self._joined: dict[tuple[str, int], tuple[str, str]] = {}  # (world, rank): the process's id, and its description
+        self._connected = 0
+        self._handshakes = 0  # connections that are not authenticated yet
+        self._closed = False
+        self._broken: str | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._accept, name="dualtrain-store", daemon=True).start()
+
+    def join(self, rank: int, world: str, process: str, who: str) -> str | None:
+        """Register a process, which may repeat it if the answer was lost; return why it is refused, or ``None``."""
+        with self._changed:
+            if not 0 <= rank < self._size:
+                return f"rank {rank} ({who}) is none of this job's {self._size}: give every process the same world size"
+            other, other_who = self._joined.setdefault((world, rank), (process, who))
+            if other != process:
+                self._broken = (
+                    f"two processes are rank {rank} ({other_who}, and {who}): "
+                    f"give each of the {self._size} its own rank, from 0 to {self._size - 1}"
+                )
+                self._changed.notify_all()
+                return self._broken
+        return None
+
+    def close_if_complete(self) -> None:
+        """Stop listening once all processes have joined."""
+        with self._changed:
+            complete = len({process for process, _ in self._joined.values()}) >= self._size
+        if complete:
+            self.close()
+
+    def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0, *, remote: bool = False) -> Any:
+        """As :class:`Store` says."""
+        with self._changed:
+            if what in ("get", "has"):
+                keys = [key] if what == "get" else value
+                self._changed.wait_for(lambda: self._broken or all(each in self._values for each in keys), wait)
+            if self._broken:
+                if not remote:
+                    # This process exits next, and the store with it: let the clients receive the reason first.
+                    self._changed.wait_for(lambda: self._connected == 0, _GRACE_SECONDS)
+                raise UserError(self._broken)
+            result = self._apply(what, key, value)
+            self._changed.notify_all()
+            return result
+
+    def close(self) -> None:
+        """Stop listening; connected clients stay connected."""
+        self._closed = True
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listening.close()
+
+    def _apply(self, what: str, key: str, value: Any) -> Any:
+        values = self._values
+        if what == "set":
+            values[key] = str(value)
+        elif what == "add":
+            values[key] = str(int(values.get(key, "0")) + int(value))
+            return int(values[key])
+        elif what == "swap":
+            expected, new = value
+            if values.get(key, "") == expected:
+                values[key] = str(new)
+            return values.get(key, expected)
+        elif what == "drop":
+            return values.pop(key, None) is not None
+        elif what == "has":
+            return all(each in values for each in value)
+        elif what == "count":
+            return len(values)
+        elif what == "get":
+            return values.get(key)
+        else:
+            raise ValueError(f"the store has no operation {what!r}")
+        return None
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.05)  # out of descriptors, perhaps: unauthenticated peers lose theirs within seconds
+                continue
+            with self._changed:
+                accepted = self._handshakes < _UNAUTHENTICATED + self._size
+                self._handshakes += accepted
+                self._connected += accepted
+            if not accepted:
+                connection.close()
+                continue
+            # One thread each, so that an unauthenticated peer that sends nothing delays no other.
+            threading.Thread(target=self._serve, args=(connection,), name="dualtrain-store", daemon=True).start()
+
+    def _serve(self, accepted: socket.socket) -> None:
+        try:
+            # Ignore clients that disconnect or fail the handshake.
+            with accepted, suppress(OSError, ValueError, LookupError, TypeError):
+                self._answer_requests(accepted)
+        finally:
+            with self._changed:
+                self._connected -= 1
+                self._changed.notify_all()
+
+    def _answer_requests(self, accepted: socket.socket) -> None:
+        try:
+            connection = Connection.accept(accepted, self._secret, self._admit)
+        finally:
+            with self._changed:
+                self._handshakes -= 1
+        self.close_if_complete()
+        accepted.settimeout(None)
+        while True:
+            for what, key, value, wait in connection.receive():
+                connection.send(self._answer(what, key, value, wait))
+
+    def _admit(self, rank: int, hello: Mapping[str, Any]) -> str | None:
+        return self.join(rank, str(hello["world"]), str(hello["process"]), str(hello["who"]))
+
+    def _answer(self, what: str, key: str, value: Any, wait: float) -> dict[str, Any]:
+        try:
+            return {"value": self.call(what, key, value, wait, remote=True)}
+        except UserError as error:
+            return {"broken": str(error)}
+
+
+class StoreClient:
+    """Client of the job's server. May be shared by threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
+        """Carry out one operation, as :class:`Store` says. Raises OSError when the serving process has exited."""
+        deadline = time.monotonic() + wait
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            answer = self._ask([what, key, value, min(left, _SLICE_SECONDS)])
+            if "broken" in answer:
+                raise UserError(answer["broken"])
+            if what not in ("get", "has") or answer["value"] not in (None, False) or left <= _SLICE_SECONDS:
+                return answer["value"]
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._connection.socket.close()
+
+    def _ask(self, request: list[Any]) -> dict[str, Any]:
+        with self._lock:
+            self._connection.send(request)
+            [answer] = self._connection.receive()
+            return dict(answer)
+
+
+def serve(listening: socket.socket, size: int, secret: str, world: str = "") -> StoreServer:
+    """Start a server on a listening socket, and join it as rank 0 of ``world``. Does not block."""
+    server = StoreServer(listening, size, secret)
+    server.join(0, world, _process(), _who())
+    server.close_if_complete()
+    return server
+
+
+def listen(host: str, ports: Sequence[int], backlog: int) -> socket.socket:
+    """Socket that listens on the first free one of ``ports`` (0: any) at one address. Raises OSError if there is none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    family, _, _, _, where = min(found, key=lambda each: each[0] != socket.AF_INET)
+    for port in ports:
+        try:
+            return socket.create_server((str(where[0]), port), family=family, backlog=max(backlog, 16))
+        except OSError as error:
+            if port == ports[-1]:
+                raise error
+    raise ValueError("no ports")
+
+
+def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float, world: str = "") -> StoreClient:
+    """Join, as ``rank`` of ``world``, the job that is served at one of ``ports``. Blocks for ``timeout`` seconds at most.
+
+    The server may start later than this process.
+
+    Raises:
+        UserError: nothing listens there, or another job's server, or the server refuses this rank.
+    """
+    deadline = time.monotonic() + timeout
+    about = {"world": world, "process": _process(), "who": _who()}
+    pause = 0.01
+    while True:
+        reasons, final = [], False
+        for port in ports:
+            try:
+                seconds = min(_DIAL_SECONDS, max(0.1, deadline - time.monotonic()))
+                connection = Connection.dial((host, port), rank, secret, seconds, about)
+                connection.socket.settimeout(None)
+                return StoreClient(connection)
+            except UserError:
+                raise  # refused: trying again changes nothing
+            except UnauthenticatedError:
+                reasons.append("what listens there is not of this job: DUALTRAIN_SECRET must be the same for all its ranks")
+                final = len(ports) == 1  # else this job's may be at the next one
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                reasons.append(getattr(error, "strerror", None) or str(error))
+        if final or time.monotonic() > deadline:
+            within = "" if final else f" within {timeout:g} s"
+            raise UserError(
+                f"rank {rank} could not meet the others at {host}:{ports[0]}{within} ({reasons[0]}): check that the "
+                "address is rank 0's, that the port is open, and that all processes were started"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+@cache
+def _process() -> str:
+    """Random id of this process."""
+    return secrets.token_hex(8)
+
+
+def _who() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"

@@ -1,0 +1,103 @@
+"""A thread of rank 0 that writes checkpoints while the loop goes on: the loop waits for the copy, not for the disk.
+
+Checkpoints are written one at a time and in order. A write that fails leaves the earlier files whole, and is reported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dualtrain.errors import UserError
+from dualtrain.training.checkpoint import BEST, Packed, drop_old, keep_as_best, path_of
+from dualtrain.training.run_dir import BEST_WEIGHTS, write_weights
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The best state so far, until its files are written."""
+
+    step: int
+    state: Packed
+    weights: dict[str, torch.Tensor]
+
+
+class Writer:
+    """The writer of one run's checkpoints.
+
+    Args:
+        folder: the run's.
+        kept: how many checkpoints are kept, beside the best.
+        report: called with the message of a write that failed, from the writing thread.
+        timeout: seconds that one write may take.
+    """
+
+    def __init__(self, folder: Path, kept: int, report: Callable[[str], None], timeout: float) -> None:
+        self._folder = folder
+        self._checkpoints = folder / "checkpoints"
+        self._kept = kept
+        self._report = report
+        self._timeout = timeout
+        self._thread: threading.Thread | None = None
+        self._bug: Exception | None = None
+        self._best: _Best | None = None
+        self.failed: OSError | None = None  # the error of the last write
+
+    def write(self, step: int, state: Packed, best: dict[str, torch.Tensor] | None = None) -> None:
+        """Start writing the checkpoint of ``step``; blocks only while an earlier one is written.
+
+        Args:
+            step: of the run.
+            state: what to write.
+            best: the model's weights, where this state is the best so far. Its files replace those of the best before
+                it; where that fails, the next write tries again.
+        """
+        self.wait()
+        if best is not None:
+            self._best = _Best(step, state, best)
+        self._thread = threading.Thread(target=self._write, args=(step, state), name="dualtrain-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the write in progress, if there is one. Raises UserError after the timeout."""
+        if self._thread is not None:
+            self._thread.join(self._timeout)
+            if self._thread.is_alive():
+                raise UserError(
+                    f"a checkpoint has been written to {str(self._checkpoints)!r} for {self._timeout:g} s: the disk "
+                    "hangs or is slow; choose another --run-dir, or a longer --timeout"
+                )
+            self._thread = None
+        if self._bug is not None:
+            raise self._bug
+
+    def _write(self, step: int, state: Packed) -> None:
+        try:
+            state.write(path_of(self._checkpoints, step))
+            self._write_best(step)
+            # Last: until the best's files are written, only the checkpoint of its step can restore them.
+            drop_old(self._checkpoints, self._kept)
+            self.failed = None
+        except OSError as error:
+            self.failed = error
+            reason = error.strerror or error
+            self._report(
+                f"the checkpoint of step {step} could not be written ({reason}): training goes on; free space there"
+            )
+        except Exception as error:  # raised in wait()
+            self._bug = error
+
+    def _write_best(self, step: int) -> None:
+        best = self._best
+        if best is None:
+            return
+        if best.step == step:
+            keep_as_best(path_of(self._checkpoints, step))
+        else:
+            best.state.write(self._checkpoints / BEST)
+        write_weights(self._folder / BEST_WEIGHTS, best.weights, best.step)
+        self._best = None

@@ -1,0 +1,54 @@
+"""Run what may fail on one rank so that the error is raised on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from dualtrain.backends import Backend
+from dualtrain.errors import RanksDifferError, UserError
+
+T = TypeVar("T")
+
+
+def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
+    """Run ``task()`` on every rank, and return once it has succeeded on all. Collective; blocks.
+
+    Raises:
+        UserError: on every rank, with the first rank's reason, if it raised UserError or OSError on all of them;
+            RanksDifferError if only on some.
+    """
+    result, problem = None, None
+    try:
+        result = task()
+    except (UserError, OSError) as error:
+        problem = _reason(what, error)
+    problems = backend.allgather_object(problem, name=what)
+    for rank, reason in enumerate(problems):
+        if reason is not None:
+            if all(other is not None for other in problems):
+                raise UserError(reason, shared=True)
+            raise RanksDifferError(f"rank {rank}: {reason}")
+    return result  # type: ignore[return-value]  # every task that raised has ended above
+
+
+def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
+    """Run ``task()`` on rank 0, and return its result, plain values and tensors, on every rank. Collective; blocks.
+
+    Raises:
+        UserError: on every rank, if the task raised UserError or OSError.
+    """
+    answer: tuple[T | None, str | None] = (None, None)
+    if backend.rank == 0:
+        try:
+            answer = (task(), None)
+        except (UserError, OSError) as error:
+            answer = (None, _reason(what, error))
+    result, problem = backend.broadcast_object(answer, name=what)
+    if problem is not None:
+        raise UserError(problem, shared=True)
+    return result  # type: ignore[no-any-return]
+
+
+def _reason(what: str, error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else f"{what}: {error}; free space or fix permissions, then try again"

@@ -1,0 +1,64 @@
+"""State that differs between ranks: random number generators, and running statistics of a rank's own samples."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from dualtrain.backends import Backend
+from dualtrain.data.draws import derived
+from dualtrain.state import local_buffers
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch (all devices), numpy and ``random``."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of torch's, numpy's and Python's generators, as plain values and tensors."""
+    drawn: Any = numpy.random.get_state()
+    kind, keys, position, has_gauss, gauss = drawn
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss],
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what :func:`random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, gauss))
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Return this rank's buffers and generators, as plain values and tensors on the CPU."""
+    buffers = {name: buffer.detach().cpu().clone() for name, buffer in local_buffers(model)}
+    return {"buffers": buffers, "random": random_state(device)}
+
+
+@torch.no_grad()
+def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: Backend) -> None:
+    """Restore this rank's entry of ``ranks``; at another world size, average the buffers and seed generators anew."""
+    same = len(ranks) == backend.size
+    for name, buffer in local_buffers(model):
+        parts = [rank["buffers"][name] for rank in ranks]
+        buffer.copy_(parts[backend.rank] if same else torch.stack([part.double() for part in parts]).mean(0))
+    if same:
+        restore_random_state(ranks[backend.rank]["random"], backend.device)
+    else:
+        seed_all(derived("resumed", backend.size, backend.rank, ranks[0]["random"]["torch"].sum().item()))

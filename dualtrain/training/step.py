@@ -1,0 +1,88 @@
+"""One optimizer step in numbers: what every rank contributes beside its gradients, and the result over all ranks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from dualtrain.training.objective import NAMES, added, metrics
+
+T = TypeVar("T")
+CONTROL_FLAGS = 3  # numbers of the caller's own that are summed over the ranks with each step
+
+
+@dataclass(frozen=True)
+class Step:
+    """Result of one optimizer step, summed over ranks: metric totals and the caller's control flags.
+
+    Attributes:
+        totals: the sums of ``objective.NAMES``.
+        control_flags: the sums of the caller's numbers.
+    """
+
+    totals: list[float]
+    control_flags: list[float]
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """The totals as a tensor, float64, (4,)."""
+        return torch.tensor(self.totals, dtype=torch.float64)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss."""
+        return metrics(self.totals, "")["loss"]
+
+    @property
+    def news(self) -> list[float]:
+        """Deprecated name of ``control_flags``."""
+        warnings.warn("Step.news is deprecated: use Step.control_flags", DeprecationWarning, stacklevel=2)
+        return self.control_flags
+
+
+class StepScalars:
+    """This rank's scalars of a step: the sums of ``objective.NAMES``, a divergence flag, the control flags.
+
+    Plain numbers, which are added up faster than tensors, and to the same bits.
+    """
+
+    COUNT = len(NAMES) + 1 + CONTROL_FLAGS
+
+    def __init__(self) -> None:
+        self.values = [0.0] * self.COUNT
+
+    def reset(self, control_flags: Sequence[float]) -> None:
+        """Begin a step."""
+        self.values = [0.0] * (len(NAMES) + 1) + list(control_flags)
+
+    def add(self, sums: Sequence[float]) -> None:
+        """Add one batch's sums; note whether they are finite."""
+        self.values[: len(NAMES)] = added(self.values[: len(NAMES)], sums)
+        if not math.isfinite(sum(sums)):
+            self.values[len(NAMES)] = 1.0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss on this rank was infinite or not a number."""
+        return self.values[len(NAMES)] > 0
+
+    @staticmethod
+    def result(total: Sequence[float]) -> tuple[Step, bool]:
+        """Split the sums over all ranks into the step's result and whether any rank diverged."""
+        step = Step(list(total[: len(NAMES)]), list(total[-CONTROL_FLAGS:]))
+        return step, total[len(NAMES)] > 0
+
+
+def with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each batch, and whether it is the last."""
+    iterator = iter(batches)
+    batch = next(iterator, None)
+    while batch is not None:
+        following = next(iterator, None)
+        yield batch, following is None
+        batch = following

@@ -1,0 +1,71 @@
+"""The private parts of torch that the backends use: a torch without one of them is named, with the purpose."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch.distributed as dist
+
+ASYNC_OPTIONS = "options of the operations of process groups that are not the default one"
+OWN_GROUPS = "process groups that are not subsets of the default group"
+INTERFACE = "the network interface of one Gloo group"
+USED = {
+    "torch._C._distributed_c10d.AllreduceOptions.reduceOp": ASYNC_OPTIONS,
+    "torch._C._distributed_c10d.AllgatherOptions": ASYNC_OPTIONS,
+    "torch._C._distributed_c10d.AllToAllOptions": ASYNC_OPTIONS,
+    "torch._C._distributed_c10d.BroadcastOptions.rootRank": ASYNC_OPTIONS,
+    "torch._C._distributed_c10d.BroadcastOptions.rootTensor": ASYNC_OPTIONS,
+    "torch.distributed.ProcessGroup._allgather_base": "gathering into one tensor",
+    "torch.distributed.ProcessGroup.alltoall_base": "sending slices of one tensor",
+    "torch.distributed.ProcessGroupGloo": OWN_GROUPS,
+    "torch.distributed.ProcessGroupGloo.create_device": INTERFACE,
+    "torch.distributed.ProcessGroupGloo._Options._devices": INTERFACE,
+    "torch.distributed.ProcessGroupGloo._Options._timeout": OWN_GROUPS,
+    "torch.distributed.ProcessGroupGloo._Options._threads": OWN_GROUPS,
+    "torch.distributed.distributed_c10d._get_default_store": "the store of a default group that the program has made",
+}
+NCCL = {
+    "torch.distributed.ProcessGroupNCCL.Options": OWN_GROUPS,
+    "torch.distributed.ProcessGroupNCCL.Options._timeout": OWN_GROUPS,
+}
+
+
+def find(path):
+    """The object at ``path``: attributes of the longest module."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for name in parts[count:]:
+            found = getattr(found, name)
+        return found
+    raise ImportError(path)
+
+
+def require(path, purpose):
+    try:
+        find(path)
+    except (ImportError, AttributeError):
+        pytest.fail(f"this torch has no {path}: dualtrain/backends/torch.py uses it for {purpose}; find another way there")
+
+
+@pytest.mark.parametrize("path", USED)
+def test_torch_has_what_the_backend_uses(path):
+    require(path, USED[path])
+
+
+@pytest.mark.parametrize("path", NCCL)
+def test_a_cuda_build_of_torch_has_what_the_backend_uses(path):
+    if not dist.is_nccl_available():
+        pytest.skip("needs a CUDA build of torch")
+    require(path, NCCL[path])
+
+
+def test_a_missing_part_is_named_with_its_purpose():
+    with pytest.raises(
+        pytest.fail.Exception, match=r"no torch.distributed.gone: .* uses it for a purpose; find another way"
+    ):
+        require("torch.distributed.gone", "a purpose")

@@ -1,0 +1,412 @@
+"""Reductions through shared memory: the values, the order, what goes wrong, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from functools import partial, reduce
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualtrain import BackendError, PeerFailedError, ReduceOp
+from dualtrain.backends import factory
+from dualtrain.backends.base import FOLD
+from dualtrain.backends.comparison import agree_on_list
+from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError, segment
+from dualtrain.backends.shm.reductions import SharedMemory
+from tests.short_waits import short_waits
+from tests.threads import run_threads
+
+CPU = torch.device("cpu")
+#: Around the shards' and the stage's ends.
+SIZES = (1, 63, 64, 65, 129, 1000, 262143, 262144, 300001)
+HOSTS = {"one host": (0, 0, 0), "two hosts": (0, 0, 1, 1), "two hosts, mixed": (0, 1, 1, 0, 0, 1)}
+
+
+def values(rank, count, dtype):
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator).to(dtype)
+    return torch.randint(-9, 9, (count,), generator=generator, dtype=dtype)
+
+
+def shares(backend, hosts):
+    """A backend of threads with shared memory, as on these hosts. The threads are one process, which can map its own."""
+    backend.hosts = hosts
+    backend.world = backend.world.placed(backend.rank, hosts)
+    shared = factory._share_memory(backend, "shm")
+    assert isinstance(shared, SharedMemoryBackend)
+    return shared
+
+
+def expected(backend, hosts, op, count, dtype):
+    """In rank order inside each host, then in the order of the hosts."""
+    parts = [values(rank, count, dtype) for rank in range(backend.size)]
+    inside = [reduce(FOLD[op], [p for p, h in zip(parts, hosts, strict=True) if h == host]) for host in sorted(set(hosts))]
+    return reduce(FOLD[op], inside)
+
+
+def reduces(backend, hosts, op, dtype):
+    if backend.name == "threads":
+        backend = shares(backend, hosts)
+    for count, factor, tail in itertools.product(SIZES, (1.0, 0.25), (0, 1)):
+        if factor != 1 and not dtype.is_floating_point:
+            continue
+        want = expected(backend, hosts, op, count, dtype)
+        want[: count - tail] *= factor if dtype.is_floating_point else 1
+        buffer = backend.new_buffer(count, dtype, CPU)
+        assert not buffer.any()
+        for tensor in (buffer, torch.empty(count, dtype=dtype)):
+            tensor.copy_(values(backend.rank, count, dtype))
+            work = backend.memory.start(tensor, op, "values", factor, tail)
+            work.wait()
+            work.wait()
+            assert work.done()
+            assert torch.equal(tensor, want), (count, factor, tail)
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS.keys())
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN])
+def test_the_values_are_those_of_the_rank_order(hosts, op):
+    run_threads(len(hosts), reduces, hosts, op, torch.float32)
+
+
+@pytest.mark.parametrize("op", FOLD)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16])
+def test_every_operation_on_every_dtype(shared, op, dtype):
+    shared(reduces, (0,) * shared.size, op, dtype)
+
+
+def bits_of(backend):
+    found = []
+    for count in (5, 1000, 70000):
+        tensor = values(backend.rank, count, torch.float32)
+        found.append(backend.allreduce(tensor, "average").tolist())
+    return found
+
+
+def test_two_ranks_have_the_bits_of_gloo(pool):
+    found = []
+    for name in ("torch", "shm"):
+        pool.connect(name, 2)
+        found.append(pool.run(bits_of))
+    assert found[0] == found[1]
+
+
+def interleaved(backend):
+    """Several under way, in place and not; each rank waits in an order of its own, and asks for others' rows between."""
+    generator = torch.Generator().manual_seed(backend.rank)
+    buffers = [backend.new_buffer(1000 + n, torch.float32, CPU) for n in range(4)]
+    for step in range(30):
+        tensors = [*buffers, torch.empty(400000), torch.empty(3)]
+        works = []
+        for n in (0, 4, 1, 2, 5, 3):
+            tensors[n].fill_(backend.rank + n + step)
+            works.append((n, backend.start_sum(tensors[n], f"t{n}")))
+        if step % 3 == 0:
+            assert backend.exchange_short([backend.rank, step]) == [[rank, step] for rank in range(backend.size)]
+        for place in torch.randperm(len(works), generator=generator).tolist():
+            n, work = works[place]
+            if step % 2:
+                while not work.done():
+                    time.sleep(0)
+            work.wait()
+            want = sum(rank + n + step for rank in range(backend.size))
+            assert bool((tensors[n] == want).all())
+    rows = backend.exchange_short([backend.rank] * 1000)  # longer than the place for rows
+    assert rows == [[rank] * 1000 for rank in range(backend.size)]
+
+
+def test_operations_end_in_any_order_of_waiting(shared):
+    shared(interleaved)
+
+
+def threads_interleave(backend):
+    backend = shares(backend, (0, 0, 1, 1))
+    interleaved(backend)
+
+
+def test_operations_between_hosts_end_in_any_order_of_waiting():
+    run_threads(4, threads_interleave)
+
+
+def held(kind):
+    if kind == "descriptors":
+        return sorted(os.listdir("/proc/self/fd"))[:-1]  # the last is that of the listing itself
+    return sum("memfd:dualtrain" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def lets_go(backend):
+    before = held("maps"), len(held("descriptors"))
+    buffers = [backend.new_buffer(1000, torch.float32, CPU) for _ in range(3)]
+    assert (held("maps"), len(held("descriptors"))) == (before[0] + 3, before[1])
+    for buffer in buffers:
+        backend.start_sum(buffer, "b").wait()
+    regions = len(backend.memory._regions)
+    del buffers, buffer
+    assert len(backend.memory._regions) == regions - 3
+    assert held("maps") == before[0]
+    return [name for name in os.listdir("/dev/shm") if "dualtrain" in name]
+
+
+def test_memory_is_given_back_and_has_no_name(shared):
+    assert shared(lets_go) == [[]] * shared.size
+
+
+def late(backend):
+    """Rank 0 does not come."""
+    backend.timeout = 1.0
+    tensor = torch.ones(3)
+    if backend.rank == 0:
+        time.sleep(2.0)
+        return
+    work = backend.start_sum(tensor, "t")
+    with pytest.raises(BackendError, match=r"sum of 't' \(waiting for rank 0\) failed on rank \d of \d: waited 1 s"):
+        work.wait()
+    assert work.done()
+    with pytest.raises(BackendError, match="waited 1 s"):
+        work.wait()
+    for call in (lambda: backend.start_sum(tensor, "next"), lambda: backend.exchange_short([1])):
+        with pytest.raises(BackendError, match="waited 1 s"):
+            call()
+
+
+def threads_late(backend):
+    backend = shares(backend, (0,) * backend.size)
+    late(backend)
+
+
+def test_a_rank_that_does_not_come_is_named_in_time():
+    run_threads(2, threads_late)
+
+
+def late_for_rows(backend):
+    backend = shares(backend, (0,) * backend.size)
+    backend.timeout = 1.0
+    if backend.rank == 0:
+        time.sleep(2.0)
+    else:
+        with pytest.raises(BackendError, match=r"comparing calls .*\(waiting for rank 0\)"):
+            backend.exchange_short([1])
+
+
+def test_a_rank_that_does_not_compare_is_named_in_time():
+    run_threads(2, late_for_rows)
+
+
+def in_any_mode(backend):
+    tensor = torch.ones(500)
+    with torch.inference_mode():
+        inside = torch.full((500,), 1.0)
+        assert backend.allreduce(inside, "sum").tolist() == [backend.size] * 500
+        assert backend.allreduce_async(inside, "sum").wait().tolist() == [backend.size] * 500
+        buffer = backend.new_buffer(7, torch.float32, CPU)
+    assert backend.allreduce(tensor, "sum").tolist() == [backend.size] * 500
+    buffer.fill_(1.0)
+    backend.start_sum(buffer, "b").wait()
+    with torch.inference_mode():
+        backend.start_sum(buffer, "b").wait()
+    assert buffer.tolist() == [backend.size**2] * 7
+
+
+def test_inference_mode_is_left_as_it_was(shared):
+    shared(in_any_mode)
+
+
+def here_a_buffer(backend):
+    """The tensor of a public call may be a part of a buffer on one rank, and none on the others."""
+    buffer = backend.new_buffer(1000, torch.float32, CPU)
+    tensor = buffer[:3] if backend.rank == 0 else torch.empty(3)
+    tensor.fill_(backend.rank + 1)
+    backend.allreduce_(tensor, "sum")
+    assert tensor.tolist() == [sum(range(1, backend.size + 1))] * 3
+
+
+def test_public_calls_take_a_buffers_beginning_as_any_tensor(shared):
+    shared(here_a_buffer)
+
+
+def other_calls(backend):
+    call = backend.barrier if backend.rank == 0 else partial(agree_on_list, backend, "parameters", ["a"])
+    for _ in range(3):
+        with pytest.raises(BackendError, match="do not agree on a collective call"):
+            call()
+        assert backend.allreduce(torch.tensor([1]), "sum").tolist() == [backend.size]
+
+
+def test_different_comparisons_are_an_error_on_all_ranks_which_go_on(shared):
+    shared(other_calls)
+
+
+def sums_another(backend, name, count):
+    """One rank's sum is another one than the others'."""
+    backend = shares(backend, (0,) * backend.size)
+    mine = backend.rank == backend.size - 1
+    tensor = torch.ones(count if mine else 3)
+    with pytest.raises(BackendError) as caught:
+        backend.start_sum(tensor, name if mine else "t").wait()
+    with pytest.raises(BackendError, match="after an earlier failure"):
+        backend.start_sum(tensor, "t")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "count"), [("u", 3), ("t", 4)])
+def test_other_sums_of_a_rank_are_an_error_on_every_rank(name, count):
+    for said in run_threads(3, sums_another, name, count):
+        assert (
+            f"(rank 0: sum of 't' (float32, 3); rank 1: sum of 't' (float32, 3); rank 2: sum of '{name}' (float32" in said
+        )
+
+
+def many_under_way(backend):
+    backend = shares(backend, (0,) * backend.size)
+    buffers = [backend.new_buffer(2, torch.float32, CPU) for _ in range(150)]
+    for buffer in buffers:
+        buffer.fill_(1.0)
+    works = [backend.start_sum(buffer, f"b{n}") for n, buffer in enumerate(buffers)]
+    for work in works[:: 1 if backend.rank == 0 else -1]:
+        work.wait()
+    assert all(buffer.tolist() == [backend.size] * 2 for buffer in buffers)
+
+
+def test_more_operations_under_way_than_there_are_places():
+    run_threads(2, many_under_way)
+
+
+def group_between(backend):
+    """One rank ends the sum before its group's call, the others after it."""
+    group = backend.group(range(backend.size))
+    tensor = torch.ones(5)
+    work = backend.start_sum(tensor, "t")
+    for step in ("wait", "call")[:: 1 if backend.rank == 0 else -1]:
+        if step == "wait":
+            work.wait()
+        else:
+            group.barrier()
+    assert tensor.tolist() == [backend.size] * 5
+
+
+def test_a_groups_call_keeps_nobody_from_ending_a_sum(shared):
+    shared(group_between)
+
+
+def closes(backend):
+    backend = shares(backend, (0,) * backend.size)
+    backend.memory.close()
+    with pytest.raises(BackendError, match=r"sum of 't' cannot be done .*this backend is closed"):
+        backend.start_sum(torch.ones(3), "t")
+
+
+def test_a_closed_backend_starts_nothing():
+    run_threads(2, closes)
+
+
+def dies(backend):
+    backend.start_sum(torch.ones(3), "first").wait()
+    if backend.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with short_waits(backend), pytest.raises(BackendError, match=r"sum of 'last' .*rank 0"):
+        backend.start_sum(torch.ones(3), "last").wait()
+    with pytest.raises(PeerFailedError, match="after an earlier failure") as caught:
+        backend.start_sum(torch.ones(3), "after it")
+    assert caught.value.failure.rank == 0
+    assert time.monotonic() - began < backend.timeout / 2  # long before the time is up
+    raise BackendError("as it should be")
+
+
+def test_a_rank_that_dies_is_noticed(shared, pool):
+    pool.connect(shared.name, shared.size)
+    outcomes = pool.outcomes(dies)
+    assert "died with exit code -9" in outcomes[0].error
+    assert all("as it should be" in outcome.error for outcome in outcomes[1:])
+
+
+FAULTS = {
+    "no memory": (
+        "os.memfd_create",
+        OSError(12, "Cannot allocate memory"),
+        "cannot be had: Cannot allocate memory",
+    ),
+    "not all of it": (
+        "os.posix_fallocate",
+        OSError(28, "No space left on device"),
+        "cannot be had: No space left",
+    ),
+    "not the others'": ("_open", PermissionError(13, "Permission denied"), "cannot be opened: Permission denied"),
+    "another's": ("os.pread", b"\1" * 8, "cannot be opened: it is another process's here"),
+}
+
+
+def falls_back(backend, fault):
+    assert factory._share_memory(backend, "shm") is backend
+    tensor = torch.full((3,), float(backend.rank))
+    backend.start_sum(tensor, "t").wait()
+    assert tensor.tolist() == [1.0] * 3
+    return backend.transport
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_without_shared_memory_the_library_carries_reductions_and_one_line_says_so(monkeypatch, caplog, fault):
+    name, result, said = FAULTS[fault]
+
+    def fails(*_):
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    monkeypatch.setattr(f"{segment.__name__}.{name}", fails)
+    assert run_threads(2, falls_back, fault) == ["memory"] * 2
+    lines = [message for message in caplog.messages if "shared memory cannot be used" in message]
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def stops_meanwhile(backend):
+    if backend.rank == 1:
+        backend.abort("RuntimeError: boom")
+    else:
+        with short_waits(backend), pytest.raises(BackendError, match="rank 1 stopped: RuntimeError: boom"):
+            factory._share_memory(backend, "shm")
+
+
+def test_a_rank_that_fails_while_memory_is_shared_is_named(caplog):
+    run_threads(2, stops_meanwhile)
+    assert "cannot be used" not in caplog.text
+
+
+def uneven(backend):
+    backend.hosts = (0, 0, 1)
+    backend.world = backend.world.placed(backend.rank, backend.hosts)
+    assert factory._share_memory(backend, "shm") is backend
+
+
+def test_hosts_with_unequal_numbers_of_ranks_use_the_library(caplog):
+    run_threads(3, uneven)
+    assert "the hosts do not have equally many ranks" in caplog.text
+
+
+def short(backend):
+    backend = shares(backend, (0, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        if backend.rank == 0:
+            patch.setattr(SharedMemory, "_new_region", refuses)
+        backend.barrier()
+        buffer = backend.new_buffer(1000, torch.float32, CPU)
+        backend.barrier()
+    buffer.fill_(1.0)
+    backend.start_sum(buffer, "b").wait()
+    assert buffer.tolist() == [2.0] * 1000
+
+
+def refuses(memory, nbytes):
+    raise UnsharedError("rank 1: no more")
+
+
+def test_a_buffer_that_cannot_be_shared_is_copied(caplog):
+    run_threads(2, short)
+    assert "no more memory can be shared (rank 1: no more)" in caplog.text

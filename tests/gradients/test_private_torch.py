@@ -1,0 +1,139 @@
+"""Private parts of torch that gradients, optimizers and ``dualtrain.hvd`` use: a version without one is named here.
+
+Each is used in one place, with a comment that says why no public name does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+VERSION = f"torch {torch.__version__}"
+
+
+def test_torch_lists_the_hooks_of_a_parameter():
+    p = nn.Parameter(torch.zeros(2))
+    handle = p.register_post_accumulate_grad_hook(hook := lambda _: None)
+    found = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+    assert list(found.values()) == [hook], (
+        f"{VERSION} does not keep a parameter's hooks in _post_accumulate_grad_hooks: change gradients/hooks.py (watchers "
+        "of a replaced parameter) and gradients/buckets.py (copy_to_bucket)"
+    )
+    handle.remove()
+    assert not p._post_accumulate_grad_hooks
+
+
+def test_torch_calls_back_at_the_end_of_a_backward_pass():
+    order = []
+    p = nn.Parameter(torch.zeros(2))
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    assert hasattr(engine, "queue_callback"), (
+        f"{VERSION} has no Variable._execution_engine.queue_callback: change at_end_of_pass in gradients/passes.py"
+    )
+
+    def hook(_):
+        order.append("hook")
+        engine.queue_callback(lambda: order.append("end"))
+
+    p.register_post_accumulate_grad_hook(hook)
+    (p * 2).sum().backward()
+    assert order == ["hook", "end"], f"{VERSION} runs callbacks of a backward pass in another order: {order}"
+
+
+def test_torch_distinguishes_outer_and_inner_backward_passes():
+    current = getattr(torch._C, "_current_autograd_node", None)
+    assert current is not None, f"{VERSION} has no torch._C._current_autograd_node: change EndOfPass in gradients/passes.py"
+    seen = []
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            inner = torch.zeros(1, requires_grad=True)
+            inner.register_post_accumulate_grad_hook(
+                lambda _: torch.autograd.Variable._execution_engine.queue_callback(lambda: seen.append(current()))
+            )
+            with torch.enable_grad():
+                (inner * 2).sum().backward()
+            return grad
+
+    x = torch.zeros(1, requires_grad=True)
+    assert current() is None
+    Outer.apply(x).sum().backward()
+    assert [type(node).__name__ for node in seen] == ["OuterBackward"], (
+        f"{VERSION}: at the end of an inner backward pass the current node is {seen}, not the outer one's: change "
+        "EndOfPass in gradients/passes.py"
+    )
+
+
+def test_torch_counts_changes_in_place():
+    buffer = torch.zeros(4)
+    before = getattr(buffer, "_version", None)
+    assert before is not None, f"{VERSION} has no Tensor._version: change is_reduced in gradients/exchange.py"
+    buffer[:2].detach().mul_(2)  # as clipping does to a gradient that is a part of the buffer
+    assert buffer._version > before, f"{VERSION} does not count changes of views and detached tensors in Tensor._version"
+
+
+def test_torch_copies_many_tensors_in_one_call():
+    assert hasattr(torch, "_foreach_copy_"), (
+        f"{VERSION} has no torch._foreach_copy_: change Bucket.pack in gradients/buckets.py"
+    )
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3, dtype=torch.float64)]
+    torch._foreach_copy_(targets, sources)
+    assert all(bool(target.eq(1).all()) for target in targets)
+
+
+def test_torch_shows_what_an_uncoalesced_tensor_stores():
+    grad = torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,), check_invariants=False)
+    for name, where in {
+        "_nnz": "gradients/sparse.py",
+        "_indices": "hvd/gather_ops.py",
+        "_values": "hvd/gather_ops.py",
+    }.items():
+        assert hasattr(grad, name), f"{VERSION} has no Tensor.{name}: change {where}"
+    assert grad._nnz() == 2
+    assert grad._indices().tolist() == [[1, 1]]
+
+
+def test_torch_keeps_the_parameters_of_a_module_in_a_dict():
+    layer = nn.Linear(2, 2)
+    found = getattr(layer, "_parameters", {})
+    assert found.get("weight") is layer.weight, (
+        f"{VERSION} does not keep a module's parameters in _parameters: change _on_registration in gradients/hooks.py"
+    )
+
+
+def test_torch_keeps_the_step_hooks_of_an_optimizer():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        assert getattr(optimizer, name, None) == {}, f"{VERSION} has no Optimizer.{name}: change DistributedOptimizer.step"
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_torch_has_a_base_class_of_batch_norm_layers():
+    from torch.nn.modules import batchnorm
+
+    base = getattr(batchnorm, "_BatchNorm", None)
+    assert base is not None, f"{VERSION} has no torch.nn.modules.batchnorm._BatchNorm: change batchnorm.py"
+    assert all(issubclass(kind, base) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+
+
+def test_gradscaler_reads_whether_an_optimizer_unscales():
+    reads = []
+
+    class Scaled(torch.optim.SGD):
+        @property
+        def _step_supports_amp_scaling(self):
+            reads.append(True)
+            return False
+
+    p = nn.Parameter(torch.ones(2))
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = Scaled([p])
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    assert reads, f"{VERSION}: GradScaler does not read _step_supports_amp_scaling: change DistributedOptimizer"

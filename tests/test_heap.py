@@ -1,0 +1,85 @@
+"""What a process frees after ``connect`` is its own again without a fault, unless its user wants it otherwise."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dualtrain import heap
+from tests.pool import ROOT
+
+#: Page faults of three steps that take 160 MB and free them, and the growth of the memory in use in MB, after ten such
+#: steps, and ten with a block of 96 MB between small ones that stay.
+STEPS = """
+import ctypes, resource, torch, dualtrain
+{setup}
+heap = ctypes.CDLL(None)
+heap.malloc.restype, heap.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def usage():
+    return resource.getrusage(resource.RUSAGE_SELF)
+def step():
+    blocks = [heap.malloc(16 << 20) for _ in range(10)]
+    for block in blocks:
+        ctypes.memset(block, 1, 16 << 20)
+    for block in blocks:
+        heap.free(block)
+before, kept = usage().ru_maxrss, []
+for number in range(13):
+    if number == 10:
+        started = usage().ru_minflt
+    step()
+faults = usage().ru_minflt - started
+for number in range(10):
+    block = torch.ones(24 << 20)
+    kept.append(str(number) * 50)
+    del block
+print(faults, (usage().ru_maxrss - before) >> 10)
+"""
+KEPT = "dualtrain.keep_freed_memory()"
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def measured(setup=KEPT, **env):
+    """Faults, and MB."""
+    others = ("MALLOC_", "GLIBC_", "LD_PRELOAD")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    command = [sys.executable, "-c", STEPS.format(setup=setup)]
+    done = subprocess.run(command, env={**plain, **env}, cwd=ROOT, capture_output=True, text=True, check=True)
+    faults, growth = done.stdout.split()
+    return int(faults), int(growth)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc")
+@pytest.mark.skipif(
+    HUGE.exists() and "[always]" in HUGE.read_text(), reason="needs small pages: with huge ones there are few faults"
+)
+def test_memory_that_was_freed_is_had_again_without_faults_and_without_growth():
+    plain_faults, _ = measured("pass")
+    tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # no choice of the heap's
+    for faults, growth in (measured(), measured(GLIBC_TUNABLES=tuned_elsewhere)):
+        assert faults < plain_faults / 10
+        assert growth < 300  # 160 that stay, and 96
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MALLOC_MMAP_MAX_", "65536"),
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=65536"),
+    ],
+)
+def test_the_users_own_choice_stands(name, value, monkeypatch):
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: pytest.fail("the heap was to be left alone"))
+    heap.keep_freed_memory({name: value})
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # without mallopt, a call would raise
+    heap.keep_freed_memory({})

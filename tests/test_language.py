@@ -1,0 +1,109 @@
+"""Vocabulary: no identifier, docstring, comment or page uses a word that the project has replaced."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from functools import cache
+
+import pytest
+
+from dualtrain.version import __version__
+from tests.pool import ROOT
+
+#: Files and folders in which they are not replaced yet.
+UNFINISHED: tuple[str, ...] = ()
+
+#: Deprecated names that still work: the version that removes each, and the files that define or test it.
+ALIASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "carry": ("0.2.0", ("dualtrain/optimizer.py", "dualtrain/gradients/reducer.py", "tests/gradients/test_optimizer.py")),
+    "cargo": ("0.2.0", ("dualtrain/optimizer.py", "dualtrain/gradients/reducer.py", "tests/gradients/test_optimizer.py")),
+    "news": ("0.2.0", ("dualtrain/training/step.py", "dualtrain/training/trainer.py", "tests/training/test_trainer.py")),
+    "settle": (
+        "0.3.0",
+        ("dualtrain/backends/collectives.py", "dualtrain/backends/watch.py", "tests/backends/test_watch.py"),
+    ),
+}
+
+IDENTIFIERS = (
+    "asked bell cargo carry dealt ear farewell graves hand_out heard judge mended mourn move_in news patience settle spoke "
+    "stand_in star stranger taken tell tick_off ticked wish"
+)
+IN_NAMES = re.compile(rf"(?<![a-z0-9])({IDENTIFIERS.replace(' ', '|')})(?![a-z0-9])")
+IN_PROSE = re.compile(r"\b(cargo|farewell|mourn(s|ed|ing)?|graves|strangers?|mended|ticked\s+off)\b", re.IGNORECASE)
+#: Methods of Python's own objects: ``file.tell()``.
+FOREIGN = {"tell"}
+
+
+def checked(pattern: str) -> list[str]:
+    paths = sorted(
+        path.relative_to(ROOT).as_posix() for top in ("dualtrain", "tests") for path in (ROOT / top).rglob(pattern)
+    )
+    return [
+        path for path in paths if not path.startswith(tuple(f"{name}/" for name in UNFINISHED)) and path not in UNFINISHED
+    ]
+
+
+FILES = [path for path in checked("*.py") if path != "tests/test_language.py"]
+PAGES = ["README.md", "docker/README.md", *checked("*.md")]
+
+
+@cache
+def banned(name: str) -> list[str]:
+    """Return the banned words in an identifier; ``StandIn`` and ``stand_in`` are the same words."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return [match[0] for match in IN_NAMES.finditer(snake)]
+
+
+def allowed(path: str, word: str) -> bool:
+    return path in ALIASES.get(word, ("", ()))[1]
+
+
+def findings(path: str, text: str) -> list[str]:
+    """Return one line for each banned word in the identifiers, docstrings and comments of a Python file."""
+    found = [f"{path}: its name: {word}" for word in banned(path.removesuffix(".py").replace("/", "_"))]
+    before = ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        where = f"{path}:{token.start[0]}"
+        if token.type == tokenize.NAME and not (before == "." and token.string in FOREIGN):
+            found += [f"{where}: {token.string}: {word}" for word in banned(token.string) if not allowed(path, word)]
+        elif token.type == tokenize.COMMENT:
+            found += [f"{where}: comment: {match[0]}" for match in IN_PROSE.finditer(token.string)]
+        before = token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name, docstring = getattr(node, "name", "module"), ast.get_docstring(node) or ""
+            found += [f"{path}: docstring of {name}: {match[0]}" for match in IN_PROSE.finditer(docstring)]
+    return found
+
+
+def test_the_check_finds_words_in_identifiers_comments_and_docstrings():
+    text = (
+        '"""A stranger."""\n# mourn\nclass StandIn:\n    """Farewell."""\n    def move_in(self, wish): return self.wish\n'
+    )
+    found = [line.rpartition(": ")[2] for line in findings("dualtrain/graves.py", text)]
+    assert sorted(found) == ["Farewell", "graves", "mourn", "move_in", "stand_in", "stranger", "wish", "wish"]
+    assert findings("a.py", "start = near = file.tell()\nlikewise = 'a wish'  # strange, carried away\n") == []
+    assert findings("a.py", "tell = HttpEar\n") == ["a.py:1: tell: tell", "a.py:1: HttpEar: ear"]
+    assert findings("dualtrain/optimizer.py", "carry = tell\n") == ["dualtrain/optimizer.py:1: tell: tell"]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_no_file_uses_a_banned_word(path):
+    assert findings(path, (ROOT / path).read_text()) == []
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_no_page_uses_a_banned_word(path):
+    assert [match[0] for match in IN_PROSE.finditer((ROOT / path).read_text())] == []
+
+
+def test_an_alias_is_removed_in_the_version_that_was_announced():
+    now = version(__version__)
+    assert [alias for alias, (removal, _) in ALIASES.items() if now >= version(removal)] == []
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))

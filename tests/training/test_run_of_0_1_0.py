@@ -1,0 +1,63 @@
+"""A run that version 0.1.0 wrote: resumed, compared, reported and used by this version."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import dualtrain.training.loop as loop
+from dualtrain import compare
+from dualtrain.backends import connect
+from dualtrain.config import SETTINGS, Config, parse
+from dualtrain.predict import predict
+from dualtrain.report.runs import read_runs
+from dualtrain.training import checkpoint
+
+#: Digits on mnist-net: all 12 steps, and the checkpoint of step 6.
+OLD = Path(__file__).parent / "run_of_0_1_0"
+FLAGS = ["--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net"]
+
+
+def test_the_settings_are_those_of_the_same_command_line_today():
+    old = json.loads((OLD / "config.json").read_text())
+    assert old.keys() <= SETTINGS.keys()
+    assert Config.of(old) == parse([*FLAGS, "--run-dir", "runs/old"])
+
+
+def test_it_is_resumed_and_ends_as_it_did(tmp_path):
+    folder = shutil.copytree(OLD, tmp_path / "run", ignore=shutil.ignore_patterns("summary.json", "model.safetensors"))
+    with connect("local") as backend:
+        summary = loop.train(parse([*FLAGS, "--run-dir", str(folder), "--resume"]), backend)
+    old = json.loads((OLD / "summary.json").read_text())
+    assert summary.keys() == old.keys()
+    assert summary["steps"] == old["steps"] == 12
+    # Another processor rounds differently.
+    for name in ("train_loss", "val_loss"):
+        assert summary[name] == pytest.approx(old[name], abs=1e-4)
+    lines, kept = ((path / "metrics.jsonl").read_text().splitlines() for path in (folder, OLD))
+    assert [json.loads(line)["step"] for line in lines] == [json.loads(line)["step"] for line in kept]
+    assert lines[0] == kept[0]  # of before step 6, as it was
+    (newest, *_) = checkpoint.found(folder / "checkpoints")
+    first = checkpoint.load(OLD / "checkpoints" / "step-00000006.safetensors")
+    assert checkpoint.load(newest)["cursor"].keys() == first["cursor"].keys()
+
+
+def test_it_is_compared_reported_and_used(tmp_path, capsys):
+    assert compare.main([str(OLD), str(OLD)]) == 0
+    assert "0.2444" in capsys.readouterr().out
+    (run,) = read_runs([str(OLD)])
+    assert run.curve("epoch", "val_loss")[0] == [6, 12]
+    Image.new("L", (8, 8), 100).save(tmp_path / "image.png")
+    ((best, *_),) = predict(str(OLD), [str(tmp_path / "image.png")])
+    assert 0 < best[1] < 1
+
+
+def test_its_checkpoint_is_a_trainers_state_too():
+    state = checkpoint.load(OLD / "checkpoints" / "step-00000006.safetensors")
+    assert {"model", "optimizer", "ranks"} <= state["trainer"].keys()
+    assert all(isinstance(value, torch.Tensor) for value in state["trainer"]["model"].values())
