@@ -88,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return super().forward(input)
         exchanges = self.gather, self.total
-        result = SynchronizedNorm.apply(input, self.weight, self.bias, self.eps, *exchanges)  # type: ignore[no-untyped-call]
+        result = SynchronizedNorm.apply(input, self.weight, self.bias, self.eps, *exchanges)
         out: torch.Tensor = result[0]
         if self.training and self.running_mean is not None:
             self._remember(result[1], result[2], float(result[3]))

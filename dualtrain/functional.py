@@ -22,19 +22,19 @@ def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = Reduc
         ValueError: ``op`` is another one, whose gradient is not defined by the result.
         BackendError: as :meth:`dualtrain.Backend.allreduce`, as for all functions here.
     """
-    result: torch.Tensor = _AllReduce.apply(tensor, backend, _linear(op))  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _AllReduce.apply(tensor, backend, _linear(op))
     return result
 
 
 def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     """Return every rank's rows, in rank order. The gradient of this rank's rows is the sum of all ranks' for them."""
-    result: torch.Tensor = _AllGather.apply(tensor, backend)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _AllGather.apply(tensor, backend)
     return result
 
 
 def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Tensor:
     """Return the root's ``tensor``. The gradient is the sum of all ranks' gradients at the root, zero elsewhere."""
-    result: torch.Tensor = _Broadcast.apply(tensor, backend, root)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Broadcast.apply(tensor, backend, root)
     return result
 
 
@@ -44,7 +44,7 @@ def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = R
     Raises:
         ValueError: ``op`` is another one, or ``tensor`` has no dimension.
     """
-    result: torch.Tensor = _ReduceScatter.apply(tensor, backend, _linear(op))  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _ReduceScatter.apply(tensor, backend, _linear(op))
     return result
 
 
@@ -54,7 +54,7 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
     Raises:
         ValueError: rows that cannot be split equally, or splits that do not fit.
     """
-    result: torch.Tensor = _AllToAll.apply(tensor, backend, splits)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _AllToAll.apply(tensor, backend, splits)
     return result
 
 

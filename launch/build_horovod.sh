@@ -42,12 +42,13 @@ describe_build() {
 }
 
 # write_compiler: writes a compiler wrapper that replaces Horovod's -std=c++14 by C++20, which torch's headers need, and drops
-# -g: debug information takes a third of the time.
+# -g: debug information takes a third of the time. The rpath makes the library find MPI and torch in the environment that it
+# is installed in: mpicxx adds only the path of the one that it was built in, which may be deleted by then.
 write_compiler() {
   mkdir -p "$tools"
   cat >"$tools/c++" <<'COMPILER'
 #!/usr/bin/env bash
-given=()
+given=('-Wl,-rpath,$ORIGIN/../../../..:$ORIGIN/../../torch/lib')
 for each; do
   case $each in -g) ;; -std=*) given+=(-std=gnu++20) ;; *) given+=("$each") ;; esac
 done

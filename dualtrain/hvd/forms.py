@@ -95,7 +95,7 @@ def differentiable(
     packed = [compression.compress(tensor) for tensor in _checked(tensors)]
     inputs = [tensor for tensor, _ in packed]
     kind = operation.kind(grouped)
-    results = list(_Differentiable.apply(operation, kind, options, *inputs))  # type: ignore[no-untyped-call]
+    results = list(_Differentiable.apply(operation, kind, options, *inputs))
     if compression is not Compression.none:
         results = [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, packed, strict=True)]
     return results
