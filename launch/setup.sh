@@ -97,6 +97,7 @@ step() {
 }
 
 check_settings() {
+  local oldest
   case $with in
     dev | tree | run | none) ;;
     *) refuse "DUALTRAIN_WITH=$with is not known; set it to dev, tree, run or none" ;;
@@ -107,6 +108,9 @@ check_settings() {
   esac
   [[ $torch =~ ^[0-9]+\.[0-9]+[0-9a-z.+]*$ ]] ||
     refuse "DUALTRAIN_TORCH=$torch is no version; set it to such as 2.15.0, or unset it"
+  oldest=$(sed -n 's/^ *torch>=//p' "$root/setup.cfg")
+  [ "$(printf '%s\n' "$oldest" "$torch" | sort -V | head -n 1)" = "$oldest" ] ||
+    refuse "DUALTRAIN_TORCH=$torch is older than $oldest, the oldest that dualtrain supports; set it to a newer one, or unset it"
   command -v "$python" >/dev/null || refuse "no interpreter '$python' found; install Python 3.11 or newer, or set PYTHON"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     refuse "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to it"
@@ -208,9 +212,20 @@ install_torch() {
       "$venv/bin/python" -m pip install --no-deps --retries 0 --timeout 5 \
         --index-url https://download.pytorch.org/whl/cpu "$name==$version+cpu"; } >>"$log" 2>&1 || true
   fi
-  # Installs the dependencies of a CPU build, or PyPI's build.
-  pip_install "$name"
+  if [ "$mode" = nccl ] && compgen -G "$venv/lib/python*/site-packages/$name-*+cpu.dist-info" >/dev/null; then
+    # An earlier set-up for CPUs left it, and pip takes it for the requested version.
+    "$venv/bin/python" -m pip uninstall --yes "$name"
+  fi
+  # Installs the dependencies of a CPU build, or PyPI's build. Of a constraint that the index cannot fulfil, pip says no name.
+  if [ "$name" = torch ]; then
+    "$venv/bin/python" -m pip install --disable-pip-version-check "torch==$torch"
+  else
+    pip_install "$name"
+  fi
 }
+
+# install_horovod FOLDER: replaces an earlier set-up's Horovod, for another torch or mode; pip alone leaves one of the same version.
+install_horovod() { pip_install --no-deps --force-reinstall "$1"/horovod-*.whl; }
 
 # install_dualtrain: leaves out the extra "horovod", whose packages are installed by other steps.
 install_dualtrain() {
@@ -272,7 +287,7 @@ if [ -n "$build" ]; then
     show_build "$status"
   build_began=''
 fi
-step "Horovod's wheel" "delete $wheels and try again" pip_install --no-deps "$wheels"/horovod-*.whl
+step "Horovod's wheel" "delete $wheels and try again" install_horovod "$wheels"
 step "check: horovodrun --check-build" "delete $wheels and $venv and try again" check_horovod
 step "mark of a finished set-up" "is $venv writable?" write_stamp
 say "ready: source $venv/bin/activate"

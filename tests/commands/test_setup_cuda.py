@@ -125,6 +125,7 @@ def test_a_toolkit_that_does_not_fit_is_not_used_for_cuda_13(setup):
         ({}, "torch 2.13.0+cpu is a CPU build; set DUALTRAIN_TORCH"),
         ({"DUALTRAIN_GPU": "cuda"}, "DUALTRAIN_GPU=cuda is not known; set it to cpu or nccl, or unset it"),
         ({"DUALTRAIN_TORCH": "newest"}, "DUALTRAIN_TORCH=newest is no version; set it to such as 2.15.0"),
+        ({"DUALTRAIN_TORCH": "2.4.1"}, "DUALTRAIN_TORCH=2.4.1 is older than 2.5, the oldest that dualtrain supports"),
     ],
 )
 def test_what_cannot_be_built_is_one_line_before_the_build(env, part, setup):
@@ -179,7 +180,7 @@ def test_a_horovod_without_nccl_is_refused(setup):
         ),
     ],
 )
-@pytest.mark.parametrize("step", ["torch ", "nvidia-cuda-nvcc", "wheel --no"])
+@pytest.mark.parametrize("step", [" torch==", "nvidia-cuda-nvcc", "wheel --no"])
 def test_an_index_that_fails_is_one_line(step, said, part, setup):
     setup.torch("2.15.0+cu1377", "13.77")
     setup.toolkit("13.77", complete=False)
@@ -191,14 +192,41 @@ def test_an_index_that_fails_is_one_line(step, said, part, setup):
 
 
 def test_another_torch_is_installed_with_the_torchvision_for_it(setup, tmp_path):
-    assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.15.0")[0] == 0
+    assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.14.0")[0] == 0
     pins = (tmp_path / "constraints").read_text().splitlines()
-    assert "torch==2.15.0" in pins
-    assert not [line for line in pins if line.startswith(("torch==2.13", "torchvision=="))]
-    assert [call for call in setup.calls() if call.endswith(" torch==2.15.0+cpu")]
+    assert [line for line in pins if line.startswith(("torch==", "torchvision=="))] == ["torch==2.14.0"]
+    assert [call for call in setup.calls() if call.endswith(" torch==2.14.0+cpu")]
     # Set up for one torch is not set up for another.
     assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.6.0")[0] == 0
-    assert [call for call in setup.calls() if call.endswith(" torch==2.6.0+cpu")]
+    calls = setup.calls()
+    assert [call for call in calls if call.endswith(" torch==2.6.0+cpu")]
+    # pip leaves a package of the same version as it is; this one is built against another torch.
+    (wheel,) = (call for call in calls if call.endswith(".whl"))
+    assert "--force-reinstall" in wheel
+
+
+def test_nccl_replaces_the_cpu_build_of_an_earlier_set_up(setup):
+    setup.torch("2.15.0+cu1377", "13.77")
+    setup.toolkit("13.77", complete=False)
+    setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
+    (setup.venv / "lib/python3.11/site-packages/torch-2.15.0+cpu.dist-info").mkdir(parents=True)
+    (setup.venv / "setup.done").touch()
+    assert setup.run(**NCCL)[0] == 0
+    calls = setup.calls()
+    installed = next(call for call in calls if call.startswith("install") and " torch==" in call)
+    assert calls.index("uninstall --yes torch") < calls.index(installed)
+    assert "uninstall --yes torchvision" not in calls
+
+
+def test_a_torch_that_the_index_lacks_is_asked_for_by_its_version(setup):
+    # With a constraint on torch, pip does not say which package is missing.
+    setup.pip("""case "$* " in
+      *--constraint*" torch "* | *--constraint*" torch=="*) echo "ERROR: ResolutionImpossible: for help visit"; exit 1 ;;
+      *" torch==2.99.0 "*) echo "ERROR: No matching distribution found for torch==2.99.0"; exit 1 ;;
+    esac""")
+    status, _, errors = setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.99.0")
+    (line,) = errors.splitlines()
+    assert (status, "the package index has no torch==2.99.0 for this Python; is" in line) == (2, True)
 
 
 def test_without_gpu_operations_horovod_looks_for_no_toolkit(setup, tmp_path):
