@@ -218,7 +218,7 @@ def test_nccl_replaces_the_cpu_build_of_an_earlier_set_up(setup):
     assert "uninstall --yes torchvision" not in calls
 
 
-def test_a_torch_that_the_index_lacks_is_asked_for_by_its_version(setup):
+def test_a_torch_that_the_index_lacks_is_requested_by_its_version(setup):
     # With a constraint on torch, pip does not say which package is missing.
     setup.pip("""case "$* " in
       *--constraint*" torch "* | *--constraint*" torch=="*) echo "ERROR: ResolutionImpossible: for help visit"; exit 1 ;;
