@@ -94,8 +94,8 @@ def test_nothing_of_the_build_outlives_a_step_that_failed(setup, tmp_path):
     until(lambda: not state.exists() or ") Z " in state.read_text())
 
 
-# The command that fails says so, or it is one of the later steps, whichever first writes where there is no room.
-@pytest.mark.parametrize(("rest", "step"), [("|| exit 1", "torch "), ("", "")])
+# The command that fails says so, or it is a later one whose output there is no room for.
+@pytest.mark.parametrize(("rest", "step"), [("|| exit 1", "torch "), ("", "Horovod's build")])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
 def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup):
     setup.venv.mkdir()
@@ -106,7 +106,8 @@ def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup)
 
     if subprocess.run([*on_a_disk_of("1m"), "true"], capture_output=True, timeout=SECONDS).returncode != 0:
         pytest.skip("needs a mount namespace, and this root may make none")
-    setup.pip(f'case "$*" in *torch*) head -c 200000 /dev/zero >{setup.venv}/half {rest} ;; esac')
+    # It appends: a second command that began the file anew would make room, in which the build beside it may end.
+    setup.pip(f'case "$*" in *torch*) head -c 200000 /dev/zero >>{setup.venv}/half {rest} ;; esac')
     # The second call has room. In the same mount namespace: the disk is gone with it.
     script = f'"$@"; mount -o remount,size=9m {setup.venv}; exec "$@"'
     status, output, errors = setup.run(*on_a_disk_of("64k"), "sh", "-c", script, "sh")
