@@ -18,6 +18,7 @@ from dualtrain.config.fields import (
     settings_of,
 )
 
+MOST_THREADS = 1024  # OpenMP ends a process that it cannot start so many threads in
 AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 
@@ -42,6 +43,10 @@ class RunSection:
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     timeout: float = setting(300.0, "seconds that any wait for another rank lasts at most", between(0.1, 1e6))
     deterministic: bool = setting(False, "only operations whose results repeat bit for bit, on GPUs too")
+    threads: int | None = setting(
+        None, "intra-op threads of a rank (default: the host's cores divided by its ranks; a resumed run's: as it began)",
+        between(1, MOST_THREADS), resumed=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -29,17 +29,17 @@ from dualtrain.training.assemble import (
     load_task,
     make_computation,
     make_model,
-    threads,
     try_out,
 )
 from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.cursor import Cursor
+from dualtrain.training.machine import threads, use_threads
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
 from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import summarize, weights_of, write_results, write_task
-from dualtrain.training.resume import read_checkpoint, restore_best, set_aside
+from dualtrain.training.resume import adopted, read_checkpoint, restore_best, set_aside
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.signals import SIGNALS, Signals
@@ -66,15 +66,18 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 def _train(config: Config, backend: Backend) -> dict[str, Any]:
     settings = config.plain()
     compare_settings(settings, backend)  # before any collective that only some settings lead to
-    torch.set_num_threads(threads(backend))
+    saved = None
+    if config.output.resume is not None:
+        saved = on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(config.output, settings))
+        settings = adopted(settings, saved["config"])
+    number = settings["threads"] or threads(backend)
+    config = Config.of({**settings, "threads": number})
+    use_threads(number, backend)
     task = load_task(config.data, config.model.name, backend)
     try:
         with determinism(config.run.deterministic):
             model = make_model(config.model, task, config.step.seed, backend)
             on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
-            saved = None
-            if config.output.resume is not None:
-                saved = on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(config.output, settings))
             run = Run(config, backend, task, model)
             run.open(saved)
             with Signals() as signals:

@@ -24,7 +24,7 @@ from tests.threads import run_threads
 
 #: The decision on every setting. A new one belongs here, or into ``same_run.MAY_DIFFER`` with the reason.
 COMPARED = {
-    *("backend", "transport", "nproc", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
+    *("backend", "transport", "nproc", "threads", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
     *("deterministic", "dataset", "download", "augment", "image_size", "resize", "pad", "normalize", "classes", "shape"),
     *("samples", "sequence_length", "vocabulary", "model", "pretrained", "freeze_backbone", "channels_last", "compile"),
     *("sync_batchnorm", "batch_size", "global_batch_size", "accumulate", "drop_last", "optimizer", "optimizer_options"),

@@ -1,0 +1,148 @@
+"""What a machine contributes to a run's bits: intra-op threads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dualtrain.training.loop as loop
+import dualtrain.training.machine as machine
+from dualtrain.backends import connect
+from dualtrain.config import MOST_THREADS, SETTINGS, Setting, parse
+from dualtrain.config.fields import at_least
+from dualtrain.errors import UserError
+from dualtrain.training import checkpoint, resume
+from dualtrain.training.resume import read_checkpoint
+from tests.threads import run_threads
+
+OLD = Path(__file__).parent / "run_of_0_1_0"
+OLD_FLAGS = ("--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net")
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "threads", lambda backend: 1)
+
+
+def train(folder: Path, *more: str) -> dict[str, Any]:
+    with connect("local") as backend:
+        return loop.train(parse(["--global-batch-size", "720", "--run-dir", str(folder), *more]), backend)
+
+
+def recorded(folder: Path, name: str) -> list[Any]:
+    """A setting in config.json and in the newest checkpoint."""
+    tree = checkpoint.load(checkpoint.found(folder / "checkpoints")[0])
+    return [json.loads((folder / "config.json").read_text())[name], tree["config"][name]]
+
+
+# ------------------------------------------------------------------------------------------------ number of threads
+
+
+def test_the_default_is_a_share_of_the_cores_and_the_least_of_all_ranks(monkeypatch):
+    cores = iter([9, 6, 12])
+    monkeypatch.setattr(machine, "usable_cores", lambda: next(cores))
+    assert run_threads(3, machine.threads) == [2, 2, 2]
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    assert run_threads(3, machine.threads) == [1, 1, 1]
+    monkeypatch.setattr(machine, "usable_cores", lambda: 10**5)
+    assert run_threads(2, machine.threads) == [MOST_THREADS] * 2
+
+
+@pytest.mark.parametrize(("flags", "number"), [((), 2), (("--threads", "3"), 3)])
+def test_the_number_is_set_and_recorded(tmp_path, monkeypatch, flags, number):
+    monkeypatch.setattr(loop, "threads", lambda backend: 2)
+    summary = train(tmp_path, "--max-steps", "1", *flags)
+    assert torch.get_num_threads() == summary["threads"] == number
+    assert recorded(tmp_path, "threads") == [number, number]
+
+
+def test_a_resumed_run_has_the_threads_that_it_began_with(tmp_path, one_by_default):
+    train(tmp_path, "--max-steps", "1", "--threads", "3")
+    torch.set_num_threads(1)
+    for steps, flags in (("2", ()), ("3", ("--threads", "3"))):
+        assert train(tmp_path, "--max-steps", steps, "--resume", *flags)["threads"] == 3
+        assert recorded(tmp_path, "threads") == [3, 3]
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(UserError) as refusal:
+        train(tmp_path, "--max-steps", "4", "--resume", "--threads", "2")
+    text = "the checkpoint was made with --threads 3, and this run has --threads 2: give --threads 3, or start anew"
+    assert str(refusal.value) == text
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(("flags", "number"), [((), 1), (("--threads", "2"), 2)])
+def test_a_checkpoint_without_the_number_gets_one(tmp_path, one_by_default, flags, number):
+    folder = shutil.copytree(OLD, tmp_path / "run", ignore=shutil.ignore_patterns("summary.json", "model.safetensors"))
+    with connect("local") as backend:
+        summary = loop.train(parse([*OLD_FLAGS, "--run-dir", str(folder), "--resume", *flags]), backend)
+    assert summary["threads"] == number
+    assert recorded(folder, "threads") == [number, number]
+
+
+PLAIN = {**parse([]).plain(), "pieces": None}
+MISSING = object()
+
+
+def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str:
+    """The refusal of a run's settings by a checkpoint with other ones, or ""."""
+    config = {name: value for name, value in {**PLAIN, **written}.items() if value is not MISSING}
+    tree = {"format": checkpoint.FORMAT, "trainer": {}, "cursor": {}, "data": {"samples": 1, "classes": 1}}
+    path = folder / "step-00000001.safetensors"
+    checkpoint.write(path, {**tree, "config": config, "global_batch": 64})
+    try:
+        read_checkpoint(parse(["--resume", str(path)]).output, {**PLAIN, **given})
+    except UserError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_a_setting_may_be_resumed_fixed_or_both(tmp_path, monkeypatch):
+    both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
+    monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
+    for name in ("threads", "pieces"):
+        for value in (MISSING, None, 4):
+            assert refused(tmp_path, {}, {name: value}) == ""
+        assert refused(tmp_path, {name: 4}, {name: 4}) == ""
+        text = f"the checkpoint was made with --{name} 2, and this run has --{name} 4: give --{name} 2, or start anew"
+        assert refused(tmp_path, {name: 4}, {name: 2}) == text
+    for value in (MISSING, None):
+        assert refused(tmp_path, {"threads": 4}, {"threads": value}) == ""
+        assert "made with no --pieces, and this run has --pieces 4" in refused(tmp_path, {"pieces": 4}, {"pieces": value})
+    found = resume.adopted({**PLAIN, "threads": 5}, {"threads": 2, "pieces": 4, "lr": 9.0})
+    assert found == {**PLAIN, "threads": 5, "pieces": 4}
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [("4", True), ("4,2", True), ("many", True), ("2", False), (" 2,4 ", False), ("", False), (None, False)],
+)
+def test_another_omp_num_threads_is_one_line_of_rank_0(monkeypatch, capsys, value, line):
+    if value is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert run_threads(2, use_two) == [2, 2]
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == int(line)
+    if line:
+        assert printed.startswith(
+            f"OMP_NUM_THREADS={value} has no influence: the number of intra-op threads of a rank is 2"
+        )
+        assert "--threads" in printed
+
+
+def use_two(backend) -> int:
+    machine.use_threads(2, backend)
+    return torch.get_num_threads()
