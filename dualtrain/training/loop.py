@@ -33,7 +33,7 @@ from dualtrain.training.assemble import (
 )
 from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.cursor import Cursor
-from dualtrain.training.machine import threads, use_threads
+from dualtrain.training.machine import platform_of, threads, use_threads, warn_of_another
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
@@ -94,6 +94,7 @@ class Run:
         self.config = config
         self.backend = backend
         self.task = task
+        self.platform = platform_of(backend)
         self.sampler = Sampler(len(task.train), step.global_batch(backend.size), step.seed, step.drop_last)
         self.cursor = Cursor()
         steps = length.epochs * self.sampler.batches
@@ -125,7 +126,8 @@ class Run:
         config, output = self.config, self.config.output
         if saved is not None:
             self._resume(saved)
-        folder = on_rank_zero(self.backend, "run folder", lambda: claim(output, config.run.recipe, config.plain()))
+        content = {**config.plain(), "platform": self.platform}
+        folder = on_rank_zero(self.backend, "run folder", lambda: claim(output, config.run.recipe, content))
         self.folder = Path(folder)
 
         def prepare() -> None:
@@ -164,6 +166,8 @@ class Run:
         if saved["data"] != self._data():
             had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (saved["data"], self._data()))
             raise UserError(f"the checkpoint was trained on {had}, and the data here are {has}: give the same", shared=True)
+        if self.backend.rank == 0:
+            warn_of_another(saved.get("platform", {}), self.platform)
         self.cursor = on_all_ranks(self.backend, "checkpoint", lambda: self._load(saved))
 
     def _load(self, saved: dict[str, Any]) -> Cursor:
@@ -305,6 +309,7 @@ class Run:
             "trainer": state,
             "cursor": self.cursor.plain(),
             "config": self.config.plain(),
+            "platform": self.platform,
             "global_batch": self.sampler.global_batch,
             "data": self._data(),
         }

@@ -76,15 +76,16 @@ def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 def _check_form(tree: dict[str, Any]) -> None:
     """Raise UserError for a file that is in the format of checkpoints but lacks the parts of a run's."""
-    kinds = {"trainer": dict, "cursor": dict, "config": dict, "global_batch": int, "data": dict}
-    wrong = [name for name, kind in kinds.items() if not isinstance(tree.get(name), kind)]
-    wrong += [name for name in ("config",) if name not in wrong and not _are_values(tree[name])]
+    parts = {"platform": {}, **tree}  # older checkpoints have none
+    kinds = {"trainer": dict, "cursor": dict, "config": dict, "platform": dict, "global_batch": int, "data": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(parts.get(name), kind)]
+    wrong += [name for name in ("config", "platform") if name not in wrong and not _are_values(parts[name])]
     if wrong or any(type(tree["data"].get(name)) is not int for name in ("samples", "classes")):
         raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
 
 
 def _are_values(found: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's settings can be compared, and used where a resumed run takes them from it."""
+    """Return whether a checkpoint's settings or facts can be compared, and used where a resumed run takes them from it."""
     try:
         json.dumps(found)
     except TypeError:  # a tensor

@@ -1,8 +1,9 @@
-"""What a machine contributes to a run's bits: intra-op threads."""
+"""What a machine contributes to a run's bits: intra-op threads and the kind of processor; recorded, resumed, compared."""
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.threads import run_threads
 
 OLD = Path(__file__).parent / "run_of_0_1_0"
 OLD_FLAGS = ("--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net")
+HERE: machine.Facts = {"torch": "2.13.0+cpu", "CPU capability": "AVX2", "MKL kernels": "GenuineIntel", "GPU": None}
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +46,10 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 
 
 def recorded(folder: Path, name: str) -> list[Any]:
-    """A setting in config.json and in the newest checkpoint."""
+    """A setting, or the platform, in config.json and in the newest checkpoint."""
     tree = checkpoint.load(checkpoint.found(folder / "checkpoints")[0])
-    return [json.loads((folder / "config.json").read_text())[name], tree["config"][name]]
+    found = tree["platform"] if name == "platform" else tree["config"][name]
+    return [json.loads((folder / "config.json").read_text())[name], found]
 
 
 # ------------------------------------------------------------------------------------------------ number of threads
@@ -146,3 +149,106 @@ def test_another_omp_num_threads_is_one_line_of_rank_0(monkeypatch, capsys, valu
 def use_two(backend) -> int:
     machine.use_threads(2, backend)
     return torch.get_num_threads()
+
+
+# ------------------------------------------------------------------------------------------------ kind of processor
+
+
+def test_the_platform_is_recorded_and_an_equal_one_is_no_warning(tmp_path, one_by_default, caplog):
+    train(tmp_path, "--max-steps", "1")
+    with connect("local") as backend:
+        here = machine.platform_of(backend)
+    assert recorded(tmp_path, "platform") == [here, here]
+    assert here["torch"] == str(torch.__version__)
+    assert here["CPU capability"] == torch.backends.cpu.get_cpu_capability()
+    train(tmp_path, "--max-steps", "2", "--resume")
+    assert caplog.messages == []
+
+
+def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
+    """Train to a checkpoint on one platform, resume on another: the warnings of this rank."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    kept = loop.platform_of, loop.threads
+    loop.threads = lambda backend: 1
+    log = logging.getLogger("dualtrain")
+    log.addHandler(handler)
+    try:
+        for last, facts in ((steps, HERE), (steps + 1, {**HERE, "CPU capability": "AVX512", "GPU": "H200"})):
+            loop.platform_of = lambda backend, facts=facts: facts
+            flags = ["--global-batch-size", "720", "--run-dir", folder, "--max-steps", str(last)]
+            loop.train(parse([*flags, *(["--resume"] if last > steps else [])]), backend)
+    finally:
+        loop.platform_of, loop.threads = kept
+        log.removeHandler(handler)
+    return found
+
+
+def test_a_resume_on_another_platform_is_one_warning_of_rank_0(processes, tmp_path):
+    (line,), *others = processes(resume_elsewhere, str(tmp_path), 1)
+    assert others == [[]] * (processes.size - 1)
+    assert "CPU capability was AVX2 and is AVX512; GPU was none and is H200; ATEN_CPU_CAPABILITY, ONEDNN_MAX_" in line
+    assert "torch was" not in line
+    assert recorded(tmp_path, "platform")[1]["GPU"] == "H200"
+
+
+def test_a_checkpoint_is_compared_by_what_it_has(caplog):
+    machine.warn_of_another({}, HERE)
+    machine.warn_of_another({"CPU capability": "AVX2"}, HERE)
+    assert caplog.messages == []
+    machine.warn_of_another({**HERE, "torch": "2.12.0"}, HERE)
+    (line,) = caplog.messages
+    assert line.endswith("from those before the checkpoint: torch was 2.12.0 and is 2.13.0+cpu")
+
+
+SERVER = ["sse4_1", "avx", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"]
+AMX = [*SERVER, "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "expected"),
+    [
+        (SERVER, "", "AVX512_CORE_VNNI"),
+        (SERVER, "AVX2", "AVX2"),
+        (SERVER, "avx512_core", "AVX512_CORE"),
+        (SERVER, "AVX2_VNNI", "AVX2"),
+        (SERVER, "AVX512_CORE_AMX", "AVX512_CORE_VNNI"),
+        (SERVER, "nonsense", "AVX512_CORE_VNNI"),
+        (AMX, "", "AVX512_CORE_AMX"),
+        (AMX, "AVX10_1_512", "AVX512_CORE_FP16"),
+        (["sse4_1", "avx", "avx2", "avx_vnni"], "", "AVX2_VNNI"),
+        (["neon"], "", None),
+        ([], "AVX2", None),
+    ],
+)
+def test_onednns_instruction_set_is_the_processors_up_to_the_limit(flags, limit, expected):
+    assert machine.onednn_set(flags, limit) == expected
+
+
+def test_the_variables_that_choose_instructions_are_recorded(monkeypatch):
+    monkeypatch.setattr(machine, "_described", lambda file: {"vendor_id": "Vendor", "flags": " ".join(AMX)})
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    for name in ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    with connect("local") as backend:
+        found = machine.processor(backend)
+        assert tuple(found) == machine.PROCESSOR
+        assert [found["oneDNN instruction set"], found["MKL kernels"], found["GPU"]] == ["AVX512_CORE_AMX", "Vendor", None]
+        for name, value in (
+            ("MKL_CBWR", "COMPATIBLE"),
+            ("DNNL_MAX_CPU_ISA", "AVX512_CORE"),
+            ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        ):
+            monkeypatch.setenv(name, value)
+            found = machine.processor(backend)
+            assert value in (found["oneDNN instruction set"], found["MKL kernels"])
+
+
+def test_a_processor_is_described_by_its_first_block(tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text(
+        "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nvendor_id\t: Other\n"
+    )
+    assert machine._described(file) == {"processor": "0", "vendor_id": "AuthenticAMD", "flags": "fpu avx2"}
+    assert machine._described(tmp_path / "missing") == {}
