@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from dualtrain.training.precision import DTYPES, Precision
 from dualtrain.training.rank_state import local_state, restore_local_state
 from dualtrain.training.same_run import compare_arguments, compare_trainer
 from dualtrain.training.step import CONTROL_FLAGS, Step, StepScalars, with_last
+from dualtrain.training.virtual_ranks import ShardBatches, VirtualRanks, check_virtual_ranks, passes_of
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -50,6 +52,14 @@ class Trainer:
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
         forward: computes the outputs, if not ``model`` itself: a compiled form of it, or replicas.
         measure: an ``Objective`` of (inputs, targets) in training, in place of ``loss`` of the outputs.
+        virtual_ranks: how many shards a step has. The same model results on any number of ranks, over any backend and
+            transport, bit for bit on one kind of processor with ``torch.get_num_threads()`` equal. ``None`` for one part of
+            a step on each rank.
+        seed: of all random numbers in forward passes, with ``virtual_ranks``: the generators of torch, numpy and Python are
+            seeded from it before each shard.
+
+    Attributes:
+        shards: the numbers of this rank's shards; empty without ``virtual_ranks``.
 
     Raises:
         RanksDifferError: on every rank, where the ranks are given other classes, functions or settings; the model's weights
@@ -70,13 +80,18 @@ class Trainer:
         compress: str = "none",
         forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
         measure: Objective | None = None,
+        virtual_ranks: int | None = None,
+        seed: int = 0,
     ) -> None:
         for name, p in model.named_parameters():
             check_supported(name, p)
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
+        options |= {"virtual_ranks": virtual_ranks, "seed": seed}
         compare_trainer(backend, model, optimizer, objects, options)
+        if virtual_ranks is not None and compress != "none":
+            raise ValueError("virtual_ranks and compress exclude each other: rounded partial sums depend on the ranks")
         self.model = model
         self.backend = backend
         self.schedule = schedule
@@ -86,6 +101,10 @@ class Trainer:
         self._forward = forward or model
         self._measure = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
         broadcast_parameters(model, backend)
+        self._virtual = None if virtual_ranks is None else VirtualRanks(virtual_ranks, seed, model, backend)
+        self.shards: Sequence[int] = () if self._virtual is None else self._virtual.mine
+        #: How many parts a step has: what the gradient is the mean of.
+        self._parts = virtual_ranks or backend.size
         # The scalars are sent with the gradients, but not where those are rounded to 16 bits.
         self._scalars = StepScalars()
         self._piggyback = compress == "none"
@@ -93,7 +112,8 @@ class Trainer:
             optimizer,
             model.named_parameters(),
             backend=backend,
-            extra=StepScalars.COUNT if self._piggyback else 0,
+            extra=self._extra_count(),
+            sum_order="backend" if self._virtual is None else self._virtual.order,
             transfer=Transfer(dtype=None if self._piggyback else DTYPES[compress]),
         )
         self._extra = self.optimizer.extra.numpy()
@@ -103,11 +123,16 @@ class Trainer:
         """Stop averaging gradients, so that the model can be trained by other means. May be called again."""
         self.optimizer.close()
 
+    def _extra_count(self) -> int:
+        if self._virtual is not None:
+            return StepScalars.COUNT + self._virtual.buffers.count
+        return StepScalars.COUNT if self._piggyback else 0
+
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(
         self,
-        batches: Iterable[Tensors],
+        batches: Iterable[Tensors] | Sequence[ShardBatches],
         expected: float,
         control_flags: Sequence[float] = (0.0,) * CONTROL_FLAGS,
         *,
@@ -118,7 +143,8 @@ class Trainer:
         The gradient is that of the mean loss over all samples of all ranks, however unevenly they are split.
 
         Args:
-            batches: this rank's part, one backward pass each, on the backend's device; may be empty.
+            batches: this rank's part, one backward pass each, on the backend's device; may be empty. With virtual ranks,
+                for each of :attr:`shards` a batch, several batches (one backward pass each), or ``None``.
             expected: the total weight on all ranks (the number of samples, say), the same on every rank. Where the real
                 one differs, the gradients are rescaled to it.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
@@ -132,48 +158,92 @@ class Trainer:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
         self.optimizer.zero_grad()
+        if self._virtual is not None:
+            return self._virtual_step(self._virtual, list(batches), expected, control_flags)
         self._scalars.reset(control_flags)
         last = False
-        for (inputs, targets), last in with_last(batches):
-            self._pass(inputs, targets, expected, last=last)
+        for (inputs, targets), last in with_last(cast("Iterable[Tensors]", batches)):
+            self._pass(inputs, targets, expected, self._load_scalars if last else None, send=last)
         if not last:
             self._load_scalars()  # a rank without samples
-        self.optimizer.synchronize()
-        step, diverged = StepScalars.result(self._total_scalars())
-        if diverged:
-            raise DivergedError(self._divergence())
-        if step.totals[1] > 0:
-            self._update(expected / step.totals[1])
-        return step
+        return self._update(self._reduced(), expected)
 
-    def _pass(self, inputs: torch.Tensor, targets: torch.Tensor, expected: float, *, last: bool) -> None:
-        with nullcontext() if last else self.optimizer.no_sync():
+    def _virtual_step(
+        self, virtual: VirtualRanks, batches: Sequence[ShardBatches], expected: float, control_flags: Sequence[float]
+    ) -> Step:
+        """Take one step on this rank's shards, which are computed one after another."""
+        if len(batches) != len(self.shards):
+            raise ValueError(f"this rank has shards {list(self.shards)}, and was given batches for {len(batches)} shards")
+        reducer, flags = self.optimizer.reducer, virtual.flags(control_flags, self.backend)
+        with virtual.step():
+            reducer.prepare()
+            for shard, given in zip(self.shards, batches, strict=True):
+                virtual.begin_shard(shard)
+                self._scalars.reset(flags if shard == self.shards[0] else (0.0,) * CONTROL_FLAGS)
+                ends, passes = shard == self.shards[-1], 0
+                for passes, ((inputs, targets), last) in enumerate(with_last(passes_of(given)), 1):
+                    load = partial(self._load_shard, virtual, shard, passes) if last else None
+                    self._pass(inputs, targets, expected, load, send=last and ends)
+                if not passes:
+                    self._load_shard(virtual, shard, passes)
+                if not ends:
+                    reducer.add_shard()
+            step = self._reduced()
+            virtual.buffers.become_mean(self.optimizer.extra[StepScalars.COUNT :], self._parts)
+        return self._update(step, expected)
+
+    def _pass(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        expected: float,
+        load: Callable[[], None] | None,
+        *,
+        send: bool,
+    ) -> None:
+        """Compute one batch; call ``load`` between forward and backward, which sends the gradients if ``send``."""
+        with nullcontext() if send else self.optimizer.no_sync():
             with self.precision.autocast():
                 loss, sums = self._measure(inputs, targets)
             found = list(map(float, sums))
             self._scalars.add(found)
-            if last:
-                self._load_scalars()
-            # The ranks' gradients are averaged; the mean over all samples weighs each batch by its own weight.
-            share = found[1] * self.backend.size / expected
+            if load is not None:
+                load()
+            # The parts' gradients are averaged; the mean over all samples weighs each batch by its own weight.
+            share = found[1] * self._parts / expected
             self.precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def _load_scalars(self) -> None:
         """Send the scalars with this step's gradients."""
         if self._piggyback:
-            self._extra[:] = self._scalars.values
+            self._extra[: StepScalars.COUNT] = self._scalars.values
+
+    def _load_shard(self, virtual: VirtualRanks, shard: int, passes: int) -> None:
+        """Send the scalars of ``shard``, and what its ``passes`` forward passes have made of the buffers."""
+        self._load_scalars()
+        self.optimizer.extra[StepScalars.COUNT :] = virtual.buffers.numbers(shard, passes)
+
+    def _reduced(self) -> Step:
+        """Return the result over all ranks, once the gradients are reduced. Collective; blocks."""
+        self.optimizer.synchronize()
+        step, diverged = StepScalars.result(self._total_scalars())
+        if diverged:
+            raise DivergedError(self._divergence())
+        return step
 
     def _total_scalars(self) -> list[float]:
         """Return the scalars' sums over all ranks, once the gradients are reduced. Collective."""
         if self._piggyback:
-            total: list[float] = self._extra.tolist()
+            total: list[float] = self._extra[: StepScalars.COUNT].tolist()
             return total
         mine = torch.tensor(self._scalars.values, dtype=torch.float64)
         return self.backend.allreduce(mine, "sum", name="metrics").tolist()
 
-    def _update(self, factor: float) -> None:
-        """Multiply the gradients, which are the same on every rank, by ``factor``; clip them; step."""
-        scaler, groups = self.precision.scaler, self.optimizer.param_groups
+    def _update(self, step: Step, expected: float) -> Step:
+        """Rescale the gradients, which are the same on every rank, to the real weight; clip them; step."""
+        if not step.totals[1] > 0:
+            return step
+        factor, scaler, groups = expected / step.totals[1], self.precision.scaler, self.optimizer.param_groups
         if factor != 1:
             for gradient in [p.grad for group in groups for p in group["params"] if p.grad is not None]:
                 gradient.mul_(factor)
@@ -187,6 +257,7 @@ class Trainer:
                 self.schedule.step()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
+        return step
 
     def _divergence(self) -> str:
         """Name the ranks whose loss is not finite. Collective."""
@@ -195,6 +266,18 @@ class Trainer:
         if len(ranks) == self.backend.size > 1:
             return "the loss became infinite or not a number on all ranks"
         return f"the loss became infinite or not a number on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+
+    def split(self, batch: Tensors) -> list[Tensors | None]:
+        """Return the batch of each of :attr:`shards`: its part of a global batch (inputs, targets), which every rank has.
+
+        Shards differ by one sample at most; those without samples get ``None``.
+
+        Raises:
+            ValueError: the trainer has no virtual ranks.
+        """
+        if self._virtual is None:
+            raise ValueError("only a trainer with virtual_ranks has shards: give virtual_ranks, or split the batch by rank")
+        return self._virtual.split(batch)
 
     # -- any loader -------------------------------------------------------------------------------------------------
 
@@ -210,6 +293,11 @@ class Trainer:
         Raises:
             RanksDifferError: the ranks are given other ``epochs``: one would wait for the others at its end.
         """
+        if self._virtual is not None:
+            raise ValueError(
+                "fit() is given each rank's own batches, which depend on the number of ranks: with virtual_ranks, call "
+                "step() with the batches of trainer.shards (trainer.split() makes them of a global batch)"
+            )
         compare_arguments(self.backend, "fit", {"epochs": epochs})
         history = []
         for epoch in range(epochs):
@@ -249,27 +337,54 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Iterable[Sequence[torch.Tensor]], objective: Objective | None = None, prefix: str = "val_"
+        self,
+        batches: Iterable[Sequence[torch.Tensor]] | Sequence[Iterable[Sequence[torch.Tensor]]],
+        objective: Objective | None = None,
+        prefix: str = "val_",
     ) -> dict[str, float]:
         """Compute the mean loss and the accuracies over all ranks' ``batches``. Collective; blocks.
 
         Running statistics are averaged over the ranks for the evaluation, and restored after it.
+
+        Args:
+            batches: this rank's; with virtual ranks, the batches of each of :attr:`shards`.
+            objective: another one than in training.
+            prefix: of the names in the result.
         """
-        model = self.evaluated
-        forward = self._forward if self.ema is None else model
         objective = self.objective if objective is None else as_objective(objective)
+        with self.common_buffers():
+            training = self.evaluated.training
+            self.evaluated.eval()
+            total = self._evaluation_sums(batches, objective)
+            self.evaluated.train(training)
+        return metrics(total, prefix)
+
+    def _evaluation_sums(self, batches: Iterable[Any], objective: Objective) -> list[float]:
+        """Return the sums of ``NAMES`` over all ranks. Collective."""
+        virtual = self._virtual
+        if virtual is None:
+            sums = torch.tensor(self._sums(batches, objective), dtype=torch.float64)
+            return self.backend.allreduce(sums, "sum", name="evaluation").tolist()
+        rows = []
+        for shard, part in zip(self.shards, batches, strict=True):
+            virtual.seed(virtual.steps, shard, "evaluation")
+            rows.append(self._sums(part, objective))
+        mine = torch.tensor(rows, dtype=torch.float64).view(-1, len(NAMES))
+        return virtual.sum_of_shards(self.backend.allgather(mine, name="evaluation")).tolist()
+
+    def _sums(self, batches: Iterable[Sequence[torch.Tensor]], objective: Objective) -> list[float]:
         total = [0.0] * len(NAMES)
-        with averaged_buffers(model, self.backend):
-            training = model.training
-            model.eval()
-            for batch in batches:
-                inputs, targets = self.to_device(batch)
-                if len(targets):
-                    with self.precision.autocast():
-                        total = added(total, map(float, objective(forward(inputs), targets)[1]))
-            model.train(training)
-        sums = torch.tensor(total, dtype=torch.float64)
-        return metrics(self.backend.allreduce(sums, "sum", name="evaluation").tolist(), prefix)
+        forward = self._forward if self.ema is None else self.evaluated
+        for batch in batches:
+            inputs, targets = self.to_device(batch)
+            if len(targets):
+                with self.precision.autocast():
+                    total = added(total, map(float, objective(forward(inputs), targets)[1]))
+        return total
+
+    def common_buffers(self) -> AbstractContextManager[None]:
+        """Return a context in which running statistics are the average over the ranks. Collective."""
+        return nullcontext() if self._virtual is not None else averaged_buffers(self.evaluated, self.backend)
 
     @property
     def evaluated(self) -> nn.Module:
@@ -281,26 +396,43 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
-        State of single ranks (running statistics, random numbers) is included once for each rank.
+        State of single ranks (running statistics, random numbers) is included once for each rank; with virtual ranks there
+        is none.
         """
-        mine = local_state(self.model, self.backend.device)
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "schedule": _without_functions(self.schedule.state_dict()) if self.schedule is not None else None,
             "ema": dict(self.ema.state_dict()) if self.ema is not None else None,
-            "ranks": self.backend.allgather_object(mine, name="state of the ranks"),
+            **self._state_of_parts(),
         }
 
+    def _state_of_parts(self) -> dict[str, Any]:
+        """Return what is in no ``state_dict`` of torch: of each rank, or with virtual ranks the same on all. Collective."""
+        if self._virtual is not None:
+            return {"virtual_ranks": self._virtual.state_dict()}
+        mine = local_state(self.model, self.backend.device)
+        return {"ranks": self.backend.allgather_object(mine, name="state of the ranks")}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew."""
+        """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew.
+
+        With virtual ranks, the next steps are the same at any world size.
+
+        Raises:
+            UserError: the state is of another number of virtual ranks.
+        """
+        check_virtual_ranks(self._virtual, state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None and state["schedule"] is not None:
             self.schedule.load_state_dict(state["schedule"])
-        restore_local_state(self.model, state["ranks"], self.backend)
+        if self._virtual is not None:
+            self._virtual.load_state_dict(state["virtual_ranks"])
+        else:
+            restore_local_state(self.model, state["ranks"], self.backend)
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
             # As after each step: this rank's own buffers, not those of the rank that wrote the file.
