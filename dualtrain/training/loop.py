@@ -38,13 +38,14 @@ from dualtrain.training.cursor import Cursor
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
+from dualtrain.training.passes import Tensors
 from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import summarize, weights_of, write_results, write_task
 from dualtrain.training.resume import read_checkpoint, restore_best, set_aside
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.signals import SIGNALS, Signals
-from dualtrain.training.trainer import Tensors, Trainer
+from dualtrain.training.trainer import Trainer
 
 EVALUATION_BATCH = 512
 
