@@ -8,16 +8,12 @@ is little to send, the partial sums themselves are gathered instead, in one oper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from dualtrain.backends.base import Work
+from dualtrain.backends.base import Primitives, Work
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import as_bytes
-
-if TYPE_CHECKING:
-    from dualtrain.backends.collectives import Backend
 
 GATHERED_BYTES = 16 << 10  # up to this size, partial sums are gathered whole
 
@@ -30,7 +26,7 @@ class TreeSum(Work[None]):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Primitives,
         tensor: torch.Tensor,
         others: Sequence[torch.Tensor],
         order: SumOrder,

@@ -113,7 +113,7 @@ class Run:
         config, step, backend = self.config, self.config.step, self.backend
         check_tensorboard(config.output)
         check_batches(self.sampler, self.parts, step.accumulate, sync_batchnorm=config.model.sync_batchnorm)
-        check_virtual_ranks(config, backend.size)
+        check_virtual_ranks(step, config.model, config.run, backend.size)
         optimizer = make_optimizer(step, model, self.lr)
         if step.compress == "bf16" and torch.bfloat16 not in backend.narrow:
             raise UserError(f"--compress bf16: the {backend.name} backend does not carry it; use fp16")
