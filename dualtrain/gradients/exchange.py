@@ -6,6 +6,7 @@ caller's scalars, the flag of a rank that refuses, and with ``unused="none"`` wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NoReturn
 
 import torch
@@ -79,6 +80,11 @@ class Exchange:
         self.schedule.use(buckets)
         self._results = []
         self.laid_out = True
+
+    def expect_sparse(self, found: Mapping[int, int]) -> None:
+        """Gather these gradients (slot number → sparse dimensions), where there is no fixed order: else they are refused."""
+        if self._order is None or self.transfer.sparse_as_dense:
+            self.sparse.add(found, self.transfer)
 
     def leave_layout(self, *, host_waits: bool) -> None:
         """Complete an exchange of zeros in the present layout, before another: some ranks may keep it. Collective; blocks.

@@ -296,5 +296,5 @@ class GradientReducer:
         """Compare parameters with the other ranks, agree on the sparse ones, and make the buckets."""
         agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
         for found in self.backend.allgather_object(sparse_dims(self.slots), name="sparse gradients"):
-            self._exchange.sparse.add(found, self._exchange.transfer)
+            self._exchange.expect_sparse(found)
         self._exchange.lay_out(self.backend, self.name)
