@@ -82,7 +82,7 @@ class Exchange:
         self.laid_out = True
 
     def expect_sparse(self, found: Mapping[int, int]) -> None:
-        """Gather these gradients (slot number → sparse dimensions), where there is no fixed order: else they are refused."""
+        """Gather these gradients (slot number → sparse dimensions) where sums have no fixed order; else refuse them."""
         if self._order is None or self.transfer.sparse_as_dense:
             self.sparse.add(found, self.transfer)
 
