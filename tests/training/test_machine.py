@@ -96,6 +96,19 @@ def test_a_checkpoint_without_the_number_gets_one(tmp_path, one_by_default, flag
     assert recorded(folder, "threads") == [number, number]
 
 
+def test_virtual_ranks_have_one_thread_and_are_resumed_too(tmp_path, monkeypatch):
+    def of_a_machine(backend) -> int:
+        raise AssertionError("the result must not depend on the cores of a machine")
+
+    monkeypatch.setattr(loop, "threads", of_a_machine)
+    train(tmp_path, "--max-steps", "1", "--virtual-ranks", "2")
+    train(tmp_path, "--max-steps", "2", "--resume")
+    assert recorded(tmp_path, "virtual_ranks") == [2, 2]
+    assert recorded(tmp_path, "threads") == [1, 1]
+    with pytest.raises(UserError, match=r"made with --virtual-ranks 2, and this run has --virtual-ranks 3: give"):
+        train(tmp_path, "--max-steps", "3", "--resume", "--virtual-ranks", "3")
+
+
 PLAIN = {**parse([]).plain(), "pieces": None}
 MISSING = object()
 
