@@ -43,7 +43,7 @@ LAYERS = {
     "rendezvous": [
         {"hosts", "http_store", "connection"},
         {"store", "reachability"},
-        {"meeting_point", "placement"},
+        {"meeting_point", "placement", "session"},
     ],
     "backends": [
         {"watch", "objects"},
