@@ -344,8 +344,10 @@ class Run:
 
     def _opening_line(self) -> str:
         backend, parameters = self.backend, sum(p.numel() for p in self.trainer.model.parameters())
+        virtual = self.trainer.virtual_ranks
+        ranks = f"{backend.size} × {backend.device.type}" + (f" as {virtual} virtual ranks" if virtual else "")
         return (
-            f"{self.config.run.recipe} on {backend.size} × {backend.device.type}, {backend.name} backend over "
+            f"{self.config.run.recipe} on {ranks}, {backend.name} backend over "
             f"{backend.transport}, started by {backend.world.launcher}: {parameters} parameters, "
             f"{self.sampler.samples} samples in batches of {self.sampler.global_batch}, {self.total_steps} steps, "
             f"{self.lr_in_words}, into {self.folder}"

@@ -44,6 +44,7 @@ def summarize(
         "transport": backend.transport,
         "launcher": backend.world.launcher,
         "world_size": backend.size,
+        "virtual_ranks": trainer.virtual_ranks,
         "device": str(backend.device),
         "amp": amp,
         "threads": torch.get_num_threads(),
