@@ -1,6 +1,6 @@
 """``DistributedOptimizer``: any torch optimizer, stepping on gradients that were averaged over the ranks.
 
-Takes the gradients from ``gradients.py`` and leaves everything else to the optimizer that it wraps: parameter groups
+Takes the gradients from ``gradients/`` and leaves everything else to the optimizer that it wraps: parameter groups
 and state are the same objects, so that schedulers, GradScaler and checkpoints see one optimizer.
 """
 
