@@ -35,8 +35,8 @@ ROOMS = [
     "console",
 ]
 ROOMS += ["torchvision_shim", "user_code"]
-ROOMS += ["config", "models", "data", "training", "hvd", "horovodize", "spawn", "main", "compare", "report", "predict"]
-ROOMS += ["doctor", "bench"]
+ROOMS += ["config", "models", "data", "training", "hvd", "horovodize", "spawn", "main"]
+ROOMS += ["run_table", "compare", "report", "predict", "doctor", "bench"]
 #: The files of these packages, from the bottom to the top: each imports from lower layers only.
 LAYERS = {
     "rendezvous": [

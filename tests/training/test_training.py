@@ -266,4 +266,4 @@ def test_runs_are_compared(tmp_path, capsys):
     assert "summary.json" in capsys.readouterr().err
     assert compare([]) == 2
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert len({len(line.split()) for line in table([summary]).splitlines()[2:3]}) == 1
+    assert len({len(line.split()) for line in table([("a", summary)]).splitlines()[2:3]}) == 1
