@@ -18,6 +18,7 @@ from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import listening_address
+from dualtrain.rendezvous.meeting_point import world_of
 
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -63,8 +64,6 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def _connect(comm: Any, settings: Settings) -> Backend:
     world = detect_world()
     if hasattr(comm, "Get_rank"):
-        from dualtrain.rendezvous.meeting_point import world_of
-
         world = world_of(comm, world)
     elif comm:
         world = _some_of(world, list(comm))

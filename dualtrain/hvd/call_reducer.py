@@ -102,8 +102,7 @@ class CallReducer(HorovodReducer):
         reason = self._refusals.reason(())
         if reason is None:
             return None
-        number = self.process_set.process_set_id or 0
-        refused = basics.engine().submit("grouped_allreduce", self.name, number, op=self._op, refused=reason)
+        refused = basics.engine().submit("grouped_allreduce", self.name, self.set_id, op=self._op, refused=reason)
         return new_handle(refused, tuple), []
 
     def _start_call(self) -> tuple[int, list[Any]]:

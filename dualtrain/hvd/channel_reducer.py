@@ -193,7 +193,7 @@ class ChannelReducer(HorovodReducer):
             basics.engine().channels.release_with(self, name)
             self._opening = basics.engine().open_channel(
                 name,
-                self.process_set.process_set_id or 0,
+                self.set_id,
                 layout=[*(slot.describe() for slot in slots), self._describe_transfer()],
                 sparse=[[number, dims] for number, dims in sparse_dims(slots).items()],
                 then=self._start if start else None,

@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Protocol
 
 from dualtrain.backends import Backend
-from dualtrain.hvd.process_sets import ProcessSet
 
 _MANY_CHANNELS = 16
 
@@ -19,10 +18,13 @@ class Exchanger(Protocol):
 
     base_name: str
     channel_name: str
-    process_set: ProcessSet
     exchanges: int
     exchanging: bool
     announced: set[int]
+
+    @property
+    def set_id(self) -> int:
+        """The number of its process set."""
 
     def join_with_zeros(self, divide_by: str) -> None:
         """Take part in one exchange with zeros."""

@@ -165,9 +165,9 @@ class Engine:
     def announce(self, exchanger: Exchanger) -> None:
         """Request zeros from the ranks that joined, if there are any, for the exchange that starts; note that in it."""
         if self.absent:
-            exchange, number = exchanger.exchanges, exchanger.process_set.process_set_id or 0
+            exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
-            self.send({"kind": "join_with_zeros", "channel": exchanger.channel_name, "exchange": exchange, "set": number})
+            self.send({"kind": "join_with_zeros", "channel": channel, "exchange": exchange, "set": exchanger.set_id})
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
         """Raise if the world has ended, and report long waits to rank 0. Called now and then while ``backend`` waits."""

@@ -67,6 +67,11 @@ class HorovodReducer(ABC):
         self._generation = 0
 
     @property
+    def set_id(self) -> int:
+        """The number of the process set; 0 is the world."""
+        return self.process_set.process_set_id or 0
+
+    @property
     @abstractmethod
     def refusals(self) -> Refusals:
         """The checks before an exchange."""
