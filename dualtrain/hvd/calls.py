@@ -12,12 +12,12 @@ import torch
 
 from dualtrain.backends import wire
 from dualtrain.backends.collectives import rows_to_send
+from dualtrain.hvd.arithmetic import NAMES, PLAIN, Adasum, Average, Sum
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.forms import Operation, Options, call_options, differentiable, reduction_options
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
-from dualtrain.hvd.reductions import NAMES, PLAIN, Adasum, Average, Sum
 
 Tensors = list[torch.Tensor]
 Gradients = Sequence[torch.Tensor]

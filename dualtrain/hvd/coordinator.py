@@ -18,7 +18,7 @@ from itertools import zip_longest
 from typing import Any
 
 from dualtrain.horovod_variables import Settings
-from dualtrain.hvd.reductions import NAMES
+from dualtrain.hvd.arithmetic import NAMES
 
 Message = dict[str, Any]
 Key = tuple[int, str, str | None]  # process set, kind, name

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from dualtrain.hvd.arithmetic import Average
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.calls import ALLGATHER, ALLTOALL, BROADCAST, REDUCESCATTER, usable_set
 from dualtrain.hvd.compression import Compression
 from dualtrain.hvd.forms import call_options, differentiable, first, reduction_options, start, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
-from dualtrain.hvd.reductions import Average
 
 Tensors = list[torch.Tensor]
 Splits = Sequence[int] | torch.Tensor | None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.hvd import basics as _basics  # noqa: F401 (Horovod's tests look at it)
+from dualtrain.hvd.arithmetic import Adasum, Average, Max, Min, Product, Sum
 from dualtrain.hvd.basics import (
     ccl_built,
     cross_rank,
@@ -59,7 +60,6 @@ from dualtrain.hvd.gather_ops import (
     sparse_allreduce_async,
 )
 from dualtrain.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from dualtrain.hvd.reductions import Adasum, Average, Max, Min, Product, Sum
 
 Tensors = list[torch.Tensor]
 

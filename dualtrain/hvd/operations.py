@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend, ReduceOp, wire
-from dualtrain.hvd.reductions import PLAIN, Adasum, adasum, finished, scaled
+from dualtrain.hvd.arithmetic import PLAIN, Adasum, adasum, finished, scaled
 
 
 @dataclass

@@ -6,7 +6,7 @@ from math import inf
 
 import torch
 
-from dualtrain.hvd.reductions import Average, finished, scaled
+from dualtrain.hvd.arithmetic import Average, finished, scaled
 from tests.hvd.worlds import EVERY, PAIR, check, library, mean_of_ranks, same, sum_of_ranks
 
 FLOATS = [torch.float16, torch.float32, torch.float64]
