@@ -9,10 +9,10 @@ import torch
 from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.hvd import basics
+from dualtrain.hvd.base_reducer import HorovodReducer, Named
 from dualtrain.hvd.forms import new_handle, synchronize
 from dualtrain.hvd.mpi_ops import grouped_allreduce_async_
 from dualtrain.hvd.process_sets import ProcessSet
-from dualtrain.hvd.reducer import HorovodReducer, Named
 
 
 class CallReducer(HorovodReducer):

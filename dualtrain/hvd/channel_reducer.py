@@ -11,9 +11,9 @@ from dualtrain.gradients.exchange import Exchange
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.sparse import sparse_dims
 from dualtrain.hvd import basics
+from dualtrain.hvd.base_reducer import HorovodReducer, Named, as_horovod_errors
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
-from dualtrain.hvd.reducer import HorovodReducer, Named, as_horovod_errors
 
 
 def _are_on_cpu(named: Named) -> bool:

@@ -16,13 +16,13 @@ import torch
 
 from dualtrain.gradients import Transfer
 from dualtrain.hvd.arithmetic import Adasum, Average, Sum
+from dualtrain.hvd.base_reducer import HorovodReducer
 from dualtrain.hvd.call_reducer import CallReducer
 from dualtrain.hvd.channel_reducer import ChannelReducer
 from dualtrain.hvd.compression import Compression
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built
 from dualtrain.hvd.optimizer_options import NARROW, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
-from dualtrain.hvd.reducer import HorovodReducer
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
 from dualtrain.optimizer import combined_loss
 
