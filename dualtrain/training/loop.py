@@ -65,7 +65,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 
 def _train(config: Config, backend: Backend) -> dict[str, Any]:
     settings = config.plain()
-    compare_settings(settings, backend)  # before any collective that only some settings lead to
+    compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
     torch.set_num_threads(threads(backend))
     task = load_task(config.data, config.model.name, backend)
     try:
@@ -126,7 +126,7 @@ class Run:
         self.folder = Path(folder)
 
         def prepare() -> None:
-            # Later checkpoints of this folder were made after a state that is trained anew: kept, but not resumed from.
+            # The steps of later checkpoints in this folder run again: keep those checkpoints, but never resume from them.
             set_aside(self.folder, self.cursor.step)
             write_task(self.folder, self.task)
 

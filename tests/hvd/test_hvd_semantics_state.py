@@ -159,7 +159,7 @@ def test_states_of_fresh_optimizers(real):
     if real.name == "torch":
         assert first == second == dict.fromkeys(("SGD", "AdamW", "SGD stateless"), (1, 0.1))
         return
-    # Horovod steps, each rank with its own learning rate: weights move, and part.
+    # Horovod steps, each rank with its own learning rate: the weights change, and differ.
     assert first["SGD"][0] == pytest.approx(0.99)
     assert second["SGD"][0] == pytest.approx(0.98)
     assert second["AdamW"] == pytest.approx((0.98, 0.1))
