@@ -29,7 +29,7 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 
 # A waiting OpenMP thread sleeps, so that another rank can use the core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-torch.set_num_threads(1)  # as in the worker processes: the same sums, and no more threads than cores
+torch.set_num_threads(1)  # as in the worker processes, so that sums are equal and threads do not outnumber cores
 
 
 class Spmd:

@@ -136,7 +136,7 @@ def test_rooms_import_one_way(path):
     for name in imports(path):
         other = room(name)
         assert other is None or ROOMS.index(other) <= ROOMS.index(own), f"{own} imports {name}"
-        # The package's front door opens on rooms above.
+        # The package itself, ``dualtrain``, offers names of higher rooms.
         assert other or not name.startswith("dualtrain") or own in ("training", "hvd", "main", "bench"), (
             f"{own} imports {name}"
         )
@@ -171,7 +171,7 @@ CONVENTIONS = {"_step_supports_amp_scaling"}
 
 
 def private_methods(path):
-    """Of each class of a file: its bases as the file names them, and the methods and attributes of a private name."""
+    """Yield each class of a file with its private names: methods and attributes with a leading underscore."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef):
             names = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -156,7 +156,11 @@ class OutputSection:
     checkpoint_every: int | None = setting(None, "optimizer steps between checkpoints, beside those of epochs", at_least(1))
     checkpoint_epochs: int = setting(1, "epochs between checkpoints", at_least(1))
     keep: int = setting(3, "checkpoints that are kept, beside the best", at_least(1))
-    best: str = setting("val_loss", "what the best is: val_loss or val_accuracy", one_of("val_loss", "val_accuracy"))
+    best: str = setting(
+        "val_loss",
+        "the metric by which the best checkpoint is chosen: val_loss or val_accuracy",
+        one_of("val_loss", "val_accuracy"),
+    )
     log_every: int = setting(10, "optimizer steps between lines of metrics.jsonl", at_least(1))
     tensorboard: bool = setting(False, "write the metrics for TensorBoard too, below the run's folder")
 

@@ -56,7 +56,7 @@ class Refusals:
         self._forms, self._flag, self._late = Forms(named), flag, None
 
     def replace(self, place: tuple[int, str], name: str | None) -> None:
-        """Note that a module has a new parameter instead of ``name`` in ``place``, or one of ours (``None``)."""
+        """Note that the parameter ``name`` was replaced in ``place`` by a new one; ``None``: by one of ours."""
         if name is None:
             self._replaced.pop(place, None)
         else:

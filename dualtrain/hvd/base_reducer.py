@@ -33,7 +33,7 @@ def as_horovod_errors() -> Iterator[None]:
 
 
 def _failure(error: BackendError) -> HorovodInternalError:
-    """Return ``error`` as Horovod's, with the reason if the world has ended: the ranks that knew it closed first."""
+    """Return ``error`` as Horovod's, with the reason if the world has ended: it may arrive a little later."""
     engine, deadline = basics.engine(), time.monotonic() + _REASON_SECONDS
     while engine.down is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -94,7 +94,7 @@ class HorovodReducer(ABC):
 
     @abstractmethod
     def renew(self) -> None:
-        """Let ``reduce`` start from ``param.grad`` next."""
+        """Make the next ``reduce`` read ``param.grad`` again."""
 
     @abstractmethod
     def reduce(self) -> None:
@@ -105,7 +105,7 @@ class HorovodReducer(ABC):
         """
 
     def rest(self) -> None:
-        """Allow as many passes as before: the gradients are synchronized."""
+        """Count backward passes from zero again: the gradients are synchronized."""
         if not self.dirty:
             return  # no backward since the last time
         self.dirty, self.ready = False, 0

@@ -35,7 +35,7 @@ _generations = 0
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the world that this process was launched in. Collective; blocks for the others. A second call does nothing.
+    """Join the world that this process was launched in. Collective; blocks until all have. A second call does nothing.
 
     Args:
         comm: ``None`` or an empty list for all processes; a list of their ranks; an mpi4py communicator; or a
@@ -67,7 +67,7 @@ def _connect(comm: Any, settings: Settings) -> Backend:
         world = world_of(comm, world)
     elif comm:
         world = _some_of(world, list(comm))
-    # Bounds the start, and is behind the coordinator's own limit, whose message names the ranks.
+    # Longer than the coordinator's own limit, whose message names the ranks, so that it comes first.
     timeout = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
     # Horovod's calls may come in another order on each rank, which the library sorts out in threads of its own.
     # No GPU is chosen for the script: it chooses its own, and a script for CPUs has more ranks than GPUs.

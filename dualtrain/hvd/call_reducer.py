@@ -48,7 +48,7 @@ class CallReducer(HorovodReducer):
         return self._reduced
 
     def renew(self) -> None:
-        """Let ``reduce`` start from ``param.grad`` next."""
+        """Make the next ``reduce`` read ``param.grad`` again."""
         self._reduced = False
 
     def layout_changed(self) -> None:
@@ -95,7 +95,7 @@ class CallReducer(HorovodReducer):
         return self._call
 
     def _refuse(self) -> tuple[int, list[Any]] | None:
-        """Make, in place of the call, one that fails on every rank with what changed here; ``None`` if nothing did."""
+        """If something changed here, start a call that fails on every rank with the reason; else return ``None``."""
         if not self._checked:
             self._refusals.lay_out([(slot.name, slot.param) for slot in self.hooks.slots], torch.zeros(1))
             self._checked = True

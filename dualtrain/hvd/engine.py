@@ -43,7 +43,7 @@ class Engine:
         self.backend = backend
         self.settings = settings
         self.timeline = Timeline()
-        self.down: str | None = None  # why nothing is done any more
+        self.down: str | None = None  # why the world has ended
         self.channels = Channels(backend)
         self._executor = Executor(backend, self.channels, self.timeline)
         self.absent: list[int] = []  # ranks that have joined
@@ -163,7 +163,7 @@ class Engine:
         return self.submit("channel", name, set_id, then=then, layout=layout, sparse=sparse)
 
     def announce(self, exchanger: Exchanger) -> None:
-        """Request zeros from the ranks that joined, if there are any, for the exchange that starts; note that in it."""
+        """Request zeros from the ranks that joined, if there are any, for the exchange that starts, and note it there."""
         if self.absent:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
@@ -215,7 +215,7 @@ class Engine:
             return  # everything has failed meanwhile
         try:
             result = self._executor.run(message, pending)
-        except Exception as error:  # whatever it was, the other ranks may wait in it: nothing can be relied on
+        except Exception as error:  # the other ranks may be blocked in this call: end the world
             log.debug("a matched call failed", exc_info=True)
             why = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
             self.send({"kind": "shutdown", "why": f"rank {self.backend.rank}: {why}"})

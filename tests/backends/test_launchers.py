@@ -1,4 +1,4 @@
-"""What each launcher's environment says, and what is said back when it says nonsense."""
+"""Detection of each launcher from its variables, and the errors for variables that make no sense."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_slurm_batch_script_is_not_launched():
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291"])
 def test_a_shell_of_salloc_on_a_node_is_not_launched(step):
-    # As Slurm 22.05 sets them there: the tasks of the job, of which it is none.
+    # As Slurm 22.05 sets them in a shell of salloc, which is none of the job's tasks.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_ID": step}
     assert detect_world(shell) == World()
 

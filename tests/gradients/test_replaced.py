@@ -189,7 +189,7 @@ def reshape(model, optimizer):
 
 
 def refused(backend, change):
-    """On one rank only: it is an error on all of them, none is left waiting, and they can go on."""
+    """A change on one rank is an error on all ranks: none is left waiting, and all can go on."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -243,7 +243,7 @@ def add_late(optimizer, late):
 
 
 def leaves_layout(backend, change):
-    """By one rank alone it is refused on all of them at once; by all of them it changes no number."""
+    """A change of the layout on one rank is refused on all ranks at once; on all ranks it changes no result."""
     model = perceptron()
     late = nn.Parameter(torch.zeros(3), requires_grad=False)
     inner = torch.optim.SGD([*model.parameters(), late], lr=0.1)
@@ -281,7 +281,7 @@ def test_a_layout_that_one_rank_changes_alone_is_refused_at_once(many, change):
 
 
 def reshaped(backend, shape):
-    """Of a parameter that has a gradient, on one rank."""
+    """One rank changes the shape of a parameter that has a gradient."""
     model = nn.Module()
     model.q = nn.Parameter(torch.ones(1, 6))
     optimizer = sgd(model, backend)
@@ -301,7 +301,7 @@ def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
 
 
 def sparse_and_cast(backend):
-    """Nothing travels but indices and values, and a flag."""
+    """Only indices, values and a flag are sent."""
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = sgd(seeded(table), backend, momentum=0)
     for step in range(2):
@@ -436,7 +436,7 @@ def test_hvd_reduces_thawed_parameters_for_every_operation(real):
 
 
 def tied_later(backend):
-    """A parameter in the place of another one of the same optimizer: the user ties them. And one that returns."""
+    """The user ties two parameters of one optimizer, and puts a replaced parameter back."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = sgd(seeded(model), backend)
     own = model[1].weight

@@ -49,7 +49,7 @@ def part_of(backend, tensors, uneven: bool = True):
 def steps_of(
     model: nn.Module, optimizer, steps: int, change=lambda model: None, loss=functional.cross_entropy
 ) -> nn.Module:
-    """What one process does with all samples at once."""
+    """Weights of one process that takes all samples at once."""
     inputs, targets = data()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -187,7 +187,7 @@ def own_loader(backend, folder: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = lr_scheduler.StepLR(optimizer, 2)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, schedule=schedule)
-    # The ranks have 17 and 3 samples, or so: some run out of batches before the others.
+    # The ranks have about 17 and 3 samples: some run out of batches before others.
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
     history = trainer.fit(loader, epochs=2)
     trainer.save(f"{folder}/state.safetensors")
@@ -240,7 +240,7 @@ def test_a_loss_of_torchs_means_what_torch_means(loss, shape):
 
 
 class Margin:
-    """An objective of no class of ours: the mean over the samples that count, and the sums."""
+    """An objective that is none of our classes: it returns the mean over the counted samples, and the sums."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counts = targets != 0
