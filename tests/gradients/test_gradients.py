@@ -40,7 +40,7 @@ def check(actual, expected, **tolerance):
 
 
 def of_every_rank(backend, loss):
-    """The oracle's list: ``loss(model, rank)`` for each rank."""
+    """The loss ``loss(model, rank)`` of each rank, for the expected gradients."""
     return [lambda model, rank=rank: loss(model, rank) for rank in range(backend.size)]
 
 

@@ -149,7 +149,7 @@ def test_every_option_on_three_ranks(real):
 
 
 def adversaries(backend):
-    """Two networks that freeze each other by turns; gradients only of those that are not frozen."""
+    """Two networks that train in turns: in each step one is frozen, and only the other gets gradients."""
     with library(backend) as hvd:
         me = hvd.rank()
         torch.manual_seed(0)

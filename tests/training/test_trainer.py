@@ -1,4 +1,4 @@
-"""The trainer against what one process, or torch itself, does; as a library, with a user's own model and loader."""
+"""``Trainer`` compared with one process and with torch; and used as a library, with a user's own model and loader."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def bad_loss(backend) -> str:
     return str(stop.value)
 
 
-def test_a_loss_that_is_not_finite_is_laid_at_its_ranks_door(typical):
+def test_a_loss_that_is_not_finite_is_attributed_to_its_rank(typical):
     messages = typical(bad_loss)
     assert set(messages) == {"the loss became infinite or not a number on rank 0"}
 
@@ -464,7 +464,7 @@ def trains_compiled_as_plain(tmp_path):
 
 
 def in_segments(backend, reentrant):
-    """All that is trained lies inside of checkpointed segments."""
+    """All trained layers are inside of checkpointed segments."""
     layers = [seeded(nn.Linear(6, 6), number) for number in range(4)]
 
     def forward(x):
@@ -491,7 +491,7 @@ def test_reentrant_checkpointing_changes_neither_counts_nor_weights():
 
 
 def refuses_what_cannot_be_compiled():
-    """An error of the compiler is refused in one line; one of the model's own stays what it is."""
+    """An error of the compiler becomes one line; an error of the model itself passes through."""
 
     def failing(graph, inputs):
         raise RuntimeError("no C++ compiler\nand more")

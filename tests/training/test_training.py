@@ -28,7 +28,7 @@ SUMMARY_KEYS = {
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that other tests are busy on, two threads for a tiny batch mostly wait for each other."""
+    """Use one thread: on a busy machine, two threads of a tiny batch mostly wait for each other."""
     monkeypatch.setattr(loop, "threads", lambda backend: 1)
 
 

@@ -49,7 +49,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that every rank has processed ``batch_size`` samples, which the next :meth:`reset` leaves out."""
-        # As Horovod counts: with a short last batch, or samples that were used twice, more than there are.
+        # As in Horovod: after a short last batch, or with samples used twice, this exceeds the number of samples.
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
