@@ -56,7 +56,7 @@ class Settings:
         """Return the settings of ``env``.
 
         Raises:
-            UserError: a variable that should be a number is none.
+            UserError: a variable that should be a number is not one.
         """
         check = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check)
         shutdown = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown)

@@ -129,7 +129,7 @@ class Watch:
         """Record a message about another rank.
 
         Raises:
-            TypeError: it is none that :meth:`send` sends.
+            TypeError: it is not of a kind that :meth:`send` sends.
         """
         if "waits" in message:
             self._note_wait(**message)

@@ -75,7 +75,7 @@ class Coordinator:
         self._down = False
 
     def receive(self, rank: int, message: Message) -> None:
-        """Handle a message of ``rank``: send the ranks what follows from it."""
+        """Handle a message of ``rank``: send the ranks the resulting messages."""
         kind = message["kind"]
         if self._down:
             return

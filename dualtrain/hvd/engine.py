@@ -1,4 +1,4 @@
-"""One rank's part in matching calls by name: requests to rank 0, and what follows from its answers.
+"""One rank's part in matching calls by name: requests to rank 0, and the execution of its answers.
 
 A call becomes a message to rank 0's coordinator. Its answers come in one order on every rank, and one thread here
 carries them out in that order on channels that nothing else uses. The caller holds a handle meanwhile; poll() tests

@@ -44,7 +44,7 @@ class ProcessSet:
     def rank(self) -> int | None:
         """Return this process's rank in the set; ``None`` while the set is not usable. ValueError outside of it.
 
-        Roots of broadcasts are given in the world's numbering all the same.
+        Roots of broadcasts are ranks of the world, though.
         """
         if self.process_set_id is None or self.ranks is None:
             return None

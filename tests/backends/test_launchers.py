@@ -235,7 +235,7 @@ def test_places_follow_from_the_hosts(hosts):
         assert sorted(peer.cross_rank for peer in peers) == list(range(len(peers)))
         assert world.cross_size == len(peers)
         assert world.single_host == (len(set(hosts)) == 1)
-    # Among those that all hosts have, a host keeps its number.
+    # For local ranks that every host has, a host has one cross rank.
     shared = min(hosts.count(host) for host in hosts)
     for host in hosts:
         numbers = {world.cross_rank for world in worlds if hosts[world.rank] == host and world.local_rank < shared}

@@ -35,7 +35,7 @@ def values(rank, count, dtype):
 
 
 def shares(backend, hosts):
-    """Backend of threads that share memory, placed on these hosts. The one process of all maps its own memory."""
+    """Backend of threads that share memory, placed on these hosts. All threads are in one process."""
     backend.hosts = hosts
     backend.world = backend.world.placed(backend.rank, hosts)
     shared = factory._share_memory(backend, "shm")

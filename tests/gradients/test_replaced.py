@@ -1,4 +1,4 @@
-"""Gradients and parameters that the user replaces: averaged all the same, or refused by name on every rank."""
+"""Gradients and parameters that the user replaces are averaged too, or refused by name on every rank."""
 
 from __future__ import annotations
 

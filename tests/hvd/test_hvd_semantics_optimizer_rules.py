@@ -110,7 +110,7 @@ def rules(backend):
         assert r.item() == (
             -me - 1 if theirs else -mean_of_ranks(size)
         )  # Horovod's ranks get different values, without an error
-        # A parameter that nobody uses is decayed all the same.
+        # Weight decay applies to a parameter that no rank uses, too.
         s, t = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
         decay = hvd.DistributedOptimizer(torch.optim.SGD([s, t], 0.1, weight_decay=1.0), [("s", s), ("t", t)])
         s.sum().backward()

@@ -61,7 +61,7 @@ def alike(answers: list[Any]) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
-    """Another value of the setting; where it may be ``None``, one that is not."""
+    """Another value of the setting; not ``None``."""
     kind = SETTINGS[name].kind
     if kind is bool:
         return not value

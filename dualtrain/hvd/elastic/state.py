@@ -25,7 +25,7 @@ from dualtrain.state import load_optimizer_state
 
 
 class StateHandler:
-    """How one object of a :class:`TorchState` is saved, restored and synced: what a handler of one's own overrides."""
+    """Base class of handlers, which save, restore and sync one object of a :class:`TorchState`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
