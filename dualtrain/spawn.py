@@ -34,7 +34,7 @@ PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect a failed one, print it, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
 REPORT_SECONDS = 0.5  # to wait for the exit status of a rank that was killed before the failed one
-REPEAT_SECONDS = 2.0  # a signal may come twice at once, to a process and to its group; a person repeats it later
+REPEAT_SECONDS = 2.0  # a signal to a process and to its group arrives twice at once; a person repeats it later
 RANKS_PER_CORE = 16
 _PR_SET_PDEATHSIG = 1
 
