@@ -47,8 +47,8 @@ LAYERS = {
     "backends": [
         {"watch", "objects"},
         {"base"},
-        {"wire", "serial", "agreement", "shm.semaphores"},
-        {"shm.segment", "shm.shards"},
+        {"wire", "serial", "agreement", "sum_order", "shm.semaphores"},
+        {"shm.segment", "shm.shards", "tree_sum"},
         {"shm.reductions"},
         {"collectives"},
         {"comparison", "local", "torch", "horovod", "shm.backend"},
@@ -56,7 +56,7 @@ LAYERS = {
         {"factory"},
     ],
     "gradients": [
-        {"parameters", "passes", "turns", "deprecated"},
+        {"parameters", "passes", "turns", "deprecated", "shard_sums"},
         {"layout"},
         {"buckets"},
         {"schedule", "sparse", "hooks", "refusals"},
