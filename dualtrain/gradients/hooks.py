@@ -72,12 +72,12 @@ class ParameterHooks:
         self.check_devices()
         return len(self.slots) - before
 
-    def take_thawed(self) -> list[tuple[str, nn.Parameter]]:
+    def take_unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         """Return parameters that were frozen when they were added and are not any more; forget them."""
-        thawed = [pair for pair in self._frozen if pair[1].requires_grad]
-        if thawed:
+        unfrozen = [pair for pair in self._frozen if pair[1].requires_grad]
+        if unfrozen:
             self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
-        return thawed
+        return unfrozen
 
     def check_devices(self) -> None:
         """Use a lock if the parameters are on several devices now: autograd runs hooks in one thread for each."""

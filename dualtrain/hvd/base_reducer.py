@@ -122,11 +122,11 @@ class HorovodReducer(ABC):
         self.hooks.add(self, named_parameters)
         self.layout_changed()
 
-    def add_thawed(self) -> None:
+    def add_unfrozen(self) -> None:
         """Add the parameters that were frozen and are not any more."""
-        thawed = self.hooks.take_thawed()
-        if thawed:
-            self.add(thawed)
+        unfrozen = self.hooks.take_unfrozen()
+        if unfrozen:
+            self.add(unfrozen)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to go on once ``optimizer`` has parameters that were not added here."""

@@ -84,13 +84,13 @@ class CallReducer(HorovodReducer):
     def slot_ready(self, slot: Slot) -> None:
         """Start the call once all gradients are ready."""
         if self.ready == len(self.hooks.slots):
-            self.add_thawed()  # their gradients may still come
+            self.add_unfrozen()  # their gradients may still come
         if self.ready == len(self.hooks.slots):
             self._submit()
 
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
-            self.add_thawed()
+            self.add_unfrozen()
             self._call = self._refuse() or self._start_call()
         return self._call
 

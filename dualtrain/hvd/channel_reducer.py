@@ -101,7 +101,7 @@ class ChannelReducer(HorovodReducer):
 
     def _run_exchange(self) -> None:
         exchange = self._exchange
-        self.add_thawed()
+        self.add_unfrozen()
         self.enter_world()
         if not self._agreed:
             self._agree()

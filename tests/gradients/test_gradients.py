@@ -397,11 +397,11 @@ def frozen(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_frozen_parameters_are_left_alone_until_they_are_thawed(typical):
+def test_frozen_parameters_are_left_alone_until_they_are_unfrozen(typical):
     typical(frozen)
 
 
-def all_frozen_then_thawed(backend):
+def all_frozen_then_unfrozen(backend):
     model = perceptron().requires_grad_(False)
     optimizer = sgd(model, backend, momentum=0)
     optimizer.step()  # nothing to do
@@ -414,8 +414,8 @@ def all_frozen_then_thawed(backend):
         check(gradients(model), expected)
 
 
-def test_a_model_that_is_frozen_as_a_whole_may_be_thawed(typical):
-    typical(all_frozen_then_thawed)
+def test_a_model_that_is_frozen_as_a_whole_may_be_unfrozen(typical):
+    typical(all_frozen_then_unfrozen)
 
 
 def frozen_later(backend, unused):

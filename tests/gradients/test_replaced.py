@@ -215,8 +215,8 @@ def test_a_parameter_that_changed_is_refused_by_name_on_every_rank(change):
     run_threads(2, refused, change)
 
 
-def thawed(backend):
-    """A frozen parameter is appended, and thawed steps later, by one rank."""
+def unfrozen(backend):
+    """A frozen parameter is appended, and some steps later unfrozen, by one rank."""
     model = perceptron()
     optimizer = sgd(model, backend)
     late = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -230,11 +230,11 @@ def thawed(backend):
     optimizer.close()
 
 
-def test_a_parameter_that_is_appended_frozen_and_thawed_later_is_refused():
-    run_threads(2, thawed)
+def test_a_parameter_that_is_appended_frozen_and_unfrozen_later_is_refused():
+    run_threads(2, unfrozen)
 
 
-def thaw_late(optimizer, late):
+def unfreeze_late(optimizer, late):
     late.requires_grad_(True)
 
 
@@ -259,7 +259,7 @@ def leaves_layout(backend, change):
         optimizer.zero_grad(set_to_none=False)
     if backend.rank == backend.size - 1:
         change(optimizer, late)
-    with pytest.raises(BackendError, match=rf"^rank {backend.size - 1}: parameters were thawed, or added to the optimizer"):
+    with pytest.raises(BackendError, match=rf"^rank {backend.size - 1}: parameters were unfrozen, or added to the opt"):
         loss().backward()
     if backend.rank != backend.size - 1:
         change(optimizer, late)
@@ -268,14 +268,14 @@ def leaves_layout(backend, change):
     loss().backward()
     for p, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, grad)
-    if change is thaw_late:
+    if change is unfreeze_late:
         assert late.grad.tolist() == [(backend.size + 1) / 2] * 3
     optimizer.step()
     assert same_on_all(backend, list(model.parameters()))
     optimizer.close()
 
 
-@pytest.mark.parametrize("change", [thaw_late, add_late])
+@pytest.mark.parametrize("change", [unfreeze_late, add_late])
 def test_a_layout_that_one_rank_changes_alone_is_refused_at_once(many, change):
     many(leaves_layout, change)
 
@@ -412,8 +412,8 @@ def test_hvd_refuses_it_for_every_operation(real, change):
     real(refused_by_called, change)
 
 
-def thawed_by_called(backend):
-    """As in buckets: a parameter that is thawed is reduced from then on, one that is frozen gets nothing."""
+def unfrozen_by_called(backend):
+    """As in buckets: a parameter that is unfrozen is reduced from then on, one that is frozen gets nothing."""
     with library(backend) as hvd:
         model = perceptron()
         model[0].requires_grad_(False)
@@ -431,8 +431,8 @@ def thawed_by_called(backend):
 
 
 @OURS_2
-def test_hvd_reduces_thawed_parameters_for_every_operation(real):
-    real(thawed_by_called)
+def test_hvd_reduces_unfrozen_parameters_for_every_operation(real):
+    real(unfrozen_by_called)
 
 
 def tied_later(backend):
