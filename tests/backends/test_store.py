@@ -56,7 +56,7 @@ def answers(port):
     """Whether anything listens there."""
     try:
         socket.create_connection((LOCAL, port), 1.0).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # closed, or closed while this connection was made
         return False
     return True
 

@@ -30,7 +30,7 @@ COMPARED = {
     *("sync_batchnorm", "batch_size", "global_batch_size", "accumulate", "drop_last", "optimizer", "optimizer_options"),
     *("momentum", "weight_decay", "label_smoothing", "clip_norm", "amp", "compress", "ema", "seed", "lr", "lr_scale"),
     *("lr_batch", "schedule", "warmup_steps", "lr_step", "lr_milestones", "lr_gamma", "lr_power", "lr_min", "epochs"),
-    *("max_steps", "early_stop", "checkpoint_every", "checkpoint_epochs", "keep", "best"),
+    *("max_steps", "early_stop", "checkpoint_every", "checkpoint_epochs", "keep", "best", "virtual_ranks"),
 }
 MAY_DIFFER = {
     *("device", "data_dir", "text_file", "weights", "run_dir", "resume", "workers", "log_every", "tensorboard"),
