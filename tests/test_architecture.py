@@ -42,7 +42,7 @@ LAYERS = {
     "rendezvous": [
         {"hosts", "http_store", "connection"},
         {"store", "reachability"},
-        {"meeting_point", "placement"},
+        {"meeting_point", "placement", "session"},
     ],
     "backends": [
         {"watch", "objects"},
