@@ -67,7 +67,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 
 def _train(config: Config, backend: Backend) -> dict[str, Any]:
     settings = config.plain()
-    compare_settings(settings, backend)  # before any collective that only some settings lead to
+    compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
     saved = None
     if config.output.resume is not None:
         saved = on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(config.output, settings))
@@ -142,7 +142,7 @@ class Run:
         self.folder = Path(folder)
 
         def prepare() -> None:
-            # Later checkpoints of this folder were made after a state that is trained anew: kept, but not resumed from.
+            # The steps of later checkpoints in this folder run again: keep those checkpoints, but never resume from them.
             set_aside(self.folder, self.cursor.step)
             write_task(self.folder, self.task)
 

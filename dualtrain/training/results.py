@@ -1,4 +1,4 @@
-"""The results of a run: the weights, what they are for, and the summary."""
+"""The results of a run: the weights, the description of the task, and the summary."""
 
 from __future__ import annotations
 

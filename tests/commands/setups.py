@@ -1,7 +1,7 @@
 """Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are stand-ins.
 
-A set-up takes a second, needs no network and compiles nothing. The stand-ins write down what they are called with, and
-files of the test's say what they answer.
+A set-up takes a second, needs no network and compiles nothing. The stand-ins record their arguments, and
+files of the test say what they answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.pool import ROOT
 
 SECONDS = 60.0
 
-# As python3: `-m venv` makes bin/python of the same file; `-m pip` does what the file "pip" says; the facts of torch are
+# The interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the facts of torch are
 # in the file "torch"; all else is Python's. pip's wheel of Horovod keeps the variables of its build in the file "build".
 PYTHON = """#!/bin/bash
 here={folder}

@@ -1,6 +1,6 @@
 """launch/setup.sh: which torch it installs, and Horovod with NCCL from a CUDA toolkit or from wheels alone.
 
-No CUDA version here exists, so that no toolkit of this machine fits.
+The CUDA versions are invented (13.77), so that no toolkit of this machine has one of them.
 """
 
 from __future__ import annotations
