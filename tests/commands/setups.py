@@ -68,6 +68,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.venv = folder / "venv"
         self.cache = folder / "cache"
+        self.root = ROOT
         self._folder = folder
         self._started: list[subprocess.Popen[str]] = []
         python = folder / "python"
@@ -133,7 +134,7 @@ class Setup:
         return found
 
     def start(self, *prefix: str, **env: str) -> subprocess.Popen[str]:
-        command = [*prefix, "bash", str(ROOT / "launch" / "setup.sh")]
+        command = [*prefix, "bash", str(self.root / "launch" / "setup.sh")]
         process = subprocess.Popen(
             command, env=self.env | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
