@@ -170,11 +170,16 @@ end_build() {
 
 show_build() { cat "$build_log"; return "$1"; }
 
-# check_horovod: fails if a part is missing. Horovod's own build leaves out NCCL silently if it does not find it.
+# check_horovod: fails if a part is missing. Horovod's own build leaves out NCCL silently if it does not find it. It is
+# horovodrun --check-build in a process that has torch loaded: horovodrun forks six times, and each one would load torch.
 check_horovod() {
   local facts part parts=(PyTorch MPI Gloo)
   if [ "$mode" = nccl ]; then parts+=(NCCL); fi
-  facts=$(PATH="$venv/bin:$PATH" "$venv/bin/horovodrun" --check-build)
+  facts=$(PATH="$venv/bin:$PATH" "$venv/bin/python" -c '
+import runpy, sys
+import torch
+sys.argv = [sys.argv[1], "--check-build"]
+runpy.run_path(sys.argv[0], run_name="__main__")' "$venv/bin/horovodrun")
   echo "$facts"
   for part in "${parts[@]}"; do
     grep -q "\[X\] $part" <<<"$facts" || { echo "reason: Horovod was built without $part"; return 1; }

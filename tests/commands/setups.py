@@ -25,9 +25,7 @@ PYTHON = """#!/bin/bash
 here={folder}
 case "$1 $2" in
   "-m venv")
-    mkdir -p "$3/bin"; cp "$0" "$3/bin/python"
-    printf '%s\\n' '#!/bin/sh' "cat $here/horovod" >"$3/bin/horovodrun"
-    chmod +x "$3/bin/horovodrun" ;;
+    mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-m pip")
     shift 2
     echo "$*" >>"$here/calls"
@@ -43,6 +41,7 @@ case "$1 $2" in
     if [ "$asked" = wheel ]; then env >"$here/build"; echo >"$place/horovod-0-cp-linux.whl"; fi
     case "$*" in *nvidia-cuda-nvcc*) mkdir -p "$place/nvidia"; cp -r "$here/toolkit" "$place/nvidia/cu13" ;; esac ;;
   "-c "*torch/version.py*) cat "$here/torch" ;;
+  "-c "*--check-build*) cat "$here/horovod" ;;
   *) exec {real} "$@" ;;
 esac
 """
