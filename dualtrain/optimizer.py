@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from dualtrain.backends import Backend
+from dualtrain.backends.sum_order import SumOrder
+from dualtrain.backends.sum_order import sum_order as sum_order_of
 from dualtrain.errors import BackendError
 from dualtrain.gradients import AVERAGE, GradientReducer, Transfer, Unused
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
@@ -48,6 +50,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             does the same by hand.
         extra: how many scalars of the caller's own are sent along and summed over ranks (see :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
+        sum_order: ``"backend"``, in which each library and transport adds in an order of its own (equal bits at two ranks);
+            ``"canonical"``, a fixed tree over the ranks, the same over every backend and transport; or a tree over
+            shards, of which ranks may have several.
         carry: the former name of ``extra``; deprecated.
 
     Raises:
@@ -64,6 +69,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int = 1,
         extra: int = 0,
         transfer: Transfer = AVERAGE,
+        sum_order: Literal["backend", "canonical"] | SumOrder = "backend",
         carry: int | None = None,
     ) -> None:
         # Not Optimizer.__init__, which would make groups of its own: what an unpickled optimizer gets instead.
@@ -72,7 +78,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.backend = backend
         named = _name_all(optimizer, named_parameters)
         passes, extra = backward_passes_per_step, renamed_option("carry", carry, "extra", extra)
-        self.reducer = GradientReducer(named, backend, unused=unused, passes=passes, extra=extra, transfer=transfer)
+        order = _order(sum_order, backend)
+        self.reducer = GradientReducer(
+            named, backend, unused=unused, passes=passes, extra=extra, transfer=transfer, order=order
+        )
         self.reducer.follow(optimizer)
 
     @property
@@ -230,6 +239,14 @@ def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
+
+
+def _order(requested: str | SumOrder, backend: Backend) -> SumOrder | None:
+    if isinstance(requested, SumOrder):
+        return requested
+    if requested not in ("backend", "canonical"):
+        raise ValueError(f'sum_order={requested!r} is not known: choose "backend" or "canonical"')
+    return sum_order_of(backend.size, backend.size) if requested == "canonical" else None
 
 
 def _name_all(

@@ -42,13 +42,13 @@ LAYERS = {
     "rendezvous": [
         {"hosts", "http_store", "connection"},
         {"store", "reachability"},
-        {"meeting_point", "placement"},
+        {"meeting_point", "placement", "session"},
     ],
     "backends": [
         {"watch", "objects"},
         {"base"},
-        {"wire", "serial", "agreement", "shm.semaphores"},
-        {"shm.segment", "shm.shards"},
+        {"wire", "serial", "agreement", "sum_order", "shm.semaphores"},
+        {"shm.segment", "shm.shards", "tree_sum"},
         {"shm.reductions"},
         {"collectives"},
         {"comparison", "local", "torch", "horovod", "shm.backend"},
@@ -56,7 +56,7 @@ LAYERS = {
         {"factory"},
     ],
     "gradients": [
-        {"parameters", "passes", "turns", "deprecated"},
+        {"parameters", "passes", "turns", "deprecated", "shard_sums"},
         {"layout"},
         {"buckets"},
         {"schedule", "sparse", "hooks", "refusals"},

@@ -21,6 +21,8 @@ from dualtrain.backends import objects, wire
 from dualtrain.backends.agreement import Call, agree, exchange_text, refuse
 from dualtrain.backends.base import FOLD, Primitives, ReduceOp, Scaled, Work
 from dualtrain.backends.serial import SerialQueue
+from dualtrain.backends.sum_order import SumOrder
+from dualtrain.backends.tree_sum import TreeSum
 from dualtrain.differences import ranks_in_words
 from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
@@ -295,6 +297,32 @@ class Backend(Primitives):
             return work
         flat = tensor.view(-1)
         return Scaled(work, flat[:-tail] if tail else flat, factor)
+
+    def start_tree_sum(
+        self,
+        tensor: torch.Tensor,
+        others: Sequence[torch.Tensor],
+        order: SumOrder,
+        name: str,
+        factor: float = 1.0,
+        tail: int = 0,
+    ) -> Work[None]:
+        """Sum the ranks' partial sums along the tree of ``order`` into ``tensor``, then scale as :meth:`start_sum`.
+
+        The bits depend on the tree alone, not on the number of ranks, the library or the transport. Does not block; the
+        ranks then wait for such sums in the order in which they were started.
+
+        Args:
+            tensor: contiguous, on every rank of the same size; holds the last of this rank's partial sums, if it has any.
+            others: ``order.buffers`` such tensors; the first ones hold the partial sums before it. Undefined afterwards.
+            order: made for as many ranks as this backend has.
+            name: shown in errors and reports.
+            factor: of the sum.
+            tail: how many elements at the end are not scaled.
+        """
+        if order.is_plain_sum or not tensor.numel():
+            return self.start_sum(tensor, name, factor, tail)
+        return TreeSum(self, tensor, others, order, name, factor, tail)
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import listening_address, listening_interface, variables
 from dualtrain.rendezvous.meeting_point import join, leave, meeting_point, names_by_server
 from dualtrain.rendezvous.placement import SAME_BACKEND, place_ranks
+from dualtrain.rendezvous.session import agree_on_session
 from dualtrain.rendezvous.store import Store, listen
 from dualtrain.torch_versions import asynchronous, shut_down
 
@@ -427,10 +428,10 @@ def open_store(world: World, timeout: float) -> dist.Store:
     wait = timedelta(seconds=timeout)
     try:
         if world.launcher == "torchrun":
-            # torchrun's agent serves a store.
-            store: dist.Store = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))[0]
-        else:
-            store = _adapted(join(world, timeout), timeout)
+            return _of_this_attempt(
+                next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))[0], world, timeout
+            )
+        store = _adapted(join(world, timeout), timeout)
     except RuntimeError as error:
         raise UserError(
             f"rank {world.rank} could not meet the others at {host}:{port} within {timeout:g} s ({_first_line(error)}): "
@@ -444,6 +445,18 @@ def _numbered(store: dist.Store, world: World, place: tuple[str, int]) -> dist.S
     key = *place, world.name
     _WORLDS[key] += 1
     return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[key]}", store)
+
+
+def _of_this_attempt(store: dist.Store, world: World, timeout: float) -> dist.Store:
+    """Part of torchrun's store that no attempt had before this one. Collective; blocks.
+
+    Its agents serve the store, and keep it when they restart the workers.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store  # torch's prefix has the restarts that this host's agent has counted
+    numbered = _numbered(store, world, world.rendezvous or ("", 0))
+    session = agree_on_session(numbered, world.rank, world.size, (timeout, time.monotonic() + timeout))
+    return dist.PrefixStore(session, numbered)
 
 
 def _store_of_default_group(world: World) -> dist.Store | None:

@@ -92,6 +92,9 @@ class StepSection:
 
     batch_size: int | None = setting(None, "samples a step on each rank", at_least(1))
     global_batch_size: int | None = setting(None, "samples a step on all ranks together", at_least(1))
+    virtual_ranks: int | None = fixed_setting(
+        None, "train as this many ranks would, on any number of ranks: the same bits everywhere", between(1, 4096)
+    )
     accumulate: int = fixed_setting(1, "backward passes that a rank's samples of a step are split into", at_least(1))
     drop_last: bool = fixed_setting(False, "leave out the last batch of an epoch if it is short")
     optimizer: str = fixed_setting("sgd", "any of torch.optim: sgd, adam, adamw, rmsprop, …")
@@ -109,8 +112,12 @@ class StepSection:
         0, "decides the first weights, the order of samples and their augmentation", between(0, 2**32 - 1)
     )
 
+    def parts(self, size: int) -> int:
+        """Parts of a global batch, for which ``batch_size`` and learning rates are meant: virtual ranks, else ``size``."""
+        return self.virtual_ranks or size
+
     def global_batch(self, size: int) -> int:
-        """Samples a step on all of ``size`` ranks."""
+        """Samples a step on all of ``size`` ranks, real or virtual."""
         if self.global_batch_size is not None:
             return self.global_batch_size
         assert self.batch_size is not None

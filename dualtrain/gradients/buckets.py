@@ -9,9 +9,11 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
+from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import wire_dtype
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, dense_strides, lay_out
 from dualtrain.gradients.parameters import gradient_dtype
+from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums
 
 LARGE_BYTES = 64 << 10  # from this size on, a gradient is copied to its bucket by itself
 
@@ -97,6 +99,7 @@ class Bucket:
         extra: how many scalars.
         backend: the ranks.
         transfer: how gradients are sent.
+        order: the tree that they are summed along; ``None`` for the order of the backend.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Bucket:
         extra: int,
         backend: Backend,
         transfer: Transfer = AVERAGE,
+        order: SumOrder | None = None,
     ) -> None:
         self.name = name
         self.slots = list(slots)
@@ -119,7 +123,8 @@ class Bucket:
         #: The gradients as real numbers: the front of the wire itself, or a buffer of their own.
         self.values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
         self._staged = real != self.wire.dtype
-        self._before, self._after = transfer.before, transfer.factor_after(backend.size)
+        self.sum: BucketSum = RankSum(backend, self.wire) if order is None else ShardSums(backend, self.wire, order)
+        self._before, self._after = transfer.before, transfer.factor_after(self.sum.shards)
         #: Whether the wire's dtype is the shorter one: the sum is scaled in the other.
         self._narrow = self.wire.dtype.itemsize < real.itemsize
         if self._narrow and self._after < 1:
@@ -136,6 +141,9 @@ class Bucket:
         self._kept: list[Slot] = []
         #: The first gradient that lies in the memory of another one, found by ``pack``.
         self.misplaced: Slot | None = None
+        #: The first gradient that is sparse and must not be, found by ``pack``.
+        self.sparse: Slot | None = None
+        self._dense_only = order is not None and not transfer.sparse_as_dense
         #: The first gradient that has another shape than its slot, found by ``pack``; zeros are sent instead.
         self.reshaped: Slot | None = None
 
@@ -157,6 +165,7 @@ class Bucket:
             if grad is not None and grad.layout is torch.strided and self.covers(grad.data_ptr()):
                 grad.data = grad.detach().clone()
         self.wire.zero_()
+        self.sum.clear()
 
     def pack(self) -> None:
         """Copy every gradient to the buffer; a missing one counts as zero. Those that are there already stay."""
@@ -188,6 +197,7 @@ class Bucket:
                 address = grad.data_ptr()
             except RuntimeError:  # a sparse one
                 address, grad = -1, grad.to_dense()
+                self.sparse = self.sparse or (slot if self._dense_only else None)
             if address == slot.address:
                 if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype:
                     self._kept.append(slot)
@@ -204,10 +214,10 @@ class Bucket:
             grads.append(grad)
         return views, grads
 
-    def start(self, backend: Backend) -> None:
+    def start(self) -> None:
         """Start the all-reduce; the gradients' sum is scaled as the transfer says, the extra scalars' is not."""
         factor = 1.0 if self._narrow else self._after
-        self.work = backend.start_sum(self.wire, self.name, factor, self.extra.numel())
+        self.work = self.sum.start(self.name, factor, self.extra.numel())
 
     def finish(self) -> None:
         """Block until the all-reduce has ended. Raises BackendError."""
@@ -232,7 +242,12 @@ class Bucket:
 
 
 def make_buckets(
-    slots: Sequence[Slot], extra: int, backend: Backend, name: str = "gradients", transfer: Transfer = AVERAGE
+    slots: Sequence[Slot],
+    extra: int,
+    backend: Backend,
+    name: str = "gradients",
+    transfer: Transfer = AVERAGE,
+    order: SumOrder | None = None,
 ) -> list[Bucket]:
     """Make the buckets ``name.0``, … for ``slots`` (in registration order); the last has ``extra`` scalars. Collective.
 
@@ -244,7 +259,15 @@ def make_buckets(
         layouts = [BucketLayout(like.dtype, like.device)]
     last = len(layouts) - 1
     buckets = [
-        Bucket(f"{name}.{i}", each, [slots[p.number] for p in each.places], extra if i == last else 0, backend, transfer)
+        Bucket(
+            f"{name}.{i}",
+            each,
+            [slots[p.number] for p in each.places],
+            extra if i == last else 0,
+            backend,
+            transfer,
+            order,
+        )
         for i, each in enumerate(layouts)
     ]
     ranges = sorted(part for bucket in buckets for part in bucket.ranges)

@@ -6,11 +6,13 @@ caller's scalars, the flag of a rank that refuses, and with ``unused="none"`` wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NoReturn
 
 import torch
 
 from dualtrain.backends import Backend
+from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket, Slot, make_buckets
 from dualtrain.gradients.hooks import ParameterHooks
@@ -30,6 +32,7 @@ class Exchange:
         transfer: how gradients are sent.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         scalars: how many extra scalars are sent behind the last bucket.
+        order: the tree that they are summed along; ``None`` for the order of the backend.
 
     Attributes:
         extra: (scalars,), where they lie in the last bucket, in its dtype; sums over ranks after a round.
@@ -38,9 +41,15 @@ class Exchange:
     """
 
     def __init__(
-        self, hooks: ParameterHooks, transfer: Transfer = AVERAGE, unused: Unused = "zero", scalars: int = 0
+        self,
+        hooks: ParameterHooks,
+        transfer: Transfer = AVERAGE,
+        unused: Unused = "zero",
+        scalars: int = 0,
+        order: SumOrder | None = None,
     ) -> None:
         self.slots, self.transfer, self.unused = hooks.slots, transfer, unused
+        self._order = order
         self.schedule = Schedule()
         self.refusals = Refusals(hooks.known)
         self.sparse = SparseGradients()
@@ -64,13 +73,18 @@ class Exchange:
         scalars = len(self.extra)
         count = scalars + len(self.slots) * (self.unused == "none")
         # With the flag that says that a rank cannot go on, unless there are no parameters and nothing is sent at all.
-        buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer)
+        buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer, self._order)
         extras = buckets[-1].extra if buckets else torch.zeros(scalars + 1)
         self.extra, flag, self._used = extras[:scalars], extras[scalars : scalars + 1], extras[scalars + 1 :]
         self.refusals.lay_out([(slot.name, slot.param) for slot in self.slots], flag)
         self.schedule.use(buckets)
         self._results = []
         self.laid_out = True
+
+    def expect_sparse(self, found: Mapping[int, int]) -> None:
+        """Gather these gradients (slot number → sparse dimensions) where sums have no fixed order; else refuse them."""
+        if self._order is None or self.transfer.sparse_as_dense:
+            self.sparse.add(found, self.transfer)
 
     def leave_layout(self, *, host_waits: bool) -> None:
         """Complete an exchange of zeros in the present layout, before another: some ranks may keep it. Collective; blocks.
@@ -98,14 +112,28 @@ class Exchange:
         bucket = schedule.take_next()
         bucket.pack()
         if not schedule.has_unsent:
-            if scalars is not None:
-                self.extra.copy_(scalars)
+            self._load_extra(scalars)
             self.refusals.load(schedule.buckets)
-            if self.unused == "none":
-                self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
         self._backend.drain()
-        bucket.start(self._backend)
+        bucket.start()
         return bucket
+
+    def _load_extra(self, scalars: torch.Tensor | None) -> None:
+        if scalars is not None:
+            self.extra.copy_(scalars)
+        if self.unused == "none":
+            self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
+
+    def add_shard(self, scalars: torch.Tensor | None = None) -> None:
+        """Add the gradients to the partial sums, as one of this rank's shards but the last; drop them. Not collective."""
+        for bucket in self.schedule.buckets:
+            bucket.pack()
+        self._load_extra(scalars)
+        self.refusals.load_none()
+        for bucket in self.schedule.buckets:
+            bucket.sum.add_shard()
+        for slot in self.slots:
+            slot.param.grad = None
 
     def wait(self, *, host_waits: bool = False) -> bool:
         """Block until a round whose buckets were all sent has ended; return whether a rank refuses, the same on all.

@@ -16,6 +16,7 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.backends.comparison import agree_on_list
+from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket, Slot
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
@@ -42,6 +43,8 @@ class GradientReducer:
         passes: backward passes that are summed locally before the ranks exchange anything.
         extra: how many scalars of the caller's own are sent along and summed over ranks (see :attr:`extra`).
         transfer: how gradients are sent: the factors around the sum (the average by default), their dtype, the buckets.
+        order: the tree along which the sum is made, so that its bits do not depend on backend and transport; the shards of
+            the tree are what is averaged (see :meth:`add_shard`). ``None`` for the order of the backend.
         carry: the former name of ``extra``; deprecated.
 
     The first reduction is collective in two more ways: the ranks compare their layouts (a difference raises
@@ -66,12 +69,17 @@ class GradientReducer:
         passes: int = 1,
         extra: int = 0,
         transfer: Transfer = AVERAGE,
+        order: SumOrder | None = None,
         carry: int | None = None,
     ) -> None:
         if unused not in ("zero", "none"):
             raise ValueError(f'unused={unused!r} is not known: choose "zero" or "none"')
         if transfer.dtype is not None and transfer.dtype not in backend.narrow:
             raise ValueError(f"the {backend.name} backend does not carry {transfer.dtype}: compress to float16")
+        if order is not None and (transfer.dtype is not None or len(order.ranges) != backend.size):
+            raise ValueError(
+                "the fixed order of a sum is made for the backend's size, and for gradients in their own dtype"
+            )
         if passes < 1:
             raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
         extra = renamed_option("carry", carry, "extra", extra)
@@ -81,7 +89,7 @@ class GradientReducer:
         self.passes = passes
         self.extra = torch.zeros(extra, dtype=torch.float64, device="cpu")
         self.hooks = ParameterHooks()
-        self._exchange = Exchange(self.hooks, transfer, unused, extra)
+        self._exchange = Exchange(self.hooks, transfer, unused, extra, order)
         self._scalars = self.extra if extra else None
         self._turns = turns(backend)
         self._number = self._turns.enter(self)
@@ -168,10 +176,7 @@ class GradientReducer:
     def exchange(self) -> None:
         """Average the gradients over the ranks. Collective; blocks."""
         exchange = self._exchange
-        self._add_thawed()
-        if not exchange.laid_out:
-            exchange.leave_layout(host_waits=self._scalars is not None)
-            self._lay_out()
+        self.prepare()
         while exchange.schedule.has_unsent:
             exchange.send_next(self._scalars)
         if exchange.wait(host_waits=self._scalars is not None):
@@ -181,6 +186,28 @@ class GradientReducer:
             self._scalars.copy_(exchange.extra)
         exchange.unpack()
         self._start_over(reduced=True)
+
+    def prepare(self) -> None:
+        """Make the buckets, unless there are some for all parameters. Collective where there are none; blocks.
+
+        The first exchange does it by itself.
+        """
+        self._add_thawed()
+        if not self._exchange.laid_out:
+            self._exchange.leave_layout(host_waits=self._scalars is not None)
+            self._lay_out()
+
+    def add_shard(self) -> None:
+        """Add this rank's gradients and :attr:`extra` to the sum as those of its next shard but the last; drop them.
+
+        For a reducer with ``order``, after :meth:`prepare`, and after backward passes in :meth:`no_sync`. The last shard's
+        gradients are those of the next reduction. Not collective.
+
+        Raises:
+            RuntimeError: this rank has no shard left besides its last one.
+        """
+        self._exchange.add_shard(self._scalars)
+        self._exchange.reduced = False
 
     def _start_over(self, *, reduced: bool) -> None:
         self._exchange.end_round(reduced=reduced)
@@ -269,5 +296,5 @@ class GradientReducer:
         """Compare parameters with the other ranks, agree on the sparse ones, and make the buckets."""
         agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
         for found in self.backend.allgather_object(sparse_dims(self.slots), name="sparse gradients"):
-            self._exchange.sparse.add(found, self._exchange.transfer)
+            self._exchange.expect_sparse(found)
         self._exchange.lay_out(self.backend, self.name)

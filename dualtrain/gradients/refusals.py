@@ -68,6 +68,11 @@ class Refusals:
             if bucket.misplaced is not None:
                 name = bucket.misplaced.name
                 return f"the gradient of {name!r} lies in the memory of another one: assign a copy of it (clone())"
+            if bucket.sparse is not None:
+                return (
+                    f"the gradient of {bucket.sparse.name!r} is sparse, and only dense ones have a fixed order of the sum: "
+                    "give its module sparse=False, or leave sum_order (virtual_ranks) out"
+                )
             if bucket.reshaped is not None:
                 slot = bucket.reshaped
                 return (
@@ -115,6 +120,10 @@ class Refusals:
         refused = self.reason(buckets) is not None
         self._flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
 
+    def load_none(self) -> None:
+        """Clear the flag, for a shard that is not the last one of this rank."""
+        self._flag.zero_()
+
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], host_waits: bool) -> bool:
         """Return whether a rank has refused in the exchange that has ended; the same on every rank.
 
@@ -153,7 +162,7 @@ class Refusals:
         self._flag.fill_(math.nan)
         backend.drain()
         for bucket in buckets[sent:]:
-            bucket.start(backend)
+            bucket.start()
         for bucket in buckets:
             bucket.finish()
         states = self._exchange_reasons(backend, _NEW_LAYOUT)
@@ -164,7 +173,7 @@ class Refusals:
         """Raise BackendError with the first reason of all ranks. Collective."""
         mine = self.reason(buckets)
         for bucket in buckets:
-            bucket.misplaced = bucket.reshaped = None
+            bucket.misplaced = bucket.reshaped = bucket.sparse = None
         _raise_first(self._exchange_reasons(backend, mine))
 
     def _exchange_reasons(self, backend: Backend, mine: str | None) -> list[tuple[str | None, int]]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import synchronize_norms
-from dualtrain.config import DataSection, ModelSection, RunSection
+from dualtrain.config import DataSection, ModelSection, RunSection, StepSection
 from dualtrain.data import Batch, Task, load_data
 from dualtrain.data.draws import derived
 from dualtrain.data.options import LIMIT
@@ -156,6 +156,25 @@ def check_batches(sampler: Sampler, size: int, accumulate: int, *, sync_batchnor
         raise UserError(
             f"--sync-batchnorm needs samples on every rank in every backward pass, and the smallest batch has "
             f"{sampler.smallest} for {size} ranks × {accumulate}: give --drop-last, or another batch size"
+        )
+
+
+def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection, size: int) -> None:
+    """Raise UserError for settings with which the result would depend on the number of ranks, ``size``."""
+    virtual = step.virtual_ranks
+    if virtual is None:
+        return
+    flag = f"--virtual-ranks {virtual}"
+    if step.compress != "none":
+        raise UserError(f"--compress rounds what each rank sends, and with {flag} no bit may depend on that: leave one out")
+    if model.compile:
+        raise UserError(f"--compile is not known to give equal bits at each number of ranks: leave it or {flag} out")
+    if run.data_parallel:
+        raise UserError(f"--data-parallel splits batches over GPUs by itself: leave it or {flag} out")
+    if model.sync_batchnorm and size != virtual:
+        raise UserError(
+            f"--sync-batchnorm needs the statistics of all shards at once, so with {flag} it needs as many ranks, and this "
+            f"job has {size}: start {virtual}, or leave --sync-batchnorm out"
         )
 
 

@@ -22,7 +22,8 @@ from dualtrain.backends.wire import as_bytes
 from dualtrain.errors import BackendError, UserError
 from dualtrain.files import link_whole, parse_json, readable_path, write_whole
 
-FORMAT = 2
+FORMAT = 3  # which is written
+READABLE = (2, 3)  # 2: without virtual ranks
 BEST = "best.safetensors"
 _NAME = re.compile(r"step-[0-9]{8,18}\.safetensors")
 

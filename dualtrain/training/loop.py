@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from dualtrain.errors import DivergedError, StoppedError, UserError, enough_memo
 from dualtrain.training import checkpoint
 from dualtrain.training.assemble import (
     check_batches,
+    check_virtual_ranks,
     determinism,
     load_task,
     make_computation,
@@ -37,13 +38,14 @@ from dualtrain.training.cursor import Cursor
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
+from dualtrain.training.passes import Tensors
 from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import summarize, weights_of, write_results, write_task
 from dualtrain.training.resume import read_checkpoint, restore_best, set_aside
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.signals import SIGNALS, Signals
-from dualtrain.training.trainer import Tensors, Trainer
+from dualtrain.training.trainer import Trainer
 
 EVALUATION_BATCH = 512
 
@@ -66,10 +68,13 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 def _train(config: Config, backend: Backend) -> dict[str, Any]:
     settings = config.plain()
     compare_settings(settings, backend)  # before any collective that only some settings lead to
-    torch.set_num_threads(threads(backend))
+    # Matrix products depend on it: with virtual ranks not on the cores of a machine.
+    torch.set_num_threads(1 if config.step.virtual_ranks is not None else threads(backend))
     task = load_task(config.data, config.model.name, backend)
     try:
-        with determinism(config.run.deterministic):
+        # One result everywhere is not possible with operations that do not even repeat.
+        exact = config.run.deterministic or (config.step.virtual_ranks is not None and backend.device.type == "cuda")
+        with determinism(exact):
             model = make_model(config.model, task, config.step.seed, backend)
             on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
             saved = None
@@ -91,20 +96,24 @@ class Run:
         self.config = config
         self.backend = backend
         self.task = task
-        self.sampler = Sampler(len(task.train), step.global_batch(backend.size), step.seed, step.drop_last)
+        #: Parts of a global batch: the virtual ranks, else the real ones. All arithmetic uses their number.
+        self.parts = step.parts(backend.size)
+        self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()
         steps = length.epochs * self.sampler.batches
         self.total_steps = min(steps, length.max_steps) if length.max_steps else steps
-        self.lr, self.lr_in_words = scaled_lr(config.schedule, step, backend.size)
+        self.lr, self.lr_in_words = scaled_lr(config.schedule, step, self.parts)
         optimizer, options = on_all_ranks(backend, "trainer", lambda: self._prepare(model))
         self.trainer = Trainer(model, optimizer, CrossEntropy(step.label_smoothing), backend=backend, **options)
+        self.mine = [backend.rank] if step.virtual_ranks is None else list(self.trainer.shards)
         self._stream: Iterator[Tensors] | None = None
 
     def _prepare(self, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """Return the optimizer, and the trainer's other arguments. Not collective: it may fail on one rank."""
         config, step, backend = self.config, self.config.step, self.backend
         check_tensorboard(config.output)
-        check_batches(self.sampler, backend.size, step.accumulate, sync_batchnorm=config.model.sync_batchnorm)
+        check_batches(self.sampler, self.parts, step.accumulate, sync_batchnorm=config.model.sync_batchnorm)
+        check_virtual_ranks(step, config.model, config.run, backend.size)
         optimizer = make_optimizer(step, model, self.lr)
         if step.compress == "bf16" and torch.bfloat16 not in backend.narrow:
             raise UserError(f"--compress bf16: the {backend.name} backend does not carry it; use fp16")
@@ -114,6 +123,8 @@ class Run:
             "amp": step.amp,
             "ema": step.ema,
             "compress": step.compress,
+            "virtual_ranks": step.virtual_ranks,
+            "seed": step.seed,
             **make_computation(config.run, config.model, step.label_smoothing, model, backend),
         }
 
@@ -196,22 +207,25 @@ class Run:
         """Yield this rank's backward passes of the rest of the epoch, in order. Read ahead of the steps."""
         epoch, seed = self.cursor.epoch, derived(self.config.step.seed, "augmentation", self.cursor.epoch)
         for number in range(self.cursor.batch, self.sampler.batches):
-            for part in self._parts(self.sampler.batch(epoch, number)):
-                yield Batch(part, seed)
+            for passes in self._passes(self.sampler.batch(epoch, number)):
+                for part in passes:
+                    yield Batch(part, seed)
 
-    def _parts(self, batch: torch.Tensor) -> list[torch.Tensor]:
-        """Split this rank's samples of a global batch, one tensor for each backward pass; none if it has no samples."""
-        mine = share(batch, self.backend.rank, self.backend.size)
-        return list(mine.tensor_split(min(self.config.step.accumulate, len(mine)))) if len(mine) else []
+    def _passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
+        """Split each of this rank's parts of a global batch, one tensor for each backward pass; none of an empty part."""
+        parts = [share(batch, number, self.parts) for number in self.mine]
+        return [part.tensor_split(min(self.config.step.accumulate, len(part))) if len(part) else () for part in parts]
 
     def _step(self) -> list[float]:
         """Take one optimizer step on one global batch; return how many ranks have received each of ``SIGNALS``."""
         cursor, started = self.cursor, time.perf_counter()
         batch = self.sampler.batch(cursor.epoch, cursor.batch)
-        passes, samples = len(self._parts(batch)), len(batch)
+        passes, samples = [len(part) for part in self._passes(batch)], len(batch)
         lr = self.trainer.optimizer.param_groups[0]["lr"]
         try:
-            done = self.trainer.step(self._batches(passes), samples * self._weight_of_sample(), self.signals.take())
+            parts = [self._batches(count) for count in passes]
+            batches = parts[0] if self.config.step.virtual_ranks is None else parts
+            done = self.trainer.step(batches, samples * self._weight_of_sample(), self.signals.take())
         except DivergedError as error:
             self._diverge(str(error), step=cursor.step + 1)
         cursor.count(done.totals, samples, time.perf_counter() - started)
@@ -253,7 +267,9 @@ class Run:
 
     def _end_epoch(self) -> None:
         cursor, output = self.cursor, self.config.output
-        evaluation = self.trainer.evaluate(self._evaluation(), CrossEntropy())
+        parts = [self._evaluation(number) for number in self.mine]
+        batches = parts[0] if self.config.step.virtual_ranks is None else parts
+        evaluation = self.trainer.evaluate(batches, CrossEntropy())
         if not math.isfinite(evaluation["val_loss"]):
             self._diverge("the validation loss became infinite or not a number on all ranks", step=cursor.step)
         whole = cursor.batch == self.sampler.batches
@@ -266,10 +282,10 @@ class Run:
         if best or ends or cursor.epoch % output.checkpoint_epochs == 0:
             self._save(best=best)
 
-    def _evaluation(self) -> Iterator[Tensors]:
-        """Yield this rank's samples of the evaluation, every ``size``-th, so that none is evaluated twice."""
-        mine = torch.arange(self.backend.rank, len(self.task.val), self.backend.size)
-        size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.backend.size, 64))
+    def _evaluation(self, part: int) -> Iterator[Tensors]:
+        """Yield a part of the evaluation's samples, every ``parts``-th, so that none is evaluated twice."""
+        mine = torch.arange(part, len(self.task.val), self.parts)
+        size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
         batches = [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
         yield from self.task.val.stream(batches, self.backend.device)
 

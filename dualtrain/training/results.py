@@ -11,7 +11,7 @@ import torch
 from dualtrain.data import Task
 from dualtrain.errors import NotSavedError
 from dualtrain.files import write_json
-from dualtrain.state import averaged_buffers, weights_sha256
+from dualtrain.state import weights_sha256
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.run_dir import write_weights
@@ -21,7 +21,7 @@ from dualtrain.training.trainer import Trainer
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copy the model that is evaluated to the CPU, its running statistics averaged over the ranks. Collective."""
     model = trainer.evaluated
-    with averaged_buffers(model, trainer.backend):
+    with trainer.common_buffers():
         # Copies, since safetensors refuses tensors that share memory (tied weights).
         tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}

@@ -46,7 +46,7 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
 def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse other values of fixed settings: the result would be neither this run's nor a new one's."""
     written_as = tree.get("format")
-    if type(written_as) is not int or written_as != checkpoint.FORMAT:
+    if type(written_as) is not int or written_as not in checkpoint.READABLE:
         raise UserError(
             "the checkpoint is not of a run of this version of dualtrain: start anew, or use the version it is of"
         )

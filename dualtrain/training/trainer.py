@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
-from dualtrain.errors import DivergedError
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import check_supported, warn_of_ddp
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.state import averaged_buffers, broadcast_parameters
+from dualtrain.state import broadcast_parameters
 from dualtrain.training import checkpoint
 from dualtrain.training.objective import NAMES, Loss, Objective, added, as_objective, metrics
 from dualtrain.training.on_ranks import on_rank_zero
+from dualtrain.training.parts import Batches, Evaluation, Parts, RankParts
+from dualtrain.training.passes import Passes, Tensors
 from dualtrain.training.precision import DTYPES, Precision
-from dualtrain.training.rank_state import local_state, restore_local_state
 from dualtrain.training.same_run import compare_arguments, compare_trainer
 from dualtrain.training.step import CONTROL_FLAGS, Step, StepScalars, with_last
-
-Tensors = tuple[torch.Tensor, torch.Tensor]
+from dualtrain.training.virtual_ranks import VirtualRanks
 
 
 class Trainer:
@@ -50,8 +49,14 @@ class Trainer:
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
         forward: computes the outputs, if not ``model`` itself: a compiled form of it, or replicas.
         measure: an ``Objective`` of (inputs, targets) in training, in place of ``loss`` of the outputs.
+        virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
+            over any backend and transport, on one kind of processor and with one number of torch's threads. ``None`` for
+            one part of a step on each rank.
+        seed: of all random numbers in forward passes, with ``virtual_ranks``: the generators of torch, numpy and Python are
+            seeded from it before each shard.
 
     Raises:
+        ValueError: ``virtual_ranks`` with ``compress``, or below 1; or a parameter whose gradient cannot be averaged.
         RanksDifferError: on every rank, where the ranks are given other classes, functions or settings; the model's weights
             may differ. Names what differs, and each rank's value.
     """
@@ -70,12 +75,17 @@ class Trainer:
         compress: str = "none",
         forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
         measure: Objective | None = None,
+        virtual_ranks: int | None = None,
+        seed: int = 0,
     ) -> None:
         for name, p in model.named_parameters():
             check_supported(name, p)
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
+        if virtual_ranks is not None and compress != "none":
+            raise ValueError("virtual_ranks and compress exclude each other: rounded partial sums depend on the ranks")
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
+        options |= {"virtual_ranks": virtual_ranks, "seed": seed}
         compare_trainer(backend, model, optimizer, objects, options)
         self.model = model
         self.backend = backend
@@ -84,20 +94,28 @@ class Trainer:
         self.precision = Precision(amp, backend.device)
         self.objective = as_objective(loss)
         self._forward = forward or model
-        self._measure = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
         broadcast_parameters(model, backend)
+        self._parts: Parts = (
+            RankParts(model, backend) if virtual_ranks is None else VirtualRanks(virtual_ranks, seed, model, backend)
+        )
         # The scalars are sent with the gradients, but not where those are rounded to 16 bits.
-        self._scalars = StepScalars()
-        self._piggyback = compress == "none"
+        piggyback = compress == "none"
         self.optimizer = DistributedOptimizer(
             optimizer,
             model.named_parameters(),
             backend=backend,
-            extra=StepScalars.COUNT if self._piggyback else 0,
-            transfer=Transfer(dtype=None if self._piggyback else DTYPES[compress]),
+            extra=StepScalars.COUNT + self._parts.numbers if piggyback else 0,
+            transfer=Transfer(dtype=None if piggyback else DTYPES[compress]),
+            sum_order=self._parts.order,
         )
-        self._extra = self.optimizer.extra.numpy()
+        measured = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
+        self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback)
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
+
+    @property
+    def shards(self) -> Sequence[int]:
+        """The numbers of this rank's shards, for which :meth:`step` is given batches; empty without virtual ranks."""
+        return self._parts.mine
 
     def close(self) -> None:
         """Stop averaging gradients, so that the model can be trained by other means. May be called again."""
@@ -107,7 +125,7 @@ class Trainer:
 
     def step(
         self,
-        batches: Iterable[Tensors],
+        batches: Batches,
         expected: float,
         control_flags: Sequence[float] = (0.0,) * CONTROL_FLAGS,
         *,
@@ -118,7 +136,8 @@ class Trainer:
         The gradient is that of the mean loss over all samples of all ranks, however unevenly they are split.
 
         Args:
-            batches: this rank's part, one backward pass each, on the backend's device; may be empty.
+            batches: this rank's part, one backward pass each, on the backend's device; may be empty. With virtual ranks,
+                for each of :attr:`shards` a batch, several batches (one backward pass each), or ``None``.
             expected: the total weight on all ranks (the number of samples, say), the same on every rank. Where the real
                 one differs, the gradients are rescaled to it.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
@@ -132,44 +151,10 @@ class Trainer:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
         self.optimizer.zero_grad()
-        self._scalars.reset(control_flags)
-        last = False
-        for (inputs, targets), last in with_last(batches):
-            self._pass(inputs, targets, expected, last=last)
-        if not last:
-            self._load_scalars()  # a rank without samples
-        self.optimizer.synchronize()
-        step, diverged = StepScalars.result(self._total_scalars())
-        if diverged:
-            raise DivergedError(self._divergence())
+        step = self._parts.step(self._passes, batches, expected, control_flags)
         if step.totals[1] > 0:
             self._update(expected / step.totals[1])
         return step
-
-    def _pass(self, inputs: torch.Tensor, targets: torch.Tensor, expected: float, *, last: bool) -> None:
-        with nullcontext() if last else self.optimizer.no_sync():
-            with self.precision.autocast():
-                loss, sums = self._measure(inputs, targets)
-            found = list(map(float, sums))
-            self._scalars.add(found)
-            if last:
-                self._load_scalars()
-            # The ranks' gradients are averaged; the mean over all samples weighs each batch by its own weight.
-            share = found[1] * self.backend.size / expected
-            self.precision.scaler.scale(loss if share == 1 else loss * share).backward()
-
-    def _load_scalars(self) -> None:
-        """Send the scalars with this step's gradients."""
-        if self._piggyback:
-            self._extra[:] = self._scalars.values
-
-    def _total_scalars(self) -> list[float]:
-        """Return the scalars' sums over all ranks, once the gradients are reduced. Collective."""
-        if self._piggyback:
-            total: list[float] = self._extra.tolist()
-            return total
-        mine = torch.tensor(self._scalars.values, dtype=torch.float64)
-        return self.backend.allreduce(mine, "sum", name="metrics").tolist()
 
     def _update(self, factor: float) -> None:
         """Multiply the gradients, which are the same on every rank, by ``factor``; clip them; step."""
@@ -188,13 +173,17 @@ class Trainer:
         if self.ema is not None:
             self.ema.update_parameters(self.model)
 
-    def _divergence(self) -> str:
-        """Name the ranks whose loss is not finite. Collective."""
-        flags = self.backend.allgather_object(self._scalars.diverged, name="divergence")
-        ranks = [str(rank) for rank, diverged in enumerate(flags) if diverged]
-        if len(ranks) == self.backend.size > 1:
-            return "the loss became infinite or not a number on all ranks"
-        return f"the loss became infinite or not a number on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    def split(self, batch: Tensors) -> list[Tensors | None]:
+        """Return the batch of each of :attr:`shards`: its part of a global batch (inputs, targets), which every rank has.
+
+        Shards differ by one sample at most; those without samples get ``None``.
+
+        Raises:
+            ValueError: the trainer has no virtual ranks.
+        """
+        if not isinstance(self._parts, VirtualRanks):
+            raise ValueError("only a trainer with virtual_ranks has shards: give virtual_ranks, or split the batch by rank")
+        return self._parts.split(batch)
 
     # -- any loader -------------------------------------------------------------------------------------------------
 
@@ -209,7 +198,13 @@ class Trainer:
 
         Raises:
             RanksDifferError: the ranks are given other ``epochs``: one would wait for the others at its end.
+            ValueError: the trainer has virtual ranks.
         """
+        if not isinstance(self._parts, RankParts):
+            raise ValueError(
+                "fit() is given each rank's own batches, which depend on the number of ranks: with virtual_ranks, call "
+                "step() with the batches of trainer.shards (trainer.split() makes them of a global batch)"
+            )
         compare_arguments(self.backend, "fit", {"epochs": epochs})
         history = []
         for epoch in range(epochs):
@@ -249,27 +244,43 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Iterable[Sequence[torch.Tensor]], objective: Objective | None = None, prefix: str = "val_"
+        self,
+        batches: Evaluation | Sequence[Evaluation],
+        objective: Objective | None = None,
+        prefix: str = "val_",
     ) -> dict[str, float]:
         """Compute the mean loss and the accuracies over all ranks' ``batches``. Collective; blocks.
 
         Running statistics are averaged over the ranks for the evaluation, and restored after it.
+
+        Args:
+            batches: this rank's; with virtual ranks, the batches of each of :attr:`shards`.
+            objective: another one than in training.
+            prefix: of the names in the result.
         """
         model = self.evaluated
         forward = self._forward if self.ema is None else model
         objective = self.objective if objective is None else as_objective(objective)
-        total = [0.0] * len(NAMES)
-        with averaged_buffers(model, self.backend):
-            training = model.training
-            model.eval()
+
+        def sums(batches: Evaluation) -> list[float]:
+            total = [0.0] * len(NAMES)
             for batch in batches:
                 inputs, targets = self.to_device(batch)
                 if len(targets):
                     with self.precision.autocast():
                         total = added(total, map(float, objective(forward(inputs), targets)[1]))
+            return total
+
+        with self.common_buffers():
+            training = model.training
+            model.eval()
+            total = self._parts.evaluate(batches, sums)
             model.train(training)
-        sums = torch.tensor(total, dtype=torch.float64)
-        return metrics(self.backend.allreduce(sums, "sum", name="evaluation").tolist(), prefix)
+        return metrics(total, prefix)
+
+    def common_buffers(self) -> AbstractContextManager[None]:
+        """Return a context in which running statistics are the average over the ranks, equal on all. Collective."""
+        return self._parts.common_buffers(self.evaluated)
 
     @property
     def evaluated(self) -> nn.Module:
@@ -281,26 +292,32 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
-        State of single ranks (running statistics, random numbers) is included once for each rank.
+        State of single ranks (running statistics, random numbers) is included once for each rank; with virtual ranks there
+        is none.
         """
-        mine = local_state(self.model, self.backend.device)
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "schedule": _without_functions(self.schedule.state_dict()) if self.schedule is not None else None,
             "ema": dict(self.ema.state_dict()) if self.ema is not None else None,
-            "ranks": self.backend.allgather_object(mine, name="state of the ranks"),
+            **self._parts.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew."""
+        """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew.
+
+        With virtual ranks, the next steps are the same at any world size.
+
+        Raises:
+            UserError: the state is of another number of virtual ranks.
+        """
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None and state["schedule"] is not None:
             self.schedule.load_state_dict(state["schedule"])
-        restore_local_state(self.model, state["ranks"], self.backend)
+        self._parts.load_state_dict(state)
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
             # As after each step: this rank's own buffers, not those of the rank that wrote the file.

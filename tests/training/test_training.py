@@ -85,7 +85,7 @@ def evaluation(backend) -> tuple[float, float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     found = loop.Run(config, backend, task, model)
-    values = found.trainer.evaluate(found._evaluation())
+    values = found.trainer.evaluate(found._evaluation(backend.rank))
     return values["val_loss"], values["val_accuracy"]
 
 

@@ -13,6 +13,7 @@ from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.shm.reductions import SharedMemory
 from dualtrain.backends.shm.segment import UnsharedError
+from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.watch import Watch
 from dualtrain.launchers import World
 
@@ -124,6 +125,20 @@ class SharedMemoryBackend(DelegatingBackend):
         if tensor.device.type != "cpu":
             return self.inner.start_sum(tensor, name, factor, tail)
         return self.memory.start(tensor, ReduceOp.SUM, name, factor, tail)
+
+    def start_tree_sum(
+        self,
+        tensor: torch.Tensor,
+        others: Sequence[torch.Tensor],
+        order: SumOrder,
+        name: str,
+        factor: float = 1.0,
+        tail: int = 0,
+    ) -> Work[None]:
+        tree = self.memory.tree(order, tensor, others)
+        if tree is None:
+            return self.inner.start_tree_sum(tensor, others, order, name, factor, tail)
+        return self.memory.start(tensor, ReduceOp.SUM, name, factor, tail, tree=tree)
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type == "cpu":

@@ -29,7 +29,8 @@ import torch
 from dualtrain.backends.base import Primitives, ReduceOp, Work
 from dualtrain.backends.shm.segment import map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
-from dualtrain.backends.shm.shards import PAGE, Plan, Region
+from dualtrain.backends.shm.shards import PAGE, Plan, Region, Tree
+from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
 _STAGE_BYTES = 1 << 20  # of the buffer through which tensors outside shared memory are copied, piece by piece
@@ -108,16 +109,18 @@ class SharedMemory:
         tail: int = 0,
         *,
         in_place: bool = True,
+        tree: Tree | None = None,
     ) -> Work[None]:
         """Reduce ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; does not block.
 
         All elements but the last ``tail`` are then multiplied by ``factor``. With ``in_place``, a buffer of
         :meth:`new_buffer` is reduced without copies, and must be one on every rank; without, it is copied as any tensor.
+        With ``tree``, for such buffers alone, partial sums are added along it, and not in rank order.
         """
         with self._lock:
             flat = tensor.view(-1)
             region = self._regions.get(flat.data_ptr()) if in_place else None
-            work = _Reduction(self, flat, region, op, name, factor, tail)
+            work = _Reduction(self, flat, region, op, name, factor, tail, tree)
             if self._failure is not None:
                 self._raise_failure(work.what)
             # Posts are in the order of the operations: don't post behind one that has posts of its own left.
@@ -126,6 +129,16 @@ class SharedMemory:
             self._pending.append(work)
             self.advance()
         return work
+
+    def tree(self, order: SumOrder, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> Tree | None:
+        """Return the tree of ``order`` over partial sums in ``others`` and ``tensor``.
+
+        ``None`` with several hosts, and unless all of them are buffers of :meth:`new_buffer`.
+        """
+        regions = [self._regions.get(buffer.data_ptr()) for buffer in (*others, tensor)]
+        found = [region for region in regions if region is not None]
+        # Between hosts the partial sums travel, and not the sum of a host.
+        return Tree(order, found[:-1]) if self._across is None and len(found) == len(regions) else None
 
     def advance(self, until: _Reduction | None = None) -> None:
         """Progress without blocking; with ``until``, block until that operation and all before it have ended.
@@ -317,8 +330,10 @@ class _Reduction(Work[None]):
         name: str,
         factor: float,
         tail: int,
+        tree: Tree | None,
     ) -> None:
         self._memory = memory
+        self._tree = tree
         self._tensor = tensor
         self.region = region
         self.posted = False  # whether this rank has posted "ready" for all of it
@@ -358,7 +373,8 @@ class _Reduction(Work[None]):
         if self.region is not None:
             if not self.posted:
                 memory.post_ready(self)
-            yield from memory.reduce_shard(self.region.plan(dtype, tensor.numel(), self._scaled), self)
+            plan = self.region.plan(dtype, tensor.numel(), self._scaled, self._tree)
+            yield from memory.reduce_shard(plan, self)
             return
         room = _STAGE_BYTES // dtype.itemsize
         for first in range(0, tensor.numel(), room):

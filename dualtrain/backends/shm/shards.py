@@ -1,15 +1,19 @@
 """Buffers of every rank in memory that the ranks of a host share, and the reduction of this rank's shard of them.
 
-Each rank reduces its shard piece by piece: the values of all ranks into the first rank's buffer, then from there into
-all others, while the piece is in the processor's cache.
+Each rank reduces its shard piece by piece: the values of all ranks into the first of them, then from there into all
+results, while the piece is in the processor's cache.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from dualtrain.backends.base import FOLD, ReduceOp
 from dualtrain.backends.shm.semaphores import CACHE_LINE
+from dualtrain.backends.sum_order import Addition, SumOrder
 
 PAGE = 4096
 _PIECE_BYTES = 256 << 10
@@ -22,65 +26,104 @@ class Region:
     def __init__(self, memory: torch.Tensor, size: int, rank: int) -> None:
         self.slots = list(memory.view(size, -1))
         self._rank = rank
-        self._plans: dict[tuple[torch.dtype, int, int], Plan] = {}
+        self._plans: dict[tuple[torch.dtype, int, int, SumOrder | None], Plan] = {}
 
-    def plan(self, dtype: torch.dtype, count: int, scaled: int) -> Plan:
+    def plan(self, dtype: torch.dtype, count: int, scaled: int, tree: Tree | None = None) -> Plan:
         """Plan that reduces the first ``count`` elements, and scales the first ``scaled`` of them."""
-        key = dtype, count, scaled
+        key = dtype, count, scaled, tree.order if tree is not None else None
         if key not in self._plans:
             if len(self._plans) == _PLANS:
                 self._plans.clear()
             with torch.inference_mode(False):  # cached for callers in any mode
-                buffers = [slot[: count * dtype.itemsize].view(dtype) for slot in self.slots]
-                self._plans[key] = Plan(buffers, self._rank, scaled)
+                self._plans[key] = self._new_plan(dtype, count, scaled, tree)
         return self._plans[key]
+
+    def _new_plan(self, dtype: torch.dtype, count: int, scaled: int, tree: Tree | None) -> Plan:
+        def buffers(region: Region) -> list[torch.Tensor]:
+            return [slot[: count * dtype.itemsize].view(dtype) for slot in region.slots]
+
+        results = buffers(self)
+        if tree is None:
+            in_rank_order = [Addition(0, source) for source in range(1, len(results))]
+            return Plan(results, results, in_rank_order, self._rank, scaled)
+        others = [buffers(region) for region in tree.others]
+        parts = [
+            one[rank]
+            for rank, nodes in enumerate(tree.order.owned)
+            for one in (*others[: max(0, len(nodes) - 1)], *([results] if nodes else []))
+        ]
+        return Plan(parts, results, tree.order.additions, self._rank, scaled)
+
+
+class Tree(NamedTuple):
+    """A sum along the tree of ``order``; partial sums beside the newest of each rank are in the regions ``others``."""
+
+    order: SumOrder
+    others: list[Region]
 
 
 class Plan:
     """Reduction of a rank's shard of equal buffers.
 
+    Args:
+        parts: the buffers to reduce.
+        results: of each rank, the buffer that gets the result.
+        additions: pairs of ``parts`` to reduce, in this order; the result is in the first of them.
+        rank: this process's.
+        scaled: how many elements are scaled.
+
     Attributes:
         own: this rank's buffer.
-        shard: this rank's shard of the first rank's buffer.
+        shard: this rank's shard of the first part.
     """
 
-    def __init__(self, buffers: list[torch.Tensor], rank: int, scaled: int) -> None:
-        self.own = buffers[rank]
-        begin, end = _shard(len(self.own), len(buffers), rank)
-        mine = [buffer[begin:end] for buffer in buffers]
+    def __init__(
+        self,
+        parts: list[torch.Tensor],
+        results: list[torch.Tensor],
+        additions: Sequence[Addition],
+        rank: int,
+        scaled: int,
+    ) -> None:
+        self.own = results[rank]
+        self._additions = additions
+        begin, end = _shard(len(self.own), len(results), rank)
+        mine = [part[begin:end] for part in parts]
+        targets = [result[begin:end] for result in results if result is not parts[0]]
         self.shard = mine[0]
         step = _PIECE_BYTES // self.own.element_size()
-        #: Of each piece: the first rank's values, the part of them that is scaled, and the other ranks' values.
-        self._pieces: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
+        #: Of each piece: the values to reduce, the part of the first that is scaled, and where else the result goes.
+        self._pieces: list[tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]] = []
         for start in range(0, end - begin, step):
-            first, *others = (part[start : start + step] for part in mine)
-            self._pieces.append((first, first[: max(0, scaled - begin - start)], others))
+            values = [part[start : start + step] for part in mine]
+            copies = [target[start : start + step] for target in targets]
+            self._pieces.append((values, values[0][: max(0, scaled - begin - start)], copies))
 
     def reduce(self, op: ReduceOp, factor: float) -> None:
-        """Reduce the shard in rank order, scale it by ``factor``, and write it into all buffers."""
+        """Reduce the shard, scale it by ``factor``, and write it into all results."""
         fold = FOLD[op]
-        for first, scaled, others in self._pieces:
-            for other in others:
-                fold(first, other, out=first)
+        for values, scaled, copies in self._pieces:
+            for target, source in self._additions:
+                fold(values[target], values[source], out=values[target])
             if factor != 1:
                 scaled.mul_(factor)
-            for other in others:
-                other.copy_(first)
+            for copy in copies:
+                copy.copy_(values[0])
 
     def reduce_on_host(self, op: ReduceOp) -> None:
         """First half of :meth:`reduce`: the reduction is in ``shard``, not scaled."""
         fold = FOLD[op]
-        for first, _, others in self._pieces:
-            for other in others:
-                fold(first, other, out=first)
+        for values, _, _ in self._pieces:
+            for target, source in self._additions:
+                fold(values[target], values[source], out=values[target])
 
     def copy_to_all(self, factor: float) -> None:
-        """Second half of :meth:`reduce`: scale ``shard`` and write it into all buffers."""
-        for first, scaled, others in self._pieces:
+        """Second half of :meth:`reduce`: scale ``shard`` and write it into all results."""
+        for values, scaled, copies in self._pieces:
             if factor != 1:
                 scaled.mul_(factor)
-            for other in others:
-                other.copy_(first)
+            for copy in copies:
+                copy.copy_(values[0])
 
 
 def _shard(count: int, size: int, rank: int) -> tuple[int, int]:

@@ -1,0 +1,134 @@
+"""The order in which the numbers of V shards are added up, the same on any number of ranks: a fixed binary tree.
+
+The tree over n shards is the shard itself for n = 1, else the sum of the trees over its first k and its other n - k shards,
+k the largest power of two below n (the tree of RFC 6962, section 2.1). A rank owns consecutive shards, and these are a few
+complete subtrees. It adds those up alone; whatever the number of ranks is, the same additions are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+
+class Node(NamedTuple):
+    """The subtree over ``length`` shards from ``first`` on."""
+
+    first: int
+    length: int
+
+    def children(self) -> tuple[Node, Node]:
+        """Return the two subtrees whose sum this one is; it has at least two shards."""
+        left = 1 << (self.length - 1).bit_length() - 1
+        return Node(self.first, left), Node(self.first + left, self.length - left)
+
+
+class Addition(NamedTuple):
+    """Add the partial sum ``source`` to the partial sum ``target``, numbers in the order of :attr:`SumOrder.nodes`."""
+
+    target: int
+    source: int
+
+
+class SumOrder:
+    """The tree over ``shards`` shards, and which of them each of ``size`` ranks owns. Equal arguments give equal orders.
+
+    The first ``shards % size`` ranks own one shard more than the others; ranks beyond the last shard own none.
+
+    Attributes:
+        shards: their number, V.
+        ranges: of each rank, the numbers of its shards.
+        owned: of each rank, the subtrees that its shards are, from left to right.
+        nodes: those of all ranks: the partial sums that are exchanged, from left to right.
+        additions: what makes the sum of all shards of them, in ``nodes[0]``.
+        merges: of each rank and each of its shards, how many earlier partial sums the shard's is added to at once.
+        buffers: how many partial sums, beside the newest one, a rank keeps at most; the maximum over the ranks.
+    """
+
+    def __init__(self, shards: int, size: int) -> None:
+        if shards < 1:
+            raise ValueError(f"the number of shards must be 1 or more, not {shards}")
+        self.shards = shards
+        bounds = [rank * (shards // size) + min(rank, shards % size) for rank in range(size + 1)]
+        self.ranges = [range(begin, end) for begin, end in pairwise(bounds)]
+        root = Node(0, shards)
+        self.owned = [_cover(root, owned) for owned in self.ranges]
+        self.nodes = [node for nodes in self.owned for node in nodes]
+        self.additions: list[Addition] = []
+        self._add_up(root, {node: number for number, node in enumerate(self.nodes)})
+        programs = [_program(root, owned) for owned in self.ranges]
+        self.merges = [merges for merges, _ in programs]
+        self.buffers = max(depth for _, depth in programs)
+
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether any sum over the ranks has these bits: at most two of them, with one partial sum each."""
+        return len(self.owned) <= 2 and all(len(nodes) == 1 for nodes in self.owned)
+
+    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add up ``parts``, one for each of ``nodes``, in place; return the first of them, which holds the sum."""
+        for target, source in self.additions:
+            parts[target].add_(parts[source])
+        return parts[0]
+
+    def total(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``rows``, (n, …), of which there is one for each of ``shards``; changes none of them."""
+        parts = list(rows)
+        return self._fold(Node(0, self.shards), parts)
+
+    def _fold(self, node: Node, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if node.length == 1:
+            return parts[node.first]
+        left, right = (self._fold(child, parts) for child in node.children())
+        return left + right
+
+    def _add_up(self, node: Node, numbers: dict[Node, int]) -> int:
+        """Append the additions that make ``node``; return the number of the partial sum that holds it then."""
+        if node in numbers:
+            return numbers[node]
+        target, source = (self._add_up(child, numbers) for child in node.children())
+        self.additions.append(Addition(target, source))
+        return target
+
+
+@lru_cache(maxsize=64)
+def sum_order(shards: int, size: int) -> SumOrder:
+    """Return the order of ``shards`` shards on ``size`` ranks."""
+    return SumOrder(shards, size)
+
+
+def _cover(node: Node, owned: range) -> list[Node]:
+    """Return the largest subtrees of ``node`` with no other shards than ``owned``, from left to right."""
+    begin, end = max(node.first, owned.start), min(node.first + node.length, owned.stop)
+    if begin >= end:
+        return []
+    if end - begin == node.length:
+        return [node]
+    return [part for child in node.children() for part in _cover(child, owned)]
+
+
+def _program(root: Node, owned: range) -> tuple[list[int], int]:
+    """Return how many merges follow each shard of a rank, and how many partial sums it keeps beside the newest one."""
+    parents = _parents(root)
+    kept: list[Node] = []
+    merges, depth = [], 0
+    for shard in owned:
+        newest, count = Node(shard, 1), 0
+        depth = max(depth, len(kept))
+        while kept and (kept[-1], newest) in parents:
+            newest, count = parents[kept.pop(), newest], count + 1
+        kept.append(newest)
+        merges.append(count)
+    return merges, depth
+
+
+def _parents(node: Node) -> dict[tuple[Node, Node], Node]:
+    """Return the subtree that each pair of children makes."""
+    if node.length == 1:
+        return {}
+    left, right = node.children()
+    return {(left, right): node, **_parents(left), **_parents(right)}

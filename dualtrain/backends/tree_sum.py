@@ -1,0 +1,107 @@
+"""Sum partial sums of all ranks along a fixed tree, with any library: the bits depend on the tree alone.
+
+An all-reduce adds in an order of its own, which depends on the library and the number of ranks. Here each rank receives its
+slice of every partial sum (all-to-all), adds these along the tree, and the slices are gathered on all ranks. Where there
+is little to send, the partial sums themselves are gathered instead, in one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dualtrain.backends.base import Primitives, Work
+from dualtrain.backends.sum_order import SumOrder
+from dualtrain.backends.wire import as_bytes
+
+GATHERED_BYTES = 16 << 10  # up to this size, partial sums are gathered whole
+
+
+class TreeSum(Work[None]):
+    """Handle of the sum over all ranks of their partial sums, in ``others`` and ``tensor``, into ``tensor``.
+
+    See :meth:`dualtrain.backends.collectives.Backend.start_tree_sum`.
+    """
+
+    def __init__(
+        self,
+        backend: Primitives,
+        tensor: torch.Tensor,
+        others: Sequence[torch.Tensor],
+        order: SumOrder,
+        name: str,
+        factor: float,
+        tail: int,
+    ) -> None:
+        self._backend, self._order, self._name, self._factor = backend, order, name, factor
+        self._tensor = tensor.view(-1)
+        self._scaled = tensor.numel() - tail
+        self._counts = [len(nodes) for nodes in order.owned]
+        count = self._counts[backend.rank]
+        mine = [other.view(-1) for other in others[: count - 1]] + [self._tensor] if count else []
+        self._ended = False
+        whole = tensor.nbytes <= GATHERED_BYTES
+        #: Elements of each rank's slice; the last slices may be shorter, or empty.
+        self._width = tensor.numel() if whole else -(-tensor.numel() // backend.size)
+        self._work, self._received = self._gather(mine) if whole else self._scatter(mine)
+        self._whole = whole
+
+    def _gather(self, mine: Sequence[torch.Tensor]) -> tuple[Work[None], torch.Tensor]:
+        """Send all partial sums to all ranks. Ranks that have fewer than others send zeros."""
+        most = max(self._counts)
+        sent = self._tensor.new_zeros(most, self._width)
+        for row, part in zip(sent, mine, strict=False):
+            row.copy_(part)
+        received = sent.new_empty(self._backend.size, most, self._width)
+        return self._backend.start_allgather(as_bytes(received), as_bytes(sent), self._name), received
+
+    def _scatter(self, mine: Sequence[torch.Tensor]) -> tuple[Work[None], torch.Tensor]:
+        """Send slice r of every partial sum to rank r."""
+        tensor, size, itemsize = self._tensor, self._backend.size, self._tensor.element_size()
+        slices = [self._slice(rank) for rank in range(size)]
+        lengths = [end - begin for begin, end in slices]
+        if len(mine) == 1:
+            sent = mine[0]  # its slices are in order already
+        else:
+            sent = torch.cat([part[begin:end] for begin, end in slices for part in mine] or [tensor[:0]])
+        width = lengths[self._backend.rank]
+        received = tensor.new_empty(sum(self._counts) * width)
+        counts = [count * width * itemsize for count in self._counts]
+        sizes = [len(mine) * length * itemsize for length in lengths]
+        return self._backend.start_alltoall(as_bytes(received), as_bytes(sent), counts, sizes, self._name), received
+
+    def _slice(self, rank: int) -> tuple[int, int]:
+        numel = self._tensor.numel()
+        return min(numel, rank * self._width), min(numel, (rank + 1) * self._width)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        if self._ended:
+            return
+        self._work.wait()
+        if self._whole:
+            rows = [row for count, rows in zip(self._counts, self._received, strict=True) for row in rows[:count]]
+            self._tensor.copy_(self._sum(rows, 0))
+        else:
+            self._gather_slices()
+        self._ended = True
+
+    def _gather_slices(self) -> None:
+        begin, end = self._slice(self._backend.rank)
+        padded = self._tensor.new_zeros(self._width)
+        if begin < end:
+            padded[: end - begin] = self._sum(self._received.split(end - begin), begin)
+        output = padded.new_empty(self._backend.size * self._width)
+        self._backend.start_allgather(as_bytes(output), as_bytes(padded), f"{self._name}.gather").wait()
+        self._tensor.copy_(output[: self._tensor.numel()])
+
+    def _sum(self, parts: Sequence[torch.Tensor], begin: int) -> torch.Tensor:
+        """Add up ``parts``, which begin at element ``begin`` of the tensor, and scale the sum."""
+        total = self._order.sum(parts)
+        if self._factor != 1:
+            total[: max(0, self._scaled - begin)].mul_(self._factor)
+        return total
+
+    def done(self) -> bool:
+        return self._ended

@@ -1,0 +1,104 @@
+"""How the gradients in a bucket become one sum: over the ranks as the backend adds them, or over shards along a tree.
+
+With a tree, a rank has several shards of a step, one after another. Their partial sums are kept in buffers of their own,
+and only those that cannot be added up on this rank are exchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.backends.base import Work
+from dualtrain.backends.sum_order import SumOrder
+
+
+class BucketSum(Protocol):
+    """How the buffer of a bucket is summed."""
+
+    shards: int
+
+    def add_shard(self) -> None:
+        """Add the buffer to the partial sums, as a shard of this rank that is not its last. Not collective."""
+
+    def clear(self) -> None:
+        """Make all shards of this rank but the last one zeros."""
+
+    def start(self, name: str, factor: float, tail: int) -> Work[None]:
+        """Start the sum of the buffer, this rank's last shard, and all others; see ``Backend.start_sum``."""
+
+
+class RankSum:
+    """The sum over the ranks, which have one shard each, in the order that the backend adds in."""
+
+    def __init__(self, backend: Backend, wire: torch.Tensor) -> None:
+        self.shards = backend.size
+        self._backend, self._wire = backend, wire
+
+    def add_shard(self) -> None:
+        """See :class:`BucketSum`. There is no shard before the last one."""
+        raise RuntimeError("a rank has one shard in a step, unless the order of the sum is that of virtual ranks")
+
+    def clear(self) -> None:
+        """See :class:`BucketSum`."""
+
+    def start(self, name: str, factor: float, tail: int) -> Work[None]:
+        """See :class:`BucketSum`."""
+        return self._backend.start_sum(self._wire, name, factor, tail)
+
+
+class ShardSums:
+    """The sum over all shards along the tree of ``order``.
+
+    Args:
+        backend: the ranks; chooses the memory of the partial sums. Collective.
+        wire: the bucket's buffer.
+        order: which shards this rank has.
+    """
+
+    def __init__(self, backend: Backend, wire: torch.Tensor, order: SumOrder) -> None:
+        self.shards = order.shards
+        self._backend, self._wire, self._order = backend, wire, order
+        self._merges = order.merges[backend.rank]
+        self._partial = [backend.new_buffer(wire.numel(), wire.dtype, wire.device) for _ in range(order.buffers)]
+        self._kept, self._added = 0, 0  # partial sums and shards in this step
+
+    @torch.no_grad()
+    def add_shard(self) -> None:
+        """See :class:`BucketSum`."""
+        if self._added >= len(self._merges) - 1:
+            raise RuntimeError(f"this rank has {len(self._merges)} shards in a step, and was given more")
+        newest = self._wire
+        for _ in range(self._merges[self._added]):
+            self._kept -= 1
+            newest = self._partial[self._kept].add_(newest)
+        if newest is self._wire:
+            self._partial[self._kept].copy_(newest)
+        self._kept += 1
+        self._added += 1
+
+    def clear(self) -> None:
+        """See :class:`BucketSum`."""
+        self._kept = self._added = 0
+        for partial in self._partial:
+            partial.zero_()
+        for merges in self._merges[:-1]:
+            self._kept += 1 - merges
+            self._added += 1
+
+    @torch.no_grad()
+    def start(self, name: str, factor: float, tail: int) -> Work[None]:
+        """See :class:`BucketSum`.
+
+        Raises:
+            RuntimeError: this rank has shards that were not added.
+        """
+        if self._added != max(0, len(self._merges) - 1):
+            raise RuntimeError(f"this rank has {len(self._merges)} shards in a step, and was given {self._added + 1}")
+        for _ in range(self._merges[-1] if self._merges else 0):
+            self._kept -= 1
+            torch.add(self._partial[self._kept], self._wire, out=self._wire)
+        self._kept = self._added = 0
+        return self._backend.start_tree_sum(self._wire, self._partial, self._order, name, factor, tail)

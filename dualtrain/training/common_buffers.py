@@ -1,0 +1,167 @@
+"""Buffers that are equal on all ranks after every step, although each shard's forward passes change them.
+
+Every shard of a step begins with the same values. A floating-point buffer (running statistics) becomes the mean over the
+shards of what they make of it; updates of running statistics are linear, so this is the mean of as many sets as there
+are shards. An integer buffer of one element (a count of batches) becomes what shard 0 makes of it. All others must stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_EXACT = 1 << 24  # below it, whole numbers are exact in float32
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a buffer is. A forward pass may put another tensor there."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    def read(self) -> torch.Tensor:
+        """Return the buffer that is there now."""
+        tensor: torch.Tensor = getattr(self.module, self.key)
+        return tensor
+
+    def write(self, value: torch.Tensor) -> None:
+        """Give the buffer a value."""
+        now = self.read()
+        if now.shape == value.shape and now.dtype == value.dtype and not now.is_inference():
+            now.copy_(value)
+        else:
+            setattr(self.module, self.key, value.clone())
+
+
+class CommonBuffers:
+    """The buffers of ``model``: the values that the shards of a step begin with, and what they make of them.
+
+    Numbers of all shards are summed over them by the caller, in float32 at least (in float64 if parameters are).
+
+    Attributes:
+        count: how many numbers a shard adds to that sum.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        exact = max((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), default=4)
+        self._averaged: list[_Place] = []
+        self._counters: list[_Place] = []
+        self._constant: list[_Place] = []
+        for place in _places(model):
+            buffer = place.read()
+            if buffer.is_floating_point() and buffer.dtype.itemsize <= max(exact, 4):
+                self._averaged.append(place)
+            elif buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex():
+                self._counters.append(place)
+            else:
+                self._constant.append(place)
+        self._all = [*self._averaged, *self._counters, *self._constant]
+        self._sizes = [place.read().numel() for place in self._averaged]
+        self._began = [place.read().clone() for place in self._all]
+        self._changes: list[tuple[int, list[float]]] = []  # of each of this rank's shards: passes, counters' changes
+        self.count = sum(self._sizes) + len(self._averaged) + len(self._counters) + 1
+
+    def keep(self) -> None:
+        """Begin a step with the present values.
+
+        Raises:
+            ValueError: the model has got more buffers, or others.
+        """
+        if len(list(self._model.buffers())) != len(self._all):
+            raise ValueError("the model has got other buffers since the trainer was made: make the trainer after them")
+        for place, began in zip(self._all, self._began, strict=True):
+            now = place.read()
+            if now.shape != began.shape or now.dtype != began.dtype:
+                raise ValueError(f"buffer {place.name!r} has got another shape or dtype: make the trainer after the change")
+            began.copy_(now)
+        self._changes.clear()
+
+    def restore(self) -> None:
+        """Give all buffers the values that the step began with."""
+        for place, began in zip(self._all, self._began, strict=True):
+            place.write(began)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the buffers by name, those too that are not persistent: copies on the CPU."""
+        return {place.name: place.read().detach().cpu().clone() for place in self._all}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore what :meth:`state_dict` returned. Raises KeyError where a buffer is missing."""
+        for place in self._all:
+            place.write(state[place.name].to(place.read().device))
+
+    @torch.no_grad()
+    def numbers(self, shard: int, passes: int) -> torch.Tensor:
+        """Return the numbers that ``shard`` adds to the sum, float64, (count,), on the CPU, after its forward passes.
+
+        Raises:
+            ValueError: a buffer has changed that must not.
+        """
+        before = dict(zip(self._all, self._began, strict=True))
+        values = [place.read() for place in self._averaged]
+        for place, value in zip(self._averaged, values, strict=True):
+            if value.shape != before[place].shape:
+                raise ValueError(f"buffer {place.name!r} changes its shape in forward: virtual ranks cannot average it")
+        changed = [
+            float(not torch.equal(value, before[place])) for place, value in zip(self._averaged, values, strict=True)
+        ]
+        for place in self._constant:
+            if not torch.equal(place.read(), before[place]):
+                raise ValueError(
+                    f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
+                    "make it a float32 one, or train without virtual ranks"
+                )
+        changes = [float(place.read().item() - before[place].item()) for place in self._counters]
+        for place, change in zip(self._counters, changes, strict=True):
+            if abs(change) >= _EXACT:
+                raise ValueError(f"buffer {place.name!r} changes by {change:g} in a step: virtual ranks cannot follow it")
+        self._changes.append((passes, changes))
+        first = [*changes, float(passes)] if shard == 0 else [0.0] * (len(changes) + 1)
+        parts = [value.detach().reshape(-1).to("cpu", torch.float64) for value in values]
+        return torch.cat([*parts, torch.tensor([*changed, *first], dtype=torch.float64)])
+
+    @torch.no_grad()
+    def become_mean(self, total: torch.Tensor, shards: int) -> None:
+        """Give all buffers the values that the next step begins with.
+
+        Args:
+            total: the sum of the ``numbers`` of all shards.
+            shards: how many they are.
+
+        Raises:
+            ValueError: shards with as many passes have changed an integer buffer by other amounts.
+        """
+        means, changed, first = total.split([sum(self._sizes), len(self._averaged), len(self._counters) + 1])
+        *by, passes = first.tolist()
+        for number, (place, change) in enumerate(zip(self._counters, by, strict=True)):
+            if any(mine[number] != change for count, mine in self._changes if count == passes):
+                raise ValueError(
+                    f"buffer {place.name!r} was changed in forward by other amounts in some shards than in shard 0: "
+                    "virtual ranks have no common value for it; train without them"
+                )
+        self.restore()
+        for place, mean, some in zip(
+            self._averaged, means.mul(1.0 / shards).split(self._sizes), changed.tolist(), strict=True
+        ):
+            if some:
+                now = place.read()
+                now.copy_(mean.view(now.shape))
+        for place, change in zip(self._counters, by, strict=True):
+            now = place.read()
+            now.fill_(now.item() + int(change))
+
+
+def _places(model: nn.Module) -> Sequence[_Place]:
+    found, seen = [], set[int]()
+    for path, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in seen:  # a buffer of several modules counts once, as in model.buffers()
+                seen.add(id(buffer))
+                found.append(_Place(f"{path}.{key}" if path else key, module, key))
+    return found

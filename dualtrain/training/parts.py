@@ -1,0 +1,104 @@
+"""The parts of a step, and which of them each rank computes: one each, or shards of which it may have several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import nn
+
+from dualtrain.backends import Backend
+from dualtrain.backends.sum_order import SumOrder
+from dualtrain.errors import UserError
+from dualtrain.state import averaged_buffers
+from dualtrain.training.passes import Passes, Tensors
+from dualtrain.training.rank_state import local_state, restore_local_state
+from dualtrain.training.step import Step, with_last
+
+#: Of one shard: a batch, several batches (one backward pass each), or ``None`` for no samples.
+ShardBatches = Tensors | Iterable[Tensors] | None
+Batches = Iterable[Tensors] | Sequence[ShardBatches]
+Evaluation = Iterable[Sequence[torch.Tensor]]
+
+
+class Parts(Protocol):
+    """How the work of a trainer is divided, and the state that the parts begin with.
+
+    Attributes:
+        count: how many parts a step has: what the gradient is the mean of.
+        numbers: how many numbers a part sends behind the scalars.
+    """
+
+    count: int
+    numbers: int
+
+    @property
+    def mine(self) -> Sequence[int]:
+        """The numbers of this rank's shards; empty where each rank has one part."""
+
+    @property
+    def order(self) -> Literal["backend"] | SumOrder:
+        """The order in which gradients are summed."""
+
+    def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
+        """Compute this rank's parts of a step and reduce its gradients; return the result over all ranks. Collective."""
+
+    def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]]) -> list[float]:
+        """Return the sums of ``NAMES`` over all ranks' ``batches``, computed by ``sums``. Collective."""
+
+    def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the running statistics of ``model`` are equal on all ranks. Collective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that no other object has, equal on every rank: plain values and tensors. Collective."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            UserError: it is of another division.
+        """
+
+
+class RankParts:
+    """One part of a step on each rank. Running statistics and random numbers are each rank's own."""
+
+    numbers = 0
+    order: Literal["backend"] = "backend"
+    mine: Sequence[int] = ()
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self.count = backend.size
+        self._model, self._backend = model, backend
+
+    def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
+        """See :class:`Parts`. Batches are this rank's, one backward pass each."""
+        passes.begin_part(control_flags)
+        last = False
+        for (inputs, targets), last in with_last(cast("Iterable[Tensors]", batches)):
+            passes.compute(inputs, targets, expected, passes.load if last else None, send=last)
+        if not last:
+            passes.load()  # a rank without samples
+        return passes.reduce()
+
+    def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]]) -> list[float]:
+        """See :class:`Parts`. Batches are this rank's."""
+        mine = torch.tensor(sums(batches), dtype=torch.float64)
+        return self._backend.allreduce(mine, "sum", name="evaluation").tolist()
+
+    def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :class:`Parts`: the average over the ranks, each of which gets its own back."""
+        return averaged_buffers(model, self._backend)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`Parts`: running statistics and generators of every rank."""
+        mine = local_state(self._model, self._backend.device)
+        return {"ranks": self._backend.allgather_object(mine, name="state of the ranks")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :class:`Parts`. At another world size, generators are seeded anew."""
+        if "virtual_ranks" in state:
+            raise UserError(f"the state is of a trainer with virtual_ranks={state['virtual_ranks']['shards']}: give it too")
+        restore_local_state(self._model, state["ranks"], self._backend)

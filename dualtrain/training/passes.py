@@ -1,0 +1,112 @@
+"""The forward and backward passes of one step on this rank, and the scalars that are sent with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.errors import DivergedError
+from dualtrain.optimizer import DistributedOptimizer
+from dualtrain.training.objective import Sums
+from dualtrain.training.precision import Precision
+from dualtrain.training.step import Step, StepScalars
+
+Tensors = tuple[torch.Tensor, torch.Tensor]
+Measure = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sums]]
+
+
+class Passes:
+    """Computes the passes of a step.
+
+    Args:
+        measure: the mean loss of (inputs, targets), with its gradient, and the sums of ``objective.NAMES``.
+        optimizer: averages the gradients over ``parts`` parts of a step.
+        precision: of forward, and the scale of the loss.
+        parts: how many parts a step has, over all ranks.
+        piggyback: whether the scalars are sent with the gradients, behind which there is room for them.
+    """
+
+    def __init__(
+        self, measure: Measure, optimizer: DistributedOptimizer, precision: Precision, parts: int, *, piggyback: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self.backend: Backend = optimizer.backend
+        self._measure, self._precision, self._parts, self._piggyback = measure, precision, parts, piggyback
+        self._scalars = StepScalars()
+        self._extra = optimizer.extra.numpy()
+
+    def begin_part(self, control_flags: Sequence[float]) -> None:
+        """Begin a part of a step, or all that this rank has of it, with these control flags."""
+        self._scalars.reset(control_flags)
+
+    def compute(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        expected: float,
+        load: Callable[[], None] | None,
+        *,
+        send: bool,
+    ) -> None:
+        """Compute one batch, forward and backward.
+
+        Args:
+            inputs: of the model.
+            targets: of the loss.
+            expected: the total weight of all batches of the step, over all ranks.
+            load: called between forward and backward.
+            send: whether backward sends the gradients: this is the last batch of this rank.
+        """
+        with nullcontext() if send else self.optimizer.no_sync():
+            with self._precision.autocast():
+                loss, sums = self._measure(inputs, targets)
+            found = list(map(float, sums))
+            self._scalars.add(found)
+            if load is not None:
+                load()
+            # The parts' gradients are averaged; the mean over all samples weighs each batch by its own weight.
+            share = found[1] * self._parts / expected
+            self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
+
+    def load(self, more: torch.Tensor | None = None) -> None:
+        """Send the scalars of this part with its gradients, and ``more`` numbers behind them."""
+        if self._piggyback:
+            self._extra[: StepScalars.COUNT] = self._scalars.values
+        if more is not None:
+            self.optimizer.extra[StepScalars.COUNT :] = more
+
+    @property
+    def more(self) -> torch.Tensor:
+        """The sum over all parts of the numbers behind the scalars, float64, on the CPU; after :meth:`reduce`."""
+        return self.optimizer.extra[StepScalars.COUNT :]
+
+    def reduce(self) -> Step:
+        """Reduce what backward has not; return the result over all ranks. Collective; blocks.
+
+        Raises:
+            DivergedError: on every rank: a loss is infinite or not a number.
+        """
+        self.optimizer.synchronize()
+        step, diverged = StepScalars.result(self._totals())
+        if diverged:
+            raise DivergedError(self._divergence())
+        return step
+
+    def _totals(self) -> list[float]:
+        """Return the scalars' sums over all ranks, once the gradients are reduced. Collective."""
+        if self._piggyback:
+            total: list[float] = self._extra[: StepScalars.COUNT].tolist()
+            return total
+        mine = torch.tensor(self._scalars.values, dtype=torch.float64)
+        return self.backend.allreduce(mine, "sum", name="metrics").tolist()
+
+    def _divergence(self) -> str:
+        """Name the ranks whose loss is not finite. Collective."""
+        flags = self.backend.allgather_object(self._scalars.diverged, name="divergence")
+        ranks = [str(rank) for rank, diverged in enumerate(flags) if diverged]
+        if len(ranks) == self.backend.size > 1:
+            return "the loss became infinite or not a number on all ranks"
+        return f"the loss became infinite or not a number on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"

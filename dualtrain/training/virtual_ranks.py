@@ -1,0 +1,177 @@
+"""Training as a job of V ranks would, on any number of ranks: the shards of a step, and the state that they begin with.
+
+A global batch is split into V shards. Each rank owns consecutive ones and computes them one after another. All that a shard
+depends on is set before it: random numbers are seeded from (seed, step, shard), and running statistics have the values
+that all shards of the step begin with. What the shards make of these is averaged over all of them, along the same tree
+as the gradients. EasyScale (Li et al., SC 2023) and VirtualFlow (Or et al., MLSys 2022) are published relatives.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from dualtrain.backends import Backend
+from dualtrain.backends.sum_order import sum_order
+from dualtrain.data.draws import derived
+from dualtrain.data.sampler import share
+from dualtrain.errors import UserError
+from dualtrain.training.common_buffers import CommonBuffers
+from dualtrain.training.objective import NAMES
+from dualtrain.training.parts import Batches, Evaluation, ShardBatches
+from dualtrain.training.passes import Passes, Tensors
+from dualtrain.training.step import CONTROL_FLAGS, Step, with_last
+
+log = logging.getLogger("dualtrain")
+
+
+class VirtualRanks:
+    """The shards of a trainer's steps; see :class:`~dualtrain.training.parts.Parts`.
+
+    Args:
+        shards: their number, V.
+        seed: of the random numbers.
+        model: its buffers are the state that forward passes change.
+        backend: the ranks.
+    """
+
+    def __init__(self, shards: int, seed: int, model: nn.Module, backend: Backend) -> None:
+        self.count = shards
+        self.order = sum_order(shards, backend.size)
+        self.mine = self.order.ranges[backend.rank]
+        self._backend, self._seed = backend, seed
+        self._steps = 0  # that were taken: the next one's number
+        self._buffers = CommonBuffers(model)
+        self.numbers = self._buffers.count
+        if backend.size > shards and backend.rank == 0:
+            log.warning(
+                "ranks %d to %d have nothing to compute, since there are %d virtual ranks: start fewer ranks, or begin a "
+                "run with more virtual ones",
+                shards,
+                backend.size - 1,
+                shards,
+            )
+
+    def split(self, batch: Tensors) -> list[Tensors | None]:
+        """Return this rank's shards of a global batch, which every rank has; ``None`` for an empty one."""
+        numbers = torch.arange(len(batch[1]))
+        parts = [share(numbers, shard, self.count) for shard in self.mine]
+        return [(batch[0][part], batch[1][part]) if len(part) else None for part in parts]
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
+        """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
+        given, reducer = list(batches), passes.optimizer.reducer
+        if len(given) != len(self.mine):
+            raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
+        flags = self._flags(control_flags)
+        with self._begun_step():
+            reducer.prepare()
+            for shard, part in zip(self.mine, given, strict=True):
+                self._begin_shard(shard)
+                passes.begin_part(flags if shard == self.mine[0] else (0.0,) * CONTROL_FLAGS)
+                ends = shard == self.mine[-1]
+                self._compute(passes, shard, part, expected, send=ends)
+                if not ends:
+                    reducer.add_shard()
+            step = passes.reduce()
+            self._buffers.become_mean(passes.more, self.count)
+        return step
+
+    def _compute(self, passes: Passes, shard: int, batches: ShardBatches, expected: float, *, send: bool) -> None:
+        number = 0
+        for number, ((inputs, targets), last) in enumerate(with_last(_passes_of(batches)), 1):
+            # Before backward, which may run forward again (activation checkpointing).
+            load = partial(self._load, passes, shard, number) if last else None
+            passes.compute(inputs, targets, expected, load, send=send and last)
+        if not number:
+            self._load(passes, shard, number)
+
+    def _load(self, passes: Passes, shard: int, number: int) -> None:
+        passes.load(self._buffers.numbers(shard, number))
+
+    @contextmanager
+    def _begun_step(self) -> Iterator[None]:
+        """Begin a step; where it fails, give the buffers the values that it began with."""
+        self._buffers.keep()
+        try:
+            yield
+        except BaseException:
+            self._buffers.restore()
+            raise
+        self._steps += 1
+
+    def _begin_shard(self, shard: int) -> None:
+        self._buffers.restore()
+        self._seed_all(self._steps, shard)
+
+    def _seed_all(self, *parts: object) -> None:
+        """Seed torch's generators (of the CPU and this rank's device), numpy's and Python's from the seed and ``parts``."""
+        value = derived(self._seed, "shard", *parts)
+        # Not torch.manual_seed, which takes long and seeds the other ranks' GPUs.
+        torch.default_generator.manual_seed(value)
+        if self._backend.device.type == "cuda":
+            with torch.cuda.device(self._backend.device):
+                torch.cuda.manual_seed(value)
+        numpy.random.seed(value % 2**32)
+        random.seed(value)
+
+    def _flags(self, mine: Sequence[float]) -> Sequence[float]:
+        """Return what this rank sends with its first shard, so that the sum is that of all ranks' flags.
+
+        Collective where some ranks own no shard, and so send nothing; not otherwise.
+        """
+        if self._backend.size <= self.count:
+            return mine
+        values = torch.tensor(mine, dtype=torch.float64)
+        total = self._backend.allreduce(values, "sum", name="control flags").tolist()
+        return total if self._backend.rank == 0 else [0.0] * len(mine)
+
+    # -- evaluation and state ---------------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]]) -> list[float]:
+        """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
+        rows = []
+        for shard, part in zip(self.mine, batches, strict=True):
+            self._seed_all(self._steps, shard, "evaluation")
+            rows.append(sums(part))
+        mine = torch.tensor(rows, dtype=torch.float64).view(-1, len(NAMES))
+        return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
+
+    def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
+        """See :class:`~dualtrain.training.parts.Parts`: they are equal after every step."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`~dualtrain.training.parts.Parts`: nothing of single ranks."""
+        state = {"shards": self.count, "steps": self._steps, "seed": self._seed, "buffers": self._buffers.state_dict()}
+        return {"virtual_ranks": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See :class:`~dualtrain.training.parts.Parts`. The next steps are the same at any world size."""
+        had = state["virtual_ranks"]["shards"] if "virtual_ranks" in state else None
+        if had != self.count:
+            raise UserError(
+                f"the state is of a trainer with virtual_ranks={had}, not {self.count}: give virtual_ranks={had}"
+            )
+        own = state["virtual_ranks"]
+        self._steps, self._seed = int(own["steps"]), int(own["seed"])
+        self._buffers.load_state_dict(own["buffers"])
+
+
+def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
+    """Return the batches of one shard, one for each backward pass."""
+    if batches is None:
+        return ()
+    if isinstance(batches, tuple) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
+        return (batches,)
+    return batches

@@ -1,0 +1,132 @@
+"""The fixed order of sums: the tree, what ranks add up alone, and the sum over every kind of world."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from dualtrain.backends import tree_sum
+from dualtrain.backends.base import ReduceOp
+from dualtrain.backends.sum_order import SumOrder, sum_order
+from dualtrain.gradients.shard_sums import ShardSums
+from tests.hvd.worlds import worlds
+from tests.threads import run_threads
+
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 13)
+
+
+def numbers(shards, numel):
+    """Return numbers of each shard whose sum depends on the order, float32, (shards, numel)."""
+    generator = numpy.random.default_rng(shards * 1000 + numel)
+    magnitudes = generator.integers(-3, 4, (shards, numel))
+    return (generator.standard_normal((shards, numel)) * 10.0**magnitudes).astype(numpy.float32)
+
+
+def tree(rows):
+    """Compute the tree of RFC 6962 over ``rows``, with NumPy."""
+    if len(rows) == 1:
+        return rows[0]
+    half = 1
+    while half * 2 < len(rows):
+        half *= 2
+    return tree(rows[:half]) + tree(rows[half:])
+
+
+def sums(backend, cases):
+    """Return the sum over each case's shards (their number, their length), scaled but for the last two elements."""
+    results = []
+    for shards, numel in cases:
+        order, rows = sum_order(shards, backend.size), torch.from_numpy(numbers(shards, numel))
+        wire = backend.new_buffer(numel, torch.float32, torch.device("cpu"))
+        partial = ShardSums(backend, wire, order)
+        for _ in range(2):  # buffers are used again
+            mine = order.ranges[backend.rank]
+            for shard in mine:
+                wire.copy_(rows[shard])
+                if shard != mine[-1]:
+                    partial.add_shard()
+            partial.start(f"sum of {shards}", 0.75, min(2, numel)).wait()
+        results.append(wire.clone().numpy())
+    return results
+
+
+def expected(cases):
+    results = []
+    for shards, numel in cases:
+        total = tree(numbers(shards, numel)).copy()
+        total[: max(0, numel - 2)] *= numpy.float32(0.75)
+        results.append(total)
+    return results
+
+
+def assert_equal(found, cases):
+    for ranks in found:
+        for mine, right, case in zip(ranks, expected(cases), cases, strict=True):
+            assert mine.tobytes() == right.tobytes(), case
+
+
+@pytest.mark.parametrize("gathered", [0, 1 << 20], ids=["all-to-all", "all-gather"])
+@pytest.mark.parametrize("shards", COUNTS)
+def test_the_sum_is_that_of_the_tree_on_any_number_of_ranks(shards, gathered, monkeypatch):
+    monkeypatch.setattr(tree_sum, "GATHERED_BYTES", gathered)
+    cases = [(shards, numel) for numel in (1, 2, 7, 1000)]
+    for size in (*range(1, shards + 1), shards + 2):
+        assert_equal(run_threads(size, sums, cases), cases)
+
+
+CASES = [(shards, numel) for shards in COUNTS for numel in (5, 9001)]
+
+
+@worlds(("torch", 2), ("torch", 3), ("torch", 4), ("horovod", 2), ("horovod", 3), ("horovod", 4), ("shm", 2), ("shm", 3))
+def test_every_library_and_transport_has_the_bits_of_the_tree(real):
+    assert_equal(real(sums, CASES), CASES)
+
+
+def rank_order(backend, cases):
+    """Return what an ordinary all-reduce gives in place of the tree."""
+    results = []
+    for shards, numel in cases:
+        wire = torch.from_numpy(numbers(shards, numel))[backend.rank].clone()
+        backend.start_allreduce(wire, ReduceOp.SUM, "sum").wait()
+        wire[: max(0, numel - 2)] *= 0.75
+        results.append(wire.numpy())
+    return results
+
+
+def test_the_order_of_the_ranks_has_other_bits():
+    """The numbers of these tests tell one order from another."""
+    cases = [(4, 1000)]
+    with pytest.raises(AssertionError):
+        assert_equal(run_threads(4, rank_order, cases), cases)
+
+
+@pytest.mark.parametrize("shards", COUNTS)
+def test_a_rank_exchanges_few_partial_sums(shards):
+    for size in range(1, shards + 3):
+        order = SumOrder(shards, size)
+        lengths = [len(owned) for owned in order.ranges]
+        assert sum(lengths) == shards
+        assert max(lengths) - min(lengths) <= 1
+        assert sorted(shard for owned in order.ranges for shard in owned) == list(range(shards))
+        assert order.buffers <= shards.bit_length()
+        if shards % size == 0 and (shards // size).bit_count() == 1 and shards.bit_count() == 1:
+            assert all(len(nodes) == 1 for nodes in order.owned)
+
+
+def test_there_is_at_least_one_shard():
+    with pytest.raises(ValueError, match="must be 1 or more, not 0"):
+        SumOrder(0, 2)
+
+
+def too_many_shards(backend):
+    partial = ShardSums(backend, torch.zeros(3), sum_order(4, backend.size))
+    with pytest.raises(RuntimeError, match="this rank has 2 shards in a step, and was given 1"):
+        partial.start("sum", 1.0, 0)
+    partial.add_shard()
+    with pytest.raises(RuntimeError, match="this rank has 2 shards in a step, and was given more"):
+        partial.add_shard()
+
+
+def test_a_rank_gives_each_of_its_shards_once():
+    run_threads(2, too_many_shards)

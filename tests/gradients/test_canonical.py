@@ -1,0 +1,194 @@
+"""``sum_order="canonical"``: the same bits of averaged gradients over every backend and transport."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain import BackendError, DistributedOptimizer
+from dualtrain.backends.sum_order import sum_order
+from dualtrain.gradients import Transfer
+from tests.hvd.worlds import worlds
+from tests.models_for_tests import CLASSES, conv_net, image_loss, perceptron, small_buckets, vector_loss, vectors
+from tests.threads import run_threads
+
+
+def tree(parts):
+    if len(parts) == 1:
+        return parts[0]
+    half = 1 << (len(parts) - 1).bit_length() - 1
+    return tree(parts[:half]) + tree(parts[half:])
+
+
+def own_gradients(rank):
+    model = conv_net()
+    image_loss(model, rank).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def averaged(backend, options=None):
+    """Return the gradients after two steps of a small rate, as bytes, and the extra scalars."""
+    model = conv_net()
+    with small_buckets():
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            model.named_parameters(),
+            backend=backend,
+            extra=1,
+            sum_order="canonical",
+            **(options or {}),
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.extra[0] = 0.1 * (backend.rank + 1)
+            image_loss(model, backend.rank).backward()
+            optimizer.step()
+    optimizer.close()
+    return [p.grad.numpy().tobytes() for p in model.parameters()], optimizer.extra.item()
+
+
+def expected(size):
+    parts = [own_gradients(rank) for rank in range(size)]
+    means = [tree([part[i] for part in parts]) * (1.0 / size) for i in range(len(parts[0]))]
+    return [mean.numpy().tobytes() for mean in means], tree([torch.tensor(0.1 * (r + 1)) for r in range(size)]).item()
+
+
+@worlds(("torch", 2), ("torch", 3), ("torch", 4), ("horovod", 3), ("horovod", 4), ("shm", 2), ("shm", 3))
+def test_gradients_have_the_bits_of_the_tree(real):
+    for found in real(averaged):
+        assert found == expected(real.size)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_gradients_have_the_bits_of_the_tree_in_threads(size):
+    for found in run_threads(size, averaged):
+        assert found == expected(size)
+
+
+def sharded(backend, shards, dtype):
+    """Return the gradients of ``shards`` losses, several on each rank; one parameter is used by shard 1 alone."""
+    model = perceptron(dtype=dtype)
+    model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=dtype)))
+    model.register_parameter("never", nn.Parameter(torch.ones(2, dtype=dtype)))
+    order = sum_order(shards, backend.size)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = DistributedOptimizer(
+        inner, model.named_parameters(), backend=backend, sum_order=order, unused="none", extra=1
+    )
+    optimizer.reducer.prepare()
+    mine = order.ranges[backend.rank]
+    for shard in mine:
+        optimizer.extra[0] = 1 / (shard + 3)
+        for number in range(3):
+            with optimizer.no_sync():
+                loss = model[:3](vectors(10 * shard + number, dtype=dtype)).square().mean()
+                (loss + model.rare.sum() if shard == 1 else loss).backward()
+        if shard != mine[-1]:
+            optimizer.reducer.add_shard()
+    optimizer.step()
+    optimizer.close()
+    found = {name: None if p.grad is None else p.grad.float().numpy().tobytes() for name, p in model.named_parameters()}
+    return found, optimizer.extra.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shards", [3, 4, 7])
+def test_shards_on_any_number_of_ranks_have_the_same_bits(shards, dtype):
+    alone = run_threads(1, sharded, shards, dtype)[0]
+    assert alone[0]["never"] is None
+    assert alone[0]["rare"] is not None
+    for size in (*range(2, shards + 1), shards + 1):
+        for found in run_threads(size, sharded, shards, dtype):
+            assert found == alone, size
+
+
+def scattered(backend):
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, CLASSES))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backend=backend, sum_order="canonical"
+    )
+    with pytest.raises(BackendError, match=r"rank 0: the gradient of '0\.weight' is sparse.*give its module sparse=False"):
+        model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.close()
+
+
+def test_sparse_gradients_are_refused_on_every_rank():
+    run_threads(3, scattered)
+
+
+def unfrozen(backend):
+    """Return the gradients after one more parameter is trained, which changes the layout in the middle."""
+    model = perceptron()
+    model[0].weight.requires_grad_(False)
+    order = sum_order(4, backend.size)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, sum_order=order)
+    mine = order.ranges[backend.rank]
+    for step in range(2):
+        optimizer.zero_grad()
+        optimizer.reducer.prepare()
+        for shard in mine:
+            with optimizer.no_sync():
+                vector_loss(model, shard).backward()
+            if shard != mine[-1]:
+                optimizer.reducer.add_shard()
+        optimizer.step()
+        if step == 0:
+            assert model[0].weight.grad is None
+            model[0].weight.requires_grad_(True)
+    optimizer.close()
+    return [p.grad.numpy().tobytes() for p in model.parameters()]
+
+
+def test_a_parameter_may_be_unfrozen_between_steps():
+    alone = run_threads(1, unfrozen)[0]
+    for size in (2, 3):
+        assert run_threads(size, unfrozen) == [alone] * size
+
+
+def one_leaves(backend):
+    """Rank 1 alone changes its layout: every rank refuses."""
+    model = perceptron()
+    model[0].weight.requires_grad_(False)
+    order = sum_order(4, backend.size)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, sum_order=order)
+    mine = order.ranges[backend.rank]
+
+    def step():
+        optimizer.reducer.prepare()
+        for shard in mine:
+            with optimizer.no_sync():
+                vector_loss(model, shard).backward()
+            if shard != mine[-1]:
+                optimizer.reducer.add_shard()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    model[0].weight.requires_grad_(backend.rank == 1)
+    with pytest.raises(BackendError, match=r"rank 1: .*before the same backward"):
+        step()
+    optimizer.close()
+
+
+def test_a_layout_that_one_rank_leaves_is_an_error_on_all():
+    run_threads(3, one_leaves)
+
+
+def test_options_that_have_no_fixed_order_are_refused():
+    def body(backend):
+        model = perceptron()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        for options, message in (
+            ({"sum_order": "tree"}, "sum_order='tree' is not known"),
+            ({"sum_order": "canonical", "transfer": Transfer(dtype=torch.float16)}, "in their own dtype"),
+            ({"sum_order": sum_order(4, backend.size + 1)}, "for the backend's size"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                DistributedOptimizer(copy.copy(inner), model.named_parameters(), backend=backend, **options)
+
+    run_threads(2, body)
