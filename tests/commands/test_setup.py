@@ -7,6 +7,7 @@ It records pip's arguments, and a file of the test says what pip does.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -81,6 +82,23 @@ def test_a_failed_build_is_reported_with_its_last_lines_and_the_next_call_builds
     assert "setup: cure: look for the first 'error:'" in errors
     setup.pip("")
     assert setup.run()[0] == 0
+
+
+def test_a_wheel_of_another_recipe_is_not_used(setup, tmp_path):
+    setup.root = tmp_path / "tree"
+    shutil.copytree(ROOT / "launch", setup.root / "launch")
+    for name in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, setup.root)
+    outputs = []
+    for line in ("", "", "# another recipe"):
+        with (setup.root / "launch" / "build_horovod.sh").open("a") as file:
+            file.write(line)
+        (setup.venv / "setup.done").unlink(missing_ok=True)
+        status, output, errors = setup.run(DUALTRAIN_WITH="none")
+        assert status == 0, errors
+        outputs.append(output)
+    assert ["was built before" in output for output in outputs] == [False, True, False]
+    assert len(list((setup.cache / "wheels").iterdir())) == 2
 
 
 def test_nothing_of_the_build_outlives_a_step_that_failed(setup, tmp_path):
