@@ -176,7 +176,7 @@ class GradientReducer:
     def exchange(self) -> None:
         """Average the gradients over the ranks. Collective; blocks."""
         exchange = self._exchange
-        self.prepare()
+        self._use_layout()
         while exchange.schedule.has_unsent:
             exchange.send_next(self._scalars)
         if exchange.wait(host_waits=self._scalars is not None):
@@ -187,11 +187,13 @@ class GradientReducer:
         exchange.unpack()
         self._start_over(reduced=True)
 
-    def prepare(self) -> None:
-        """Make the buckets, unless there are some for all parameters. Collective where there are none; blocks.
+    def begin_shards(self) -> None:
+        """Begin a step in which ranks have several shards. Collective where the buckets are to be made; blocks."""
+        self._use_layout()
+        for bucket in self.buckets:
+            bucket.sum.begin()
 
-        The first exchange does it by itself.
-        """
+    def _use_layout(self) -> None:
         self._add_unfrozen()
         if not self._exchange.laid_out:
             self._exchange.leave_layout(host_waits=self._scalars is not None)
@@ -200,7 +202,7 @@ class GradientReducer:
     def add_shard(self) -> None:
         """Add this rank's gradients and :attr:`extra` to the sum as those of its next shard but the last; drop them.
 
-        For a reducer with ``order``, after :meth:`prepare`, and after backward passes in :meth:`no_sync`. The last shard's
+        For a reducer with ``order``, after :meth:`begin_shards`, and after backward passes in :meth:`no_sync`. The last shard's
         gradients are those of the next reduction. Not collective.
 
         Raises:
