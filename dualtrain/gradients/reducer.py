@@ -202,8 +202,8 @@ class GradientReducer:
     def add_shard(self) -> None:
         """Add this rank's gradients and :attr:`extra` to the sum as those of its next shard but the last; drop them.
 
-        For a reducer with ``order``, after :meth:`begin_shards`, and after backward passes in :meth:`no_sync`. The last shard's
-        gradients are those of the next reduction. Not collective.
+        For a reducer with ``order``, after :meth:`begin_shards`, and after backward passes in :meth:`no_sync`. The next
+        reduction takes the last shard's gradients. Not collective.
 
         Raises:
             RuntimeError: this rank has no shard left besides its last one.
