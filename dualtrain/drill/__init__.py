@@ -1,0 +1,1 @@
+"""The drill: the user's own job with faults, and whether it ends with the same weights."""

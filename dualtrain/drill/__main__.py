@@ -1,0 +1,104 @@
+"""``python -m dualtrain.drill [flags of dualtrain.main]``: check that a job survives its processes, with the same result.
+
+Runs the job once undisturbed, then once more with faults at seeded moments (killed and stopped ranks, a killed launcher,
+SIGTERM, a kill while a checkpoint is written, a damaged checkpoint), and compares the results. Under torchrun the launcher
+restarts the ranks; the drill starts again what ends. The exit status is 0 if the results are the same, bit for bit, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from dualtrain.config import parse
+from dualtrain.console import leave, parser_of, print_error, show
+from dualtrain.drill.exercise import Exercise, Report
+from dualtrain.errors import UserError
+
+_OWN = ("--run-dir", "--resume", "--nproc")  # flags of dualtrain.main that the drill sets itself
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 10_000:
+        raise ValueError
+    return number
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the drill's own arguments, and those of the job, which are checked."""
+    parser = parser_of("dualtrain.drill", str(__doc__))
+    parser.add_argument("--nproc", type=_whole, default=2, metavar="N", help="ranks on this host (default: 2)")
+    parser.add_argument("--faults", type=_whole, default=12, metavar="N", help="how many faults (default: 12)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the faults, and of the run (default: 0)")
+    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="without progress (default: 120)")
+    parser.add_argument("--out", metavar="FOLDER", help="of both runs and their outputs (default: a new one below runs/)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    given, flags = parser.parse_known_args(arguments)
+    for flag in flags:
+        if flag.partition("=")[0] in _OWN:
+            raise UserError(
+                f"{flag.partition('=')[0]} is the drill's own to set: leave it out (--nproc and --out are its flags)"
+            )
+    flags += ["--seed", str(given.seed)]
+    config = parse(flags)
+    # Every step in metrics.jsonl, to see where the job is; and a stopped rank is noticed in seconds.
+    if "--log-every" not in " ".join(flags):
+        flags += ["--log-every", "1"]
+    if config.run.timeout == 300.0:
+        flags += ["--timeout", "10"]
+    return given, flags
+
+
+def _folder(out: str | None) -> Path:
+    folder = Path(out or Path("runs") / f"drill-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"--out {str(folder)!r} is there already: name a new folder") from None
+    except OSError as error:
+        raise UserError(f"--out {str(folder)!r} cannot be made ({error.strerror}): name another folder") from None
+    return folder.resolve()
+
+
+def table(report: Report) -> str:
+    """Format a report as lines of text; the last one is the verdict."""
+    rows = [["fault", "target", "moment", "detected after", "recovered after", "steps repeated"]]
+    for row in report.rows:
+        times = ["–" if value is None else f"{value:.1f} s" for value in (row.detected, row.recovered)]
+        rows.append([row.fault, row.target, row.moment, *times, str(row.repeated)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    weights = report.disturbed.get("weights_sha256", "")[:16]
+    verdict = f"yes, {len(report.rows)} faults, and the result is the undisturbed one, bit for bit ({weights})"
+    lines += ["", f"same result: {'no, ' + '; '.join(report.problems) if report.problems else verdict}"]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out a drill; return the exit status: 0 if the results are the same, 1 if not, 2 for an error of the user's."""
+    try:
+        given, flags = _parse(arguments)
+        horovod = "horovod" in flags or "--backend=horovod" in flags
+        folder = _folder(given.out)
+
+        def progress(line: str) -> None:
+            show(line, sys.stderr if given.json else sys.stdout)
+
+        progress(f"drill of {given.nproc} ranks under {'horovodrun' if horovod else 'torchrun'}, in {folder}")
+        drill = Exercise(folder, flags, given.nproc, horovod=horovod, seed=given.seed, limit=given.limit, tell=progress)
+        report = drill.run(given.faults)
+    except UserError as error:
+        print_error(error)
+        return 2
+    show(json.dumps(report.plain(), indent=1) if given.json else f"\n{table(report)}")
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    leave(main())

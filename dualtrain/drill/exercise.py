@@ -1,0 +1,209 @@
+"""Run a job undisturbed, then with faults at seeded moments, and measure each recovery."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dualtrain.drill.faults import FAULTS, Fault
+from dualtrain.drill.job import Job
+from dualtrain.errors import UserError
+from dualtrain.files import read_json
+
+_POLL_SECONDS = 0.002
+_EARLY = 0.25  # of the faults come while the ranks start, and not at a step
+_SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
+
+
+@dataclass
+class Row:
+    """One fault and what followed.
+
+    Attributes:
+        fault: its name.
+        target: what exactly was done.
+        moment: when, in words.
+        detected: seconds until another process of the job has ended; ``None`` if none has.
+        recovered: seconds until the first step after the restart; ``None`` where the job ended before one.
+        repeated: steps that were computed again.
+    """
+
+    fault: str
+    target: str
+    moment: str
+    detected: float | None = None
+    recovered: float | None = None
+    repeated: int = 0
+
+
+@dataclass
+class Report:
+    """The result of a drill.
+
+    Attributes:
+        rows: one for each fault.
+        undisturbed: the summary without faults.
+        disturbed: the summary with faults.
+        problems: what does not hold; empty if all does.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    undisturbed: dict[str, Any] = field(default_factory=dict)
+    disturbed: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {**asdict(self), "holds": not self.problems}
+
+
+class Exercise:
+    """A drill in ``folder``.
+
+    Args:
+        folder: for both runs and their outputs.
+        flags: of ``dualtrain.main``.
+        nproc: the number of ranks.
+        horovod: whether horovodrun starts the job, and not torchrun.
+        seed: of the faults and their moments.
+        limit: seconds without progress after which the drill gives up.
+        tell: is given each line of progress.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        flags: Sequence[str],
+        nproc: int,
+        *,
+        horovod: bool,
+        seed: int,
+        limit: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._folder, self._flags, self._nproc, self._horovod = folder, list(flags), nproc, horovod
+        self._choice, self._limit, self._tell = random.Random(seed), limit, tell
+        self.report = Report()
+
+    def run(self, faults: int) -> Report:
+        """Carry out the drill with so many faults. Blocks until both runs have ended.
+
+        Raises:
+            UserError: the undisturbed run fails.
+        """
+        began = time.monotonic()
+        self.report.undisturbed = self._undisturbed()
+        steps, seconds = self.report.undisturbed["steps"], time.monotonic() - began
+        self._tell(
+            f"undisturbed: {steps} steps in {seconds:.1f} s, weights {self.report.undisturbed['weights_sha256'][:16]}"
+        )
+        job = Job(self._folder / "disturbed", self._flags, self._nproc, horovod=self._horovod, restarts=faults + 3)
+        try:
+            job.start()
+            for number, (fault, step) in enumerate(self._plan(faults, steps), 1):
+                self._tell(f"fault {number} of {faults}: {self._one(job, fault, step)}")
+            self._to_the_end(job)
+        except TimeoutError as error:
+            self.report.problems.append(str(error))
+        finally:
+            left = job.end()
+        if left and not self.report.problems:
+            self.report.problems.append(f"{len(left)} processes were left behind")
+        self._compare(job)
+        return self.report
+
+    def _undisturbed(self) -> dict[str, Any]:
+        job = Job(self._folder / "undisturbed", self._flags, self._nproc, horovod=self._horovod, restarts=0)
+        job.start()
+        try:
+            self._wait(job, lambda: job.status() is not None, "the undisturbed run")
+            if job.status() != 0:
+                raise UserError(f"the job fails without any fault ({job.last_words()}): repair it first; see {job.log}")
+        except TimeoutError as error:
+            raise UserError(f"{error}; see {job.log}") from error
+        finally:
+            job.end()
+        summary: dict[str, Any] = read_json(job.folder / "summary.json")
+        return summary
+
+    def _plan(self, faults: int, steps: int) -> list[tuple[Fault, int]]:
+        """Return the faults in a random order, each kind as often as the others, and the steps that they come after."""
+        kinds: list[Fault] = []
+        while len(kinds) < faults:
+            kinds += self._choice.sample(FAULTS, len(FAULTS))
+        moments = sorted(self._choice.randrange(max(1, steps - 1)) for _ in range(faults))
+        return list(zip(kinds, moments, strict=False))
+
+    def _one(self, job: Job, fault: Fault, step: int) -> str:
+        """Wait for the moment, strike, and wait until the job goes on; add a row, and return it in words."""
+        moment = self._reach(job, step)
+        ranks, starts = job.ranks(), len(job.starts())
+        row = Row(fault.name, "the job had ended", moment)
+        self.report.rows.append(row)
+        if job.status() == 0:
+            return f"{row.fault}: {row.target}"
+        row.target = fault.strike(job, self._choice)
+        struck, (inode, before) = time.monotonic(), job.position()
+
+        def recovered() -> bool:
+            if row.detected is None and (job.status() is not None or job.ranks() != ranks):
+                row.detected = time.monotonic() - struck
+            if job.status() not in (None, 0):
+                job.start()
+            if job.status() == 0:
+                return True
+            now = job.starts()[starts:]
+            file, step = job.position()
+            return bool(now) and file != inode and step > now[-1]
+
+        self._wait(job, recovered, f"the recovery from {fault.name}")
+        began = job.starts()[starts:]
+        if began:
+            row.recovered = time.monotonic() - struck
+            row.repeated = max(0, before - began[-1])
+        return f"{row.fault} ({row.target}) {row.moment}"
+
+    def _reach(self, job: Job, step: int) -> str:
+        """Wait until the job has taken ``step`` steps, or for a random moment of its start; return which it was."""
+        if self._choice.random() < _EARLY:
+            seconds = self._choice.uniform(0.1, 3.0)
+            deadline = time.monotonic() + seconds
+            self._wait(job, lambda: time.monotonic() > deadline or job.status() is not None, "a moment")
+            return f"{seconds:.1f} s after the last one"
+        self._wait(job, lambda: job.position()[1] >= step or job.status() is not None, f"step {step}")
+        return f"after step {job.position()[1]}"
+
+    def _to_the_end(self, job: Job) -> None:
+        def ended() -> bool:
+            if job.status() not in (None, 0):
+                job.start()
+            return job.status() == 0
+
+        self._wait(job, ended, "the end of the run")
+
+    def _wait(self, job: Job, condition: Callable[[], bool], what: str) -> None:
+        """Wait for ``condition``, as long as the job takes steps. Raises TimeoutError."""
+        last, deadline = job.position(), time.monotonic() + self._limit
+        while not condition():
+            now = job.position()
+            if now != last:
+                last, deadline = now, time.monotonic() + self._limit
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no step within {self._limit:g} s while waiting for {what}: {job.last_words()}")
+            time.sleep(_POLL_SECONDS)
+
+    def _compare(self, job: Job) -> None:
+        summary = job.folder / "summary.json"
+        if not summary.exists():
+            self.report.problems.append(f"the run with faults did not end: {job.last_words()}")
+            return
+        self.report.disturbed = read_json(summary)
+        one, other = self.report.undisturbed, self.report.disturbed
+        for name in _SAME:
+            if json.dumps(one.get(name)) != json.dumps(other.get(name)):
+                self.report.problems.append(f"{name} is {one.get(name)} without faults, and {other.get(name)} with them")

@@ -1,0 +1,95 @@
+"""The faults of the drill: what is done to the processes and files of a job."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dualtrain.drill.job import Job, send
+
+_WRITE_SECONDS = 5.0  # to wait for the beginning of a checkpoint
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault.
+
+    Attributes:
+        name: in the table.
+        strike: does it to a job; returns what exactly was done.
+    """
+
+    name: str
+    strike: Callable[[Job, random.Random], str]
+
+
+def _one_rank(number: signal.Signals) -> Callable[[Job, random.Random], str]:
+    def strike(job: Job, choice: random.Random) -> str:
+        ranks = job.ranks()
+        if not ranks:
+            return "no rank was there yet"
+        rank = choice.choice(sorted(ranks))
+        send(ranks[rank], number)
+        return f"rank {rank}"
+
+    return strike
+
+
+def _all_ranks(number: signal.Signals) -> Callable[[Job, random.Random], str]:
+    def strike(job: Job, choice: random.Random) -> str:
+        ranks = job.ranks()
+        for process in ranks.values():
+            send(process, number)
+        return f"{len(ranks)} ranks"
+
+    return strike
+
+
+def _launcher(job: Job, choice: random.Random) -> str:
+    send(job.launcher, signal.SIGKILL)
+    return f"process {job.launcher}"
+
+
+def _in_checkpoint(job: Job, choice: random.Random) -> str:
+    """Kill rank 0 while a checkpoint's temporary file is there, or after a while without one."""
+    deadline = time.monotonic() + _WRITE_SECONDS
+    while not (writing := job.is_writing()) and time.monotonic() < deadline and job.status() is None:
+        time.sleep(0.0005)
+    process = job.ranks().get(0)
+    if process is not None:
+        send(process, signal.SIGKILL)
+    return "rank 0, half-written" if writing else "rank 0, none was written meanwhile"
+
+
+def _damaged(job: Job, choice: random.Random) -> str:
+    """Stop all ranks, overwrite some bytes of the newest checkpoint, then kill them."""
+    ranks = job.ranks()
+    for process in ranks.values():
+        send(process, signal.SIGSTOP)
+    newest = job.checkpoints()[-1:]
+    for path in newest:
+        # Not the same file: the best checkpoint may be a hard link to it.
+        content = bytearray(path.read_bytes())
+        at = choice.randrange(len(content))
+        content[at] ^= 0xFF
+        path.unlink()
+        path.write_bytes(content)
+    for process in ranks.values():
+        send(process, signal.SIGKILL)
+    return newest[0].name if newest else "there was none"
+
+
+KILL_RANK = Fault("SIGKILL of a rank", _one_rank(signal.SIGKILL))
+FAULTS = (
+    KILL_RANK,
+    Fault("SIGKILL of all ranks", _all_ranks(signal.SIGKILL)),
+    Fault("SIGKILL of the launcher", _launcher),
+    Fault("SIGTERM of a rank", _one_rank(signal.SIGTERM)),
+    Fault("SIGTERM of all ranks", _all_ranks(signal.SIGTERM)),
+    Fault("kill in a checkpoint", _in_checkpoint),
+    Fault("newest checkpoint damaged", _damaged),
+    Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP)),
+)

@@ -1,0 +1,184 @@
+"""One job under its launcher, as the drill sees it: its processes, its progress, and its restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dualtrain.errors import UserError
+
+#: Set in all processes of a drill's job, to find them by.
+MARK = "DUALTRAIN_DRILL"
+#: What a run prints with ``--resume auto``.
+_START = re.compile(rb"--resume auto: (?:going on from|beginning at) step (\d+)")
+_RANK_VARIABLES = (b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK")
+END_SECONDS = 20.0  # from SIGTERM to SIGKILL of what is left
+
+
+class Job:
+    """A training job of ``nproc`` ranks in ``folder``, which is started again until it has finished.
+
+    Under torchrun, its agent restarts the ranks. The drill starts the launcher again where that has ended, horovodrun
+    too, which restarts nothing.
+
+    Args:
+        folder: of the run; its output goes to a file beside it.
+        flags: of ``dualtrain.main``.
+        nproc: the number of ranks.
+        horovod: whether horovodrun starts it, and not torchrun.
+        restarts: how often the ranks may be restarted, and the launcher too.
+    """
+
+    def __init__(self, folder: Path, flags: Sequence[str], nproc: int, *, horovod: bool, restarts: int) -> None:
+        self.folder = folder
+        self.log = folder.with_suffix(".log")
+        self._token = secrets.token_hex(8)
+        program = ["-m", "dualtrain.main", *flags, "--run-dir", str(folder), "--resume", "auto"]
+        if horovod:
+            self._command = ["horovodrun", "--gloo", "-np", str(nproc), sys.executable, *program]
+        else:
+            agent = ["--standalone", f"--nproc_per_node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+            self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
+        self._starts_left = restarts + 1
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._read, self._starts = 0, list[int]()  # of the output: bytes, and the first steps in them
+
+    # -- its life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the launcher, once more if it has ended.
+
+        Raises:
+            UserError: it is not installed, or was started too often.
+        """
+        if not self._starts_left:
+            raise UserError(f"the job was started too often without getting to its end: see {self.log}")
+        self._starts_left -= 1
+        # torchrun would set it and print five lines about it.
+        env = {"OMP_NUM_THREADS": "1", **os.environ, MARK: self._token}
+        with self.log.open("ab") as output:
+            try:
+                self._launcher = subprocess.Popen(
+                    self._command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                )
+            except FileNotFoundError:
+                raise UserError(f"{self._command[0]} is not installed: bash launch/setup.sh, or --backend torch") from None
+
+    def status(self) -> int | None:
+        """Return the launcher's exit status; ``None`` while it runs."""
+        assert self._launcher is not None
+        return self._launcher.poll()
+
+    @property
+    def launcher(self) -> int:
+        """The launcher's process."""
+        assert self._launcher is not None
+        return self._launcher.pid
+
+    def ranks(self) -> dict[int, int]:
+        """Return the processes of the ranks that run now, by rank."""
+        found: dict[int, int] = {}
+        for process, rank in self._processes():
+            if rank is not None:
+                found[rank] = process
+        return found
+
+    def end(self) -> list[int]:
+        """End what is left of the job; return the processes that had to be killed. Blocks for ``END_SECONDS`` at most."""
+        deadline = time.monotonic() + END_SECONDS
+        for process, _ in self._processes():
+            send(process, signal.SIGCONT)
+            send(process, signal.SIGTERM)
+        while (left := [process for process, _ in self._processes()]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            self.status()
+        for process in left:
+            send(process, signal.SIGKILL)
+        if self._launcher is not None:
+            self._launcher.wait(END_SECONDS)
+        return left
+
+    def _processes(self) -> list[tuple[int, int | None]]:
+        """Return all processes of the job, each with its rank if it is one."""
+        found = []
+        mark = f"{MARK}={self._token}".encode()
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with suppress(OSError):
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                if mark not in variables:
+                    continue
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if words == [b""]:
+                    continue  # a zombie
+                rank = _rank(variables) if b"dualtrain.main" in words and b"torch.distributed.run" not in words else None
+                found.append((int(entry.name), rank))
+        return found
+
+    # -- its progress -----------------------------------------------------------------------------------------------
+
+    def position(self) -> tuple[int, int]:
+        """Return (the metrics file's inode, its last step): a resumed run writes another file. (0, 0) without one."""
+        try:
+            with (self.folder / "metrics.jsonl").open("rb") as file:
+                inode, size = os.fstat(file.fileno()).st_ino, os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - 2000))
+                lines = file.read().split(b"\n")[:-1]
+        except OSError:
+            return 0, 0
+        for line in reversed(lines):
+            with suppress(ValueError, TypeError, KeyError):
+                return inode, int(json.loads(line)["step"])
+        return inode, 0
+
+    def starts(self) -> list[int]:
+        """Return the step that each start of the run began at, so far, from what the runs have printed."""
+        with suppress(OSError), self.log.open("rb") as file:
+            file.seek(self._read)
+            new = file.read()
+            whole = new.rfind(b"\n") + 1
+            self._read += whole
+            for found in _START.finditer(new[:whole]):
+                self._starts.append(int(found[1]))
+        return self._starts
+
+    def checkpoints(self) -> list[Path]:
+        """Return the checkpoints of steps, oldest first."""
+        return sorted((self.folder / "checkpoints").glob("step-*.safetensors"))
+
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint is being written at this moment."""
+        try:
+            return any(name.endswith(".tmp") for name in os.listdir(self.folder / "checkpoints"))
+        except OSError:
+            return False
+
+    def last_words(self) -> str:
+        """Return the last line of the job's output that names an error."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        errors = [line for line in lines if "dualtrain: error" in line]
+        return (errors or lines or ["it printed nothing"])[-1].strip()
+
+
+def _rank(variables: Sequence[bytes]) -> int | None:
+    values = dict(variable.partition(b"=")[::2] for variable in variables)
+    for name in _RANK_VARIABLES:
+        if values.get(name, b"").isdigit():
+            return int(values[name])
+    return None
+
+
+def send(process: int, number: int) -> None:
+    """Send a signal to a process, unless it is gone."""
+    with suppress(ProcessLookupError):
+        os.kill(process, number)

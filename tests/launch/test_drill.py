@@ -1,0 +1,19 @@
+"""One drill of a job under torchrun: its ranks are killed, and its result is the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.launch.jobs import run
+
+
+def test_a_job_survives_a_drill(tmp_path):
+    out = tmp_path / "drill"
+    flags = ["--faults", "3", "--seed", "4", "--epochs", "8", "--backend", "torch"]
+    end = run([sys.executable, "-m", "dualtrain.drill", "--json", "--out", str(out), *flags], timeout=280)
+    assert end.returncode == 0, end.stdout + end.stderr
+    report = json.loads(end.stdout)
+    assert report["holds"]
+    assert len(report["rows"]) == 3
+    assert report["undisturbed"]["weights_sha256"] == report["disturbed"]["weights_sha256"]
