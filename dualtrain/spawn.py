@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from dualtrain.console import print_error
+from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
 from dualtrain.launchers import spawned
 from dualtrain.processes import release, start_tracker
@@ -59,7 +60,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int) -> int:
     Raises:
         UserError: so many ranks are too many for this host's cores, or the system refuses to start them.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if nproc > RANKS_PER_CORE * cores:
         raise UserError(
             f"--nproc {nproc} is too many for this host: more than {RANKS_PER_CORE} ranks for each of its {cores} cores "

@@ -19,6 +19,7 @@ ROOMS = [
     "launchers",
     "horovod_variables",
     "processes",
+    "cores",
     "differences",
     "rendezvous",
     "torch_versions",

@@ -18,6 +18,7 @@ from dualtrain.config.fields import (
     settings_of,
 )
 
+MOST_THREADS = 1024  # OpenMP ends a process that it cannot start so many threads in
 AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 
@@ -42,6 +43,11 @@ class RunSection:
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     timeout: float = setting(300.0, "seconds that any wait for another rank lasts at most", between(0.1, 1e6))
     deterministic: bool = setting(False, "only operations whose results repeat bit for bit, on GPUs too")
+    threads: int | None = setting(
+        None, "intra-op threads of a rank (default: the host's cores divided by its ranks; with --virtual-ranks 1; "
+        "a resumed run: as it began)",
+        between(1, MOST_THREADS), resumed=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,10 @@ class StepSection:
     batch_size: int | None = setting(None, "samples a step on each rank", at_least(1))
     global_batch_size: int | None = setting(None, "samples a step on all ranks together", at_least(1))
     virtual_ranks: int | None = fixed_setting(
-        None, "train as this many ranks would, on any number of ranks: the same bits everywhere", between(1, 4096)
-    )
+        None, "train as this many ranks would, on any number of ranks: the same bits everywhere (default: as the ranks "
+        "that there are; a resumed run: as it began)",
+        between(1, 4096), resumed=True,
+    )  # fmt: skip
     accumulate: int = fixed_setting(1, "backward passes that a rank's samples of a step are split into", at_least(1))
     drop_last: bool = fixed_setting(False, "leave out the last batch of an epoch if it is short")
     optimizer: str = fixed_setting("sgd", "any of torch.optim: sgd, adam, adamw, rmsprop, …")

@@ -83,7 +83,7 @@ def _read_run(folder: Path, label: str, color: str) -> Run:
     last = max((line["step"] for line in metrics if _finite(line.get("step"))), default=0)
     if _finite(summary.get("steps")) and last > summary["steps"]:
         summary = {}  # it is from before the run was resumed
-    config = _or_nothing(lambda: read_json(folder / "config.json"))
+    config = _flat(_or_nothing(lambda: read_json(folder / "config.json")))
     return Run(folder, label, color, config, metrics, summary)
 
 
@@ -104,6 +104,15 @@ def _or_nothing(get: Callable[[], Any]) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, and the facts of the machine (``platform``) beside them."""
+    facts = config.get("platform")
+    if not isinstance(facts, dict):
+        return config
+    settings = {name: value for name, value in config.items() if name != "platform"}
+    return {**settings, **{name: value for name, value in facts.items() if name not in settings}}
 
 
 def _finite(value: Any) -> bool:

@@ -217,8 +217,3 @@ def determinism(requested: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
-
-
-def threads(backend: Backend) -> int:
-    """Return this rank's share of the host's cores. Not OMP_NUM_THREADS, which torchrun sets and horovodrun does not."""
-    return max(1, len(os.sched_getaffinity(0)) // backend.local_size)

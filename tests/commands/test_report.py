@@ -101,6 +101,15 @@ def test_only_settings_that_differ_are_listed(tmp_path):
     assert differing_settings(runs[:1]) is None
 
 
+def test_what_differs_between_the_machines_is_listed_too(tmp_path):
+    here, there = {"torch": "2.13.0", "GPU": None}, {"torch": "2.13.0", "GPU": "H200"}
+    folders = [make(tmp_path / name, platform=facts) for name, facts in (("a", here), ("b", there), ("c", "odd"))]
+    table = differing_settings(read_runs(folders[:2]))
+    assert table is not None
+    assert table.rows == [["setting", "a", "b"], ["GPU", "–", "H200"]]
+    assert main([*folders, "--out", str(tmp_path / "r.html")]) == 0
+
+
 def test_whether_the_weights_are_the_same_is_said_of_finished_runs(tmp_path):
     a, b = make(tmp_path / "a"), make(tmp_path / "b")
     c, going = make(tmp_path / "c", {**SUMMARY, "weights_sha256": "ff"}), make(tmp_path / "going", None)

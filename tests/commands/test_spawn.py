@@ -228,6 +228,12 @@ def test_more_ranks_than_the_cores_can_start_are_refused_before_the_first_one_is
         spawn(len, [], 99999999)
 
 
+def test_a_cpu_quota_limits_the_ranks(monkeypatch):
+    monkeypatch.setattr("dualtrain.spawn.usable_cores", lambda: 1)
+    with pytest.raises(UserError, match=r"--nproc 17 is too many .* each of its 1 cores .* give 16 at most"):
+        spawn(len, [], 17)
+
+
 def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monkeypatch):
     started = []
 

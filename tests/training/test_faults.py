@@ -251,6 +251,10 @@ def forged(tree: dict[str, Any], name: str) -> Any:
         "format tensor": lambda: tree.update(format=torch.ones(3)),
         "config tensor": lambda: tree["config"].update(model=torch.ones(3)),
         "config": lambda: tree.update(config=None),
+        "threads text": lambda: tree["config"].update(threads="2"),
+        "threads many": lambda: tree["config"].update(threads=10**6),
+        "platform": lambda: tree.update(platform=[]),
+        "platform tensor": lambda: tree.update(platform={"torch": torch.ones(3)}),
     }
     if name == "list":
         return [1]
@@ -271,6 +275,7 @@ CASES = (
     "ranks",
 )
 CASES += ("random", "momentum", "groups", "format", "format tensor", "config", "config tensor", "list")
+CASES += ("threads text", "threads many", "platform", "platform tensor")
 
 
 def test_a_forged_checkpoint_with_a_right_hash_is_refused_in_one_line(tmp_path):

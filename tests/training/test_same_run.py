@@ -24,10 +24,19 @@ from tests.threads import run_threads
 
 #: The decision on every setting. A new one belongs here, or into ``same_run.MAY_DIFFER`` with the reason.
 COMPARED = {
-    *("backend", "transport", "nproc", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
+    *("backend", "transport", "nproc", "threads", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
     *("deterministic", "dataset", "download", "augment", "image_size", "resize", "pad", "normalize", "classes", "shape"),
     *("samples", "sequence_length", "vocabulary", "model", "pretrained", "freeze_backbone", "channels_last", "compile"),
-    *("sync_batchnorm", "batch_size", "global_batch_size", "accumulate", "drop_last", "optimizer", "optimizer_options"),
+    *(
+        "sync_batchnorm",
+        "batch_size",
+        "global_batch_size",
+        "accumulate",
+        "virtual_ranks",
+        "drop_last",
+        "optimizer",
+        "optimizer_options",
+    ),
     *("momentum", "weight_decay", "label_smoothing", "clip_norm", "amp", "compress", "ema", "seed", "lr", "lr_scale"),
     *("lr_batch", "schedule", "warmup_steps", "lr_step", "lr_milestones", "lr_gamma", "lr_power", "lr_min", "epochs"),
     *("max_steps", "early_stop", "checkpoint_every", "checkpoint_epochs", "keep", "best"),
@@ -144,11 +153,11 @@ def processors_of_each(backend) -> dict[str, str]:
 
 
 def test_different_processors_are_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(same_run, "_processors", processors_of_each)
+    monkeypatch.setattr(same_run, "processor", processors_of_each)
     run_threads(2, unlike_processors)
     (line,) = caplog.messages
     assert line.startswith("the ranks have different processors")
-    assert line.endswith("CPU capability is 'AVX2' on rank 0 and 'AVX512' on rank 1")
+    assert "CPU capability is 'AVX2' on rank 0 and 'AVX512' on rank 1; ATEN_CPU_CAPABILITY, " in line
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -298,7 +307,7 @@ def computed_and_stored(backend) -> list[str]:
 
 
 def test_samples_that_unlike_processors_compute_may_differ(monkeypatch, caplog):
-    monkeypatch.setattr(same_run, "_processors", processors_of_each)
+    monkeypatch.setattr(same_run, "processor", processors_of_each)
     computed, stored = alike(run_threads(2, computed_and_stored))
     assert computed == ""
     assert "checksum of training sample 0 is" in stored
