@@ -99,6 +99,7 @@ def test_batch_size_is_per_rank_and_replaces_the_recipes_global_one():
         (["--timeout", "1e15"], ["--timeout", "from 0.1 to"]),
         (["--recipe", "nothing"], ["--recipe", "'nothing'", "digits-convnet"]),
         (["--resume"], ["--resume", "--run-dir"]),
+        (["--resume", "auto"], ["--resume auto", "add --run-dir", "./auto"]),
         (["--lr"], ["--lr", "expected one argument"]),
         (["--epoch", "3"], ["--epoch", "did you mean --epochs"]),
         (["stray"], ["stray"]),

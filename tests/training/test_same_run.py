@@ -111,6 +111,15 @@ def other_paths(backend) -> None:
     same_run.compare_settings(parse(flags).plain(), backend)
 
 
+def one_looks_for_the_run(backend) -> str:
+    resume = ["--resume", "auto" if backend.rank else "/run/step-1"]
+    return message(same_run.compare_settings, parse([*resume, "--run-dir", "/run"]).plain(), backend)
+
+
+def test_ranks_that_look_for_the_run_and_ranks_that_name_a_file_differ():
+    assert "--resume is 'given' on rank 0 and 'auto' on rank 1" in alike(run_threads(2, one_looks_for_the_run))
+
+
 def test_paths_may_differ():
     run_threads(2, other_paths)
 
