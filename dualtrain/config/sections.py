@@ -174,6 +174,9 @@ class OutputSection:
         "one, else begin"
     )  # fmt: skip
     checkpoint_every: int | None = setting(None, "optimizer steps between checkpoints, beside those of epochs", at_least(1))
+    checkpoint_seconds: float = setting(
+        60.0, "seconds between checkpoints at most, beside those of steps and epochs; 0: as long as it takes", at_least(0)
+    )
     checkpoint_epochs: int = setting(1, "epochs between checkpoints", at_least(1))
     keep: int = setting(3, "checkpoints that are kept, beside the best", at_least(1))
     best: str = setting("val_loss", "what the best is: val_loss or val_accuracy", one_of("val_loss", "val_accuracy"))

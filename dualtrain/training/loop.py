@@ -44,7 +44,8 @@ from dualtrain.training.results import done_line, summarize, weights_of, write_r
 from dualtrain.training.resume import adopted, restore_best, set_aside
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
-from dualtrain.training.signals import SIGNALS, Signals
+from dualtrain.training.save_clock import SaveClock
+from dualtrain.training.signals import SAVE, SIGNALS, Signals
 from dualtrain.training.start import Start, start_of
 from dualtrain.training.trainer import Trainer
 
@@ -201,6 +202,7 @@ class Run:
     def train(self, signals: Signals) -> dict[str, Any]:
         """Run the steps that are left, then write the model and the summary, which is returned. Collective; blocks."""
         cursor, self.signals = self.cursor, signals
+        self.clock = SaveClock(self.config.output.checkpoint_seconds)
         with self.records:
             self.records.print(self._opening_line())
             if self.backend.rank == 0:
@@ -236,13 +238,22 @@ class Run:
         try:
             parts = [self._batches(count) for count in passes]
             batches = parts[0] if self.config.step.virtual_ranks is None else parts
-            done = self.trainer.step(batches, samples * self._weight_of_sample(), self.signals.take())
+            done = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
         except DivergedError as error:
             self._diverge(str(error), step=cursor.step + 1)
         cursor.count(done.totals, samples, time.perf_counter() - started)
         values = metrics(done.totals, "")
         self.records.step(cursor.step, cursor.epoch, samples, {**values, "lr": lr})
         return done.control_flags
+
+    def _control_flags(self) -> list[float]:
+        """Return this rank's flags for the next step: signals, and on rank 0 whether a checkpoint is due by time."""
+        flags, cursor = self.signals.take(), self.cursor
+        ends = cursor.batch + 1 == self.sampler.batches or cursor.step + 1 == self.total_steps
+        # Of a step that ends an epoch the evaluation's result is saved too; a save during a write would wait for it.
+        if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
+            flags[SAVE] = 1.0
+        return flags
 
     def _batches(self, passes: int) -> Iterator[Tensors]:
         assert self._stream is not None
@@ -318,6 +329,10 @@ class Run:
 
     def _save(self, *, best: bool) -> None:
         """Start writing a checkpoint. Collective."""
+        with self.clock.saving():
+            self._write(best=best)
+
+    def _write(self, *, best: bool) -> None:
         state = self.trainer.state_dict()
         if not all(parameter.isfinite().all() for parameter in self.trainer.model.parameters()):
             self._diverge("the weights became infinite or not a number on all ranks", step=self.cursor.step)
@@ -338,7 +353,8 @@ class Run:
     def _conclude(self) -> dict[str, Any]:
         """Write the model and the summary; return the summary on every rank. Collective."""
         weights = weights_of(self.trainer)
-        more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch}
+        costs = self.clock.costs()
+        more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
         summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), **more)
         write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed)
         self.records.print(done_line(summary, self.folder))

@@ -94,6 +94,7 @@ def test_batch_size_is_per_rank_and_replaces_the_recipes_global_one():
         (["--seed", "99999999999999999999"], ["--seed", "from 0 to"]),
         (["--run-dir", ""], ["--run-dir", "empty"]),
         (["--checkpoint-every", "0"], ["--checkpoint-every", "1 or more"]),
+        (["--checkpoint-seconds", "-1"], ["--checkpoint-seconds", "0 or more"]),
         (["--log-every", "0"], ["--log-every", "1 or more"]),
         (["--timeout", "0"], ["--timeout", "from 0.1 to"]),
         (["--timeout", "1e15"], ["--timeout", "from 0.1 to"]),

@@ -39,7 +39,7 @@ COMPARED = {
     ),
     *("momentum", "weight_decay", "label_smoothing", "clip_norm", "amp", "compress", "ema", "seed", "lr", "lr_scale"),
     *("lr_batch", "schedule", "warmup_steps", "lr_step", "lr_milestones", "lr_gamma", "lr_power", "lr_min", "epochs"),
-    *("max_steps", "early_stop", "checkpoint_every", "checkpoint_epochs", "keep", "best"),
+    *("max_steps", "early_stop", "checkpoint_every", "checkpoint_seconds", "checkpoint_epochs", "keep", "best"),
 }
 MAY_DIFFER = {
     *("device", "data_dir", "text_file", "weights", "run_dir", "resume", "workers", "log_every", "tensorboard"),
