@@ -7,6 +7,7 @@ from dualtrain.config.commandline import parse
 from dualtrain.config.fields import Setting
 from dualtrain.config.recipes import load_recipe, recipe_names
 from dualtrain.config.sections import (
+    AUTO,
     MOST_THREADS,
     SETTINGS,
     Config,
@@ -20,6 +21,7 @@ from dualtrain.config.sections import (
 )
 
 __all__ = [
+    "AUTO",
     "MOST_THREADS",
     "SETTINGS",
     "Config",

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from dualtrain.config.fields import Setting
 from dualtrain.config.recipes import load_recipe, recipe_list
-from dualtrain.config.sections import SECTIONS, SETTINGS, Config, ModelSection, RunSection
+from dualtrain.config.sections import AUTO, SECTIONS, SETTINGS, Config, ModelSection, RunSection
 from dualtrain.console import Parser, show
 from dualtrain.errors import UserError
 
@@ -89,6 +89,8 @@ def _check_step(config: Config) -> None:
         raise UserError(f"--recipe {config.run.recipe} sets no batch size: give --batch-size or --global-batch-size")
     if output.resume == "" and output.run_dir is None:
         raise UserError("--resume needs the run to go on with: add --run-dir, or give --resume a checkpoint's file")
+    if output.resume == AUTO and output.run_dir is None:
+        raise UserError("--resume auto must know where a restart finds the run: add --run-dir (a file auto is ./auto)")
     if schedule.lr_scale != "none" and schedule.lr_batch is None and step.batch_size is None:
         raise UserError(
             f"--lr-scale {schedule.lr_scale} must know which batch --lr was chosen for: give --lr-batch, or --batch-size"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from dualtrain.config.fields import (
@@ -19,6 +20,7 @@ from dualtrain.config.fields import (
 )
 
 MOST_THREADS = 1024  # OpenMP ends a process that it cannot start so many threads in
+AUTO = "auto"  # of --resume: ./auto is a file
 AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 
@@ -167,8 +169,14 @@ class OutputSection:
     """What a run writes and shows."""
 
     run_dir: str | None = setting(None, "the run's folder (default: a new one below runs/)")
-    resume: str | None = setting(None, "go on from --run-dir's newest good checkpoint, or from this file")
+    resume: str | None = setting(
+        None, "go on from --run-dir's newest good checkpoint, or from this file; auto: from that checkpoint if there is "
+        "one, else begin"
+    )  # fmt: skip
     checkpoint_every: int | None = setting(None, "optimizer steps between checkpoints, beside those of epochs", at_least(1))
+    checkpoint_seconds: float = setting(
+        60.0, "seconds between checkpoints at most, beside those of steps and epochs; 0: as long as it takes", at_least(0)
+    )
     checkpoint_epochs: int = setting(1, "epochs between checkpoints", at_least(1))
     keep: int = setting(3, "checkpoints that are kept, beside the best", at_least(1))
     best: str = setting(
@@ -178,6 +186,11 @@ class OutputSection:
     )
     log_every: int = setting(10, "optimizer steps between lines of metrics.jsonl", at_least(1))
     tensorboard: bool = setting(False, "write the metrics for TensorBoard too, below the run's folder")
+
+    @property
+    def resume_file(self) -> Path | None:
+        """The checkpoint to go on from, where ``resume`` names a file."""
+        return Path(self.resume) if self.resume not in (None, "", AUTO) else None
 
 
 @dataclass(frozen=True)

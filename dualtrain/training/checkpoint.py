@@ -64,7 +64,7 @@ def keep_as_best(path: Path) -> None:
 
 def found(folder: Path) -> list[Path]:
     """List the checkpoints of a folder, newest first."""
-    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step, reverse=True)
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of_name, reverse=True)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 def set_aside(folder: Path, step: int) -> None:
     """Rename the checkpoints of steps after ``step``, the best among them: they are not resumed from, and not lost."""
     for path in found(folder):
-        if _step(path) > step:
+        if step_of_name(path) > step:
             put_aside(path, path)
     best = folder / BEST
     of = step_in(best)
@@ -181,7 +181,8 @@ def find_step(folders: Iterable[Path], step: int) -> tuple[Path, dict[str, Any]]
     return None
 
 
-def _step(path: Path) -> int:
+def step_of_name(path: Path) -> int:
+    """Return the step that the name of one of :func:`found` says."""
     return int(path.stem.partition("-")[2])
 
 

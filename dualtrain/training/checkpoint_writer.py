@@ -62,6 +62,11 @@ class Writer:
         self._thread = threading.Thread(target=self._write, args=(step, state), name="dualtrain-checkpoint", daemon=True)
         self._thread.start()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a write is in progress, so that the next one would wait."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait for the write in progress, if there is one. Raises UserError after the timeout."""
         if self._thread is not None:

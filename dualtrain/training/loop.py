@@ -40,11 +40,13 @@ from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
 from dualtrain.training.passes import Tensors
 from dualtrain.training.records import Records, check_tensorboard, opening
-from dualtrain.training.results import summarize, weights_of, write_results, write_task
-from dualtrain.training.resume import adopted, read_checkpoint, restore_best, set_aside
+from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
+from dualtrain.training.resume import adopted, restore_best, set_aside
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
-from dualtrain.training.signals import SIGNALS, Signals
+from dualtrain.training.save_clock import SaveClock
+from dualtrain.training.signals import SAVE, SIGNALS, Signals
+from dualtrain.training.start import Start, start_of
 from dualtrain.training.trainer import Trainer
 
 EVALUATION_BATCH = 512
@@ -67,11 +69,20 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 
 def _train(config: Config, backend: Backend) -> dict[str, Any]:
     settings = config.plain()
+<<<<<<< HEAD
     compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
     saved = None
     if config.output.resume is not None:
         saved = on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(config.output, settings))
         settings = adopted(settings, saved["config"])
+=======
+    compare_settings(settings, backend)  # before any collective that only some settings lead to
+    start = start_of(config, backend)
+    if start.summary is not None:
+        return start.summary
+    if start.saved is not None:
+        settings = adopted(settings, start.saved["config"])
+>>>>>>> w-resume21
     # Matrix products depend on it: with virtual ranks not on the cores of a machine.
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
@@ -84,7 +95,7 @@ def _train(config: Config, backend: Backend) -> dict[str, Any]:
             model = make_model(config.model, task, config.step.seed, backend)
             on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
             run = Run(config, backend, task, model)
-            run.open(saved)
+            run.open(start)
             with Signals() as signals:
                 return run.train(signals)
     finally:
@@ -132,9 +143,9 @@ class Run:
             **make_computation(config.run, config.model, step.label_smoothing, model, backend),
         }
 
-    def open(self, saved: dict[str, Any] | None) -> None:
+    def open(self, start: Start) -> None:
         """Restore a checkpoint, if there is one, and claim the run's folder. Collective."""
-        config, output = self.config, self.config.output
+        config, output, saved = self.config, self.config.output, start.saved
         if saved is not None:
             self._resume(saved)
         content = {**config.plain(), "platform": self.platform}
@@ -145,11 +156,13 @@ class Run:
             # The steps of later checkpoints in this folder run again: keep those checkpoints, but never resume from them.
             set_aside(self.folder, self.cursor.step)
             write_task(self.folder, self.task)
+            for name, tree in start.copies.items():
+                checkpoint.write(self.folder / "checkpoints" / name, tree)
 
         on_rank_zero(self.backend, "run folder", prepare)
         self.records = on_all_ranks(self.backend, "run folder", self._records)
         self.writer = Writer(self.folder, output.keep, self.records.print, config.run.timeout)
-        other = Path(output.resume).parent if output.resume else None
+        other = output.resume_file.parent if output.resume_file else None
         if saved is not None and not restore_best(self.trainer, self.cursor, saved, self.folder, other):
             step = self.cursor.best["step"]
             self.records.print(
@@ -197,6 +210,7 @@ class Run:
     def train(self, signals: Signals) -> dict[str, Any]:
         """Run the steps that are left, then write the model and the summary, which is returned. Collective; blocks."""
         cursor, self.signals = self.cursor, signals
+        self.clock = SaveClock(self.config.output.checkpoint_seconds)
         with self.records:
             self.records.print(self._opening_line())
             if self.backend.rank == 0:
@@ -232,13 +246,22 @@ class Run:
         try:
             parts = [self._batches(count) for count in passes]
             batches = parts[0] if self.config.step.virtual_ranks is None else parts
-            done = self.trainer.step(batches, samples * self._weight_of_sample(), self.signals.take())
+            done = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
         except DivergedError as error:
             self._diverge(str(error), step=cursor.step + 1)
         cursor.count(done.totals, samples, time.perf_counter() - started)
         values = metrics(done.totals, "")
         self.records.step(cursor.step, cursor.epoch, samples, {**values, "lr": lr})
         return done.control_flags
+
+    def _control_flags(self) -> list[float]:
+        """Return this rank's flags for the next step: signals, and on rank 0 whether a checkpoint is due by time."""
+        flags, cursor = self.signals.take(), self.cursor
+        ends = cursor.batch + 1 == self.sampler.batches or cursor.step + 1 == self.total_steps
+        # Of a step that ends an epoch the evaluation's result is saved too; a save during a write would wait for it.
+        if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
+            flags[SAVE] = 1.0
+        return flags
 
     def _batches(self, passes: int) -> Iterator[Tensors]:
         assert self._stream is not None
@@ -314,6 +337,10 @@ class Run:
 
     def _save(self, *, best: bool) -> None:
         """Start writing a checkpoint. Collective."""
+        with self.clock.saving():
+            self._write(best=best)
+
+    def _write(self, *, best: bool) -> None:
         state = self.trainer.state_dict()
         if not all(parameter.isfinite().all() for parameter in self.trainer.model.parameters()):
             self._diverge("the weights became infinite or not a number on all ranks", step=self.cursor.step)
@@ -334,12 +361,11 @@ class Run:
     def _conclude(self) -> dict[str, Any]:
         """Write the model and the summary; return the summary on every rank. Collective."""
         weights = weights_of(self.trainer)
-        summary = summarize(self.trainer, self.cursor, weights, amp=self.config.step.amp, learning_rate=self.lr_in_words)
+        costs = self.clock.costs()
+        more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
+        summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), **more)
         write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed)
-        self.records.print(
-            f"done: val accuracy {summary['val_accuracy']:.4f}, {summary['samples_per_second']:.0f} samples/s, "
-            f"weights {summary['weights_sha256'][:16]}, in {self.folder}"
-        )
+        self.records.print(done_line(summary, self.folder))
         return summary
 
     def _opening_line(self) -> str:

@@ -17,6 +17,9 @@ from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.run_dir import write_weights
 from dualtrain.training.trainer import Trainer
 
+#: Settings of which a summary says what was asked for, beside those that a resumed run must keep.
+PLANNED = ("epochs", "max_steps", "early_stop", "best")
+
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copy the model that is evaluated to the CPU, its running statistics averaged over the ranks. Collective."""
@@ -35,9 +38,17 @@ def write_task(folder: Path, task: Task) -> None:
 
 
 def summarize(
-    trainer: Trainer, cursor: Cursor, weights: Mapping[str, torch.Tensor], *, amp: str, learning_rate: str
+    trainer: Trainer, cursor: Cursor, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """Return the summary of a run that has ended, as ``summary.json`` holds it."""
+    """Return the summary of a run that has ended, as ``summary.json`` holds it.
+
+    Args:
+        trainer: names the ranks.
+        cursor: at the end.
+        weights: of the model.
+        settings: all settings of the run by name.
+        more: is added.
+    """
     backend = trainer.backend
     return {
         "backend": backend.name,
@@ -46,17 +57,26 @@ def summarize(
         "world_size": backend.size,
         "virtual_ranks": trainer.virtual_ranks,
         "device": str(backend.device),
-        "amp": amp,
+        "amp": settings["amp"],
         "threads": torch.get_num_threads(),
         "epochs": cursor.epoch,
         "steps": cursor.step,
-        "learning_rate": learning_rate,
+        "planned": {name: settings[name] for name in PLANNED},
         **cursor.last,
         "best": cursor.best,
         "samples_per_second": cursor.speed,
         "seconds": cursor.seconds,
+        **more,
         "weights_sha256": weights_sha256(weights),
     }
+
+
+def done_line(summary: Mapping[str, Any], folder: Path) -> str:
+    """Format the line that a run ends with."""
+    return (
+        f"done: val accuracy {summary['val_accuracy']:.4f}, {summary['samples_per_second']:.0f} samples/s, "
+        f"weights {summary['weights_sha256'][:16]}, in {folder}"
+    )
 
 
 def write_results(

@@ -26,20 +26,21 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
     """Read the checkpoint that ``output.resume`` asks for: that file, or the newest good one of the run's folder.
 
     Args:
-        output: ``resume`` is not ``None``.
+        output: ``resume`` is neither ``None`` nor ``AUTO``.
         settings: all settings of this run by name, to be compared with those in the checkpoint.
 
     Raises:
         UserError: there is none, or it was made with other settings.
     """
-    if output.resume:
-        tree = checkpoint.load(Path(output.resume))
+    file = output.resume_file
+    if file is not None:
+        tree = checkpoint.load(file)
     else:
         assert output.run_dir is not None
         tree, problems = checkpoint.newest_good(Path(output.run_dir) / "checkpoints")
         for problem in problems:
             show(f"{problem}: going on from the one before")
-    _compare(tree, settings)
+    compare_with_checkpoint(tree, settings)
     return tree
 
 
@@ -54,8 +55,8 @@ def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str
     return {**settings, **{name: written.get(name) for name in missing}}
 
 
-def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse other values of fixed settings: the result would be neither this run's nor a new one's."""
+def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse other values of fixed settings: the result would be neither this run's nor a new one's. Raises UserError."""
     written_as = tree.get("format")
     if type(written_as) is not int or written_as not in checkpoint.READABLE:
         raise UserError(
@@ -64,14 +65,23 @@ def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
     _check_form(tree)
     config = tree["config"]
     settings = adopted(settings, config)
+    unlike = differences(config, settings)
+    if unlike:
+        had, has = in_words(unlike), in_words({name: settings[name] for name in unlike})
+        raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or start anew")
+
+
+def differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values in ``config`` of the settings that a resumed run must keep, where ``settings`` has others."""
     # A setting that was added after the checkpoint was written had its default.
     written = {name: config.get(name, one.default) for name, one in SETTINGS.items() if one.fixed}
     written |= {name: config[name] for name, one in SETTINGS.items() if one.resumed and config.get(name) is not None}
-    differences = [name for name, value in written.items() if value != settings[name]]
-    if differences:
-        had = " ".join(_as_flag(name, written[name]) for name in differences)
-        has = " ".join(_as_flag(name, settings[name]) for name in differences)
-        raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or start anew")
+    return {name: value for name, value in written.items() if value != settings[name]}
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """Format settings as they are typed."""
+    return " ".join(_as_flag(name, value) for name, value in values.items())
 
 
 def _check_form(tree: dict[str, Any]) -> None:

@@ -40,10 +40,9 @@ def claim(output: OutputSection, recipe: str, content: Mapping[str, Any]) -> str
     else:
         folder = Path(output.run_dir)
     try:
-        if _holds_another_run(folder, output.resume):
+        if _holds_another_run(folder, output):
             raise UserError(
-                f"--run-dir {str(folder)!r} holds another run: choose a new folder, or go on with that run "
-                "(--resume alone, if it has checkpoints)"
+                f"--run-dir {str(folder)!r} holds another run: choose a new folder, or go on with that run (--resume auto)"
             )
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         remove_temporary(folder, _NAMES)
@@ -55,12 +54,13 @@ def claim(output: OutputSection, recipe: str, content: Mapping[str, Any]) -> str
     return str(folder)
 
 
-def _holds_another_run(folder: Path, resume: str | None) -> bool:
+def _holds_another_run(folder: Path, output: OutputSection) -> bool:
     """Check whether a run in ``folder`` would be lost: one that is not resumed, and has a checkpoint or a summary."""
     if not (folder / "config.json").exists():
         return False
-    if resume is not None:
-        return resume != "" and Path(resume).resolve().parent != (folder / "checkpoints").resolve()
+    if output.resume is not None:
+        file = output.resume_file
+        return file is not None and file.resolve().parent != (folder / "checkpoints").resolve()
     return (folder / "summary.json").exists() or any((folder / "checkpoints").glob("step-*"))
 
 

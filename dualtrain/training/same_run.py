@@ -18,7 +18,7 @@ from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.backends.comparison import compare
-from dualtrain.config import SETTINGS
+from dualtrain.config import AUTO, SETTINGS
 from dualtrain.data import Source, Task
 from dualtrain.data.seeding import seeded
 from dualtrain.differences import in_words
@@ -67,6 +67,8 @@ def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
 
     def read() -> dict[str, Any]:
         given = {SETTINGS[name].flag: None if settings[name] is None else "given" for name in _GIVEN_OR_NOT}
+        if settings["resume"] == AUTO:  # all ranks look into their folders
+            given[SETTINGS["resume"].flag] = AUTO
         same = {one.flag: settings[name] for name, one in SETTINGS.items() if name not in MAY_DIFFER}
         return {**same, **given}
 

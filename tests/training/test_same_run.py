@@ -39,7 +39,8 @@ COMPARED = {
     ),
     *("momentum", "weight_decay", "label_smoothing", "clip_norm", "amp", "compress", "ema", "seed", "lr", "lr_scale"),
     *("lr_batch", "schedule", "warmup_steps", "lr_step", "lr_milestones", "lr_gamma", "lr_power", "lr_min", "epochs"),
-    *("max_steps", "early_stop", "checkpoint_every", "checkpoint_epochs", "keep", "best", "virtual_ranks"),
+    *("max_steps", "early_stop", "checkpoint_every", "checkpoint_seconds", "checkpoint_epochs", "keep", "best"),
+    "virtual_ranks",
 }
 MAY_DIFFER = {
     *("device", "data_dir", "text_file", "weights", "run_dir", "resume", "workers", "log_every", "tensorboard"),
@@ -109,6 +110,15 @@ def other_paths(backend) -> None:
     folder = f"/host-{backend.rank}"
     flags = ["--resume", f"{folder}/step-1", "--run-dir", folder, "--weights", folder, "--data-dir", folder]
     same_run.compare_settings(parse(flags).plain(), backend)
+
+
+def one_looks_for_the_run(backend) -> str:
+    resume = ["--resume", "auto" if backend.rank else "/run/step-1"]
+    return message(same_run.compare_settings, parse([*resume, "--run-dir", "/run"]).plain(), backend)
+
+
+def test_ranks_that_look_for_the_run_and_ranks_that_name_a_file_differ():
+    assert "--resume is 'given' on rank 0 and 'auto' on rank 1" in alike(run_threads(2, one_looks_for_the_run))
 
 
 def test_paths_may_differ():

@@ -1,0 +1,37 @@
+"""When a checkpoint is due by time, and what saving costs the training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class SaveClock:
+    """Seconds since the last save, and in all saves since this was made.
+
+    Args:
+        every: seconds after which the next save is due; 0: never.
+    """
+
+    def __init__(self, every: float) -> None:
+        self._every = every
+        self._started = self._last = time.perf_counter()
+        self._count, self._seconds = 0, 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the last save, or the start, was so long ago."""
+        return 0 < self._every <= time.perf_counter() - self._last
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Count the block as a save."""
+        self._last = time.perf_counter()
+        yield
+        self._count, self._seconds = self._count + 1, self._seconds + time.perf_counter() - self._last
+
+    def costs(self) -> dict[str, float]:
+        """Return the number of saves, their seconds, and their fraction of all seconds, since this was made."""
+        whole = max(time.perf_counter() - self._started, 1e-9)
+        return {"saves": self._count, "seconds": self._seconds, "fraction": self._seconds / whole}

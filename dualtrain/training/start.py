@@ -1,0 +1,200 @@
+"""How a run starts: at its beginning, or from a checkpoint; with ``--resume auto`` whichever its folder allows.
+
+With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
+what it sees in the run's folder. The newest good checkpoint of any rank is taken, and sent by that rank, so that hosts
+need no common disk. A run that has ended is not trained again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dualtrain.backends import Backend
+from dualtrain.config import AUTO, Config
+from dualtrain.console import show
+from dualtrain.errors import UserError
+from dualtrain.files import read_json
+from dualtrain.training import checkpoint
+from dualtrain.training.on_ranks import on_rank_zero
+from dualtrain.training.results import PLANNED, done_line
+from dualtrain.training.resume import adopted, compare_with_checkpoint, differences, in_words, read_checkpoint
+
+log = logging.getLogger("dualtrain")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: at its beginning, unless there is a checkpoint or a summary.
+
+    Attributes:
+        saved: the checkpoint that it goes on from.
+        copies: checkpoints that rank 0's folder lacks, by file name.
+        summary: of the run, which has ended.
+    """
+
+    saved: dict[str, Any] | None = None
+    copies: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    summary: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _File:
+    """A checkpoint that ``rank`` sees; ``identity`` is equal for one file that several ranks see."""
+
+    step: int
+    rank: int
+    name: str
+    identity: Sequence[int]
+
+
+def start_of(config: Config, backend: Backend) -> Start:
+    """Find where the run starts, as ``--resume`` asks for. Collective; blocks.
+
+    Raises:
+        UserError: on every rank; the checkpoint cannot be used, or is of a run with other settings.
+    """
+    if config.output.resume is None:
+        return Start()
+    if config.output.resume == AUTO:
+        return _find_start(config, backend)
+    return Start(on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(config.output, config.plain())))
+
+
+def _find_start(config: Config, backend: Backend) -> Start:
+    """Find the newest good checkpoint of the run in ``--run-dir`` that any rank sees; print what was found. Collective.
+
+    Args:
+        config: of the run; ``output.run_dir`` names the folder.
+        backend: the ranks.
+
+    Raises:
+        UserError: on every rank, if a rank's folder holds a run with other settings.
+    """
+    assert config.output.run_dir is not None
+    folder, settings = Path(config.output.run_dir), config.plain()
+    seen = backend.allgather_object(_look(folder, config, backend), name="run folder")
+    _say_who_sees(folder, [one["exists"] for one in seen], backend.rank)
+    for rank, one in enumerate(seen):
+        if one["other"]:
+            raise UserError(f"--run-dir {str(folder)!r} on rank {rank} of {backend.size}: {one['other']}", shared=True)
+    summary = next((one["summary"] for one in seen if one["summary"] is not None), None)
+    if summary is not None:
+        _say(backend, f"the run in {folder} has ended after step {summary['steps']}: nothing is left to train")
+        if backend.rank == 0:
+            show(done_line(summary, folder))
+        return Start(summary=summary)
+    files = [_File(step, rank, name, identity) for rank, one in enumerate(seen) for step, name, identity in one["files"]]
+    return _go_on(folder, files, settings, backend)
+
+
+def _look(folder: Path, config: Config, backend: Backend) -> dict[str, Any]:
+    """Return what this rank sees of a run in ``folder``, as plain values."""
+    files = []
+    for path in checkpoint.found(folder / "checkpoints"):
+        with suppress(OSError):  # it was removed in between
+            status = path.stat()
+            identity = [status.st_ino, status.st_size, status.st_mtime_ns]
+            files.append((checkpoint.step_of_name(path), path.name, identity))
+    written, summary = _read(folder / "config.json"), _read(folder / "summary.json")
+    settings = adopted(config.plain(), written)
+    unlike = differences(written, settings) if written and (files or summary) else {}
+    had, has = in_words(unlike), in_words({name: settings[name] for name in unlike})
+    cure = f"give {had}, or another --run-dir"
+    return {
+        "exists": folder.is_dir(),
+        "files": files,
+        "other": f"it holds a run with {had}, and this run has {has}: {cure}" if unlike else "",
+        "summary": summary if written and _has_ended(folder, summary, settings, backend.size) else None,
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a file of JSON; return nothing where there is none, or it cannot be read."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> bool:
+    """Return whether a run was completed as these settings ask; ``False`` for summaries of older versions."""
+    return (
+        summary.get("planned") == {name: settings[name] for name in PLANNED}
+        and summary.get("global_batch") == Config.of(settings).step.global_batch(settings["virtual_ranks"] or size)
+        and {"steps", "val_accuracy", "samples_per_second", "weights_sha256"} <= summary.keys()
+        and (folder / "model.safetensors").is_file()
+    )
+
+
+def _say_who_sees(folder: Path, exists: Sequence[bool], rank: int) -> None:
+    if rank == 0 and any(exists) and not all(exists):
+        ranks = ", ".join(str(number) for number, there in enumerate(exists) if there)
+        log.warning(
+            "--run-dir %r exists only for rank %s of %d: the others are sent the checkpoint; a disk that all hosts share "
+            "keeps it when that host is lost",
+            str(folder),
+            ranks,
+            len(exists),
+        )
+
+
+def _go_on(folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend) -> Start:
+    """Take the newest checkpoint that its rank can read. Collective."""
+    problems: list[str] = []
+    tried: list[Sequence[int]] = []
+    for file in sorted(files, key=lambda file: (-file.step, file.rank)):
+        if file.identity in tried:
+            continue  # on a shared disk every rank sees it
+        tried.append(file.identity)
+        saved, problem = _send(folder, file.name, file.rank, backend)
+        if saved is None:
+            problems.append(problem)
+            continue
+        try:
+            compare_with_checkpoint(saved, settings)
+        except UserError as error:
+            raise UserError(str(error), shared=True) from error
+        sent = all(other.rank or other.identity != file.identity for other in files)
+        by = f", sent by rank {file.rank} of {backend.size}" if sent else ""
+        path = folder / "checkpoints" / file.name
+        _say(backend, f"going on from step {file.step}, since {path} is the newest good checkpoint{by}", problems)
+        return Start(saved, _copies(folder, file, saved, backend) if sent else {})
+    found = "no good checkpoint" if problems else "no checkpoint"
+    _say(backend, f"beginning at step 0, since {folder} holds {found}", problems)
+    return Start()
+
+
+def _send(folder: Path, name: str, owner: int, backend: Backend) -> tuple[dict[str, Any] | None, str]:
+    """Read a checkpoint on rank ``owner``; return it on every rank, or why it cannot be read. Collective."""
+    answer: tuple[dict[str, Any] | None, str] = (None, "")
+    if backend.rank == owner:
+        try:
+            answer = (checkpoint.load(folder / "checkpoints" / name), "")
+        except UserError as error:
+            answer = (None, str(error))
+    saved, problem = backend.broadcast_object(answer, root=owner, name="checkpoint")
+    return saved, problem
+
+
+def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) -> dict[str, dict[str, Any]]:
+    """Return the checkpoints that rank 0 needs files of: ``saved``, and the best before it. Collective."""
+    copies = {file.name: saved}
+    best = saved["cursor"].get("best")
+    if isinstance(best, dict) and best.get("step", file.step) != file.step:
+        found, _ = _send(folder, checkpoint.BEST, file.rank, backend)
+        if found is not None:
+            copies[checkpoint.BEST] = found
+    return copies
+
+
+def _say(backend: Backend, what: str, problems: Sequence[str] = ()) -> None:
+    """Print one line, and those of checkpoints that were passed over. On rank 0 alone."""
+    if backend.rank == 0:
+        for line in (f"--resume {AUTO}: {what}", *(f"passed over: {problem}" for problem in problems)):
+            show(line)

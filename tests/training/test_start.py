@@ -1,0 +1,189 @@
+"""``--resume auto``: one command line for a run's begin, its restarts, and after its end; on common disks and others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dualtrain.training.loop as loop
+from dualtrain.backends import connect
+from dualtrain.config import parse
+from dualtrain.errors import UserError
+from dualtrain.training import checkpoint
+
+#: An evaluation every two steps.
+FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--log-every", "1", "--workers", "0")
+
+
+def train(backend, *arguments: str) -> dict[str, Any]:
+    return loop.train(parse([*FLAGS, *arguments]), backend)
+
+
+def alone(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
+    with connect("local") as backend:
+        return train(backend, "--epochs", str(epochs), "--run-dir", str(folder), *more)
+
+
+def auto(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
+    return alone(folder, epochs, "--resume", "auto", *more)
+
+
+def first_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out.splitlines()[0]
+
+
+def steps_trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that are trained from now on."""
+    trained: list[int] = []
+    step = loop.Run._step
+
+    def counted(run: loop.Run) -> list[float]:
+        trained.append(run.cursor.step + 1)
+        return step(run)
+
+    monkeypatch.setattr(loop.Run, "_step", counted)
+    return trained
+
+
+def test_it_begins_goes_on_and_does_not_train_again(tmp_path, capsys, monkeypatch):
+    whole, folder = alone(tmp_path / "whole", 3), tmp_path / "run"
+    trained = steps_trained(monkeypatch)
+    capsys.readouterr()
+    auto(folder, 2)
+    assert first_line(capsys) == f"--resume auto: beginning at step 0, since {folder} holds no checkpoint"
+    ended = auto(folder, 3)
+    path = folder / "checkpoints" / "step-00000004.safetensors"
+    assert first_line(capsys) == f"--resume auto: going on from step 4, since {path} is the newest good checkpoint"
+    assert trained == [1, 2, 3, 4, 5, 6]
+    assert ended["weights_sha256"] == whole["weights_sha256"]
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert auto(folder, 3) == ended
+    assert trained == [1, 2, 3, 4, 5, 6]
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == files
+    ends, done = capsys.readouterr().out.splitlines()[-2:]
+    assert ends == f"--resume auto: the run in {folder} has ended after step 6: nothing is left to train"
+    assert done.startswith("done: val accuracy")
+    assert ended["weights_sha256"][:16] in done
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
+    whole = alone(tmp_path, 2)
+    newest = checkpoint.path_of(tmp_path / "checkpoints", 4)
+    newest.write_bytes(newest.read_bytes()[:-1])
+    (tmp_path / "summary.json").unlink()
+    capsys.readouterr()
+    assert auto(tmp_path, 2)["weights_sha256"] == whole["weights_sha256"]
+    lines = capsys.readouterr().out.splitlines()
+    assert "going on from step 2" in lines[0]
+    assert "passed over" in lines[1]
+    assert str(newest) in lines[1]
+
+
+def test_where_no_checkpoint_is_good_the_run_begins_and_keeps_the_files(tmp_path, capsys):
+    whole = alone(tmp_path, 1)
+    path = checkpoint.path_of(tmp_path / "checkpoints", 2)
+    path.write_bytes(b"damaged")
+    (tmp_path / "summary.json").unlink()
+    capsys.readouterr()
+    assert auto(tmp_path, 1)["weights_sha256"] == whole["weights_sha256"]
+    assert first_line(capsys) == f"--resume auto: beginning at step 0, since {tmp_path} holds no good checkpoint"
+    assert path.with_name(f"{path.name}.aside").read_bytes() == b"damaged"
+
+
+@pytest.mark.parametrize("gone", ["", "checkpoints"])
+def test_other_settings_are_refused_and_nothing_is_changed(tmp_path, gone):
+    alone(tmp_path, 1)
+    if gone:
+        shutil.rmtree(tmp_path / gone)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="--seed 0, and this run has --seed 1: give --seed 0, or another --run-dir"):
+        auto(tmp_path, 1, "--seed", "1")
+    with pytest.raises(UserError, match="--global-batch-size 720" if not gone else "holds"):
+        auto(tmp_path, 1, "--global-batch-size", "360", *(("--optimizer", "adam") if gone else ()))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_without_a_config_the_checkpoint_says_its_settings(tmp_path):
+    alone(tmp_path, 1)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match="the checkpoint was made with --seed 0"):
+        auto(tmp_path, 1, "--seed", "1")
+
+
+@pytest.mark.parametrize("missing", ["summary.json", "model.safetensors"])
+def test_results_that_are_missing_are_written(tmp_path, monkeypatch, missing):
+    whole = alone(tmp_path, 1)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / missing).unlink()
+    trained = steps_trained(monkeypatch)
+    assert auto(tmp_path, 1)["weights_sha256"] == whole["weights_sha256"]
+    assert not trained
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+
+
+def test_a_summary_of_an_earlier_end_does_not_end_a_longer_run(tmp_path, monkeypatch):
+    alone(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "_step", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            auto(tmp_path, 2)  # config.json has the new length, and summary.json is of the old one
+    assert auto(tmp_path, 2)["steps"] == 4
+
+
+def test_a_file_of_that_name_is_still_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="checkpoint 'auto' does not exist"):
+        alone(tmp_path / "run", 1, "--resume", "./auto")
+
+
+def by_disk(backend, folder: str, epochs: str) -> tuple[dict[str, Any], list[str]]:
+    """Train with a folder of each rank's own; return the summary and this rank's warnings."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dualtrain").addHandler(handler)
+    try:
+        own = f"{folder}/{backend.rank}"
+        return train(backend, "--epochs", epochs, "--run-dir", own, "--resume", "auto"), said
+    finally:
+        logging.getLogger("dualtrain").removeHandler(handler)
+
+
+def test_the_rank_that_has_the_newest_checkpoint_sends_it(processes, tmp_path):
+    whole = processes(train, "--epochs", "3", "--run-dir", str(tmp_path / "whole"))[0]
+    processes(by_disk, str(tmp_path), "1")
+    other, last = tmp_path / "0", tmp_path / "1"
+    shutil.copytree(other, last)
+    with connect("local") as backend:  # the other host goes on: its folder has step 4 too
+        train(backend, "--epochs", "2", "--run-dir", str(last), "--resume")
+    (last / "summary.json").unlink()
+    shutil.rmtree(other)
+    found = processes(by_disk, str(tmp_path), "3")
+    assert {one["steps"] for one, _ in found} == {6}
+    assert found[0][0]["best"]["step"] == whole["best"]["step"]
+    assert found[0][0]["val_accuracy"] == pytest.approx(whole["val_accuracy"], abs=0.02)
+    warnings = [[text for text in said if "exists only for rank" in text] for _, said in found]
+    assert [len(texts) for texts in warnings] == [1, *[0] * (len(found) - 1)]
+    assert checkpoint.step_in(other / "checkpoints" / "step-00000004.safetensors") == 4
+    assert not list(last.glob("summary.json"))
+    # Both folders have checkpoints now, and one of them a summary: no rank trains.
+    assert {one["steps"] for one, _ in processes(by_disk, str(tmp_path), "3")} == {6}
+
+
+def unlike_disks(backend, folder: str) -> str:
+    with pytest.raises(UserError) as caught:
+        by_disk(backend, folder, "1")
+    return str(caught.value)
+
+
+def test_a_rank_whose_folder_holds_another_run_is_named(processes, tmp_path):
+    alone(tmp_path / "1", 1, "--seed", "5")
+    for text in processes(unlike_disks, str(tmp_path)):
+        assert "on rank 1 of" in text
+        assert "it holds a run with --seed 5, and this run has --seed 0" in text
