@@ -69,20 +69,12 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 
 def _train(config: Config, backend: Backend) -> dict[str, Any]:
     settings = config.plain()
-<<<<<<< HEAD
     compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
-    saved = None
-    if config.output.resume is not None:
-        saved = on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(config.output, settings))
-        settings = adopted(settings, saved["config"])
-=======
-    compare_settings(settings, backend)  # before any collective that only some settings lead to
     start = start_of(config, backend)
     if start.summary is not None:
         return start.summary
     if start.saved is not None:
         settings = adopted(settings, start.saved["config"])
->>>>>>> w-resume21
     # Matrix products depend on it: with virtual ranks not on the cores of a machine.
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
