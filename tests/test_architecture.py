@@ -37,7 +37,7 @@ ROOMS = [
 ]
 ROOMS += ["torchvision_shim", "user_code"]
 ROOMS += ["config", "models", "data", "training", "hvd", "horovodize", "spawn", "main"]
-ROOMS += ["run_table", "compare", "report", "predict", "doctor", "bench"]
+ROOMS += ["run_table", "compare", "report", "predict", "doctor", "drill", "bench"]
 #: The files of these packages, from the bottom to the top: each imports from lower layers only.
 LAYERS = {
     "rendezvous": [

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(line, sys.stderr if given.json else sys.stdout)
 
         progress(f"drill of {given.nproc} ranks under {'horovodrun' if horovod else 'torchrun'}, in {folder}")
-        drill = Exercise(folder, flags, given.nproc, horovod=horovod, seed=given.seed, limit=given.limit, tell=progress)
+        drill = Exercise(folder, flags, given.nproc, horovod=horovod, seed=given.seed, limit=given.limit, progress=progress)
         report = drill.run(given.faults)
     except UserError as error:
         print_error(error)

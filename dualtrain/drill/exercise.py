@@ -72,7 +72,7 @@ class Exercise:
         horovod: whether horovodrun starts the job, and not torchrun.
         seed: of the faults and their moments.
         limit: seconds without progress after which the drill gives up.
-        tell: is given each line of progress.
+        progress: is given each line of progress.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Exercise:
         horovod: bool,
         seed: int,
         limit: float,
-        tell: Callable[[str], None],
+        progress: Callable[[str], None],
     ) -> None:
         self._folder, self._flags, self._nproc, self._horovod = folder, list(flags), nproc, horovod
-        self._choice, self._limit, self._tell = random.Random(seed), limit, tell
+        self._choice, self._limit, self._progress = random.Random(seed), limit, progress
         self.report = Report()
 
     def run(self, faults: int) -> Report:
@@ -99,14 +99,14 @@ class Exercise:
         began = time.monotonic()
         self.report.undisturbed = self._undisturbed()
         steps, seconds = self.report.undisturbed["steps"], time.monotonic() - began
-        self._tell(
+        self._progress(
             f"undisturbed: {steps} steps in {seconds:.1f} s, weights {self.report.undisturbed['weights_sha256'][:16]}"
         )
         job = Job(self._folder / "disturbed", self._flags, self._nproc, horovod=self._horovod, restarts=faults + 3)
         try:
             job.start()
             for number, (fault, step) in enumerate(self._plan(faults, steps), 1):
-                self._tell(f"fault {number} of {faults}: {self._one(job, fault, step)}")
+                self._progress(f"fault {number} of {faults}: {self._one(job, fault, step)}")
             self._to_the_end(job)
         except TimeoutError as error:
             self.report.problems.append(str(error))

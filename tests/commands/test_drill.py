@@ -21,7 +21,7 @@ from dualtrain.training import checkpoint
 
 
 def exercise(tmp_path, seed=0):
-    return Exercise(tmp_path, [], 2, horovod=False, seed=seed, limit=5.0, tell=lambda line: None)
+    return Exercise(tmp_path, [], 2, horovod=False, seed=seed, limit=5.0, progress=lambda line: None)
 
 
 @pytest.mark.parametrize(
