@@ -172,6 +172,11 @@ def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
     """Return the batches of one shard, one for each backward pass."""
     if batches is None:
         return ()
-    if isinstance(batches, tuple) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
-        return (batches,)
+    if isinstance(batches, torch.Tensor):
+        raise TypeError(
+            "a shard has a batch (inputs, targets), a list of batches, or None, and was given a tensor: give step() a list "
+            "with one of these for each of trainer.shards, as trainer.split() makes it"
+        )
+    if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
+        return ((batches[0], batches[1]),)  # a loader's batch is a list
     return batches
