@@ -141,9 +141,12 @@ class VirtualRanks:
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]]) -> list[float]:
         """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
         rows = []
+        self._buffers.keep()
         for shard, part in zip(self.mine, batches, strict=True):
             self._seed_all(self._steps, shard, "evaluation")
             rows.append(sums(part))
+            self._buffers.restore()
+        self._seed_all(self._steps, "after evaluation")
         mine = torch.tensor(rows, dtype=torch.float64).view(-1, len(NAMES))
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
 
