@@ -53,7 +53,7 @@ class Trainer:
             over any backend and transport, on one kind of processor and with one number of torch's threads. ``None`` for
             one part of a step on each rank.
         seed: of all random numbers in forward passes, with ``virtual_ranks``: the generators of torch, numpy and Python are
-            seeded from it before each shard.
+            seeded from it before each shard, and after each step, from which on they are equal on all ranks.
 
     Raises:
         ValueError: ``virtual_ranks`` with ``compress``, or below 1; or a parameter whose gradient cannot be averaged.

@@ -3,7 +3,8 @@
 A global batch is split into V shards. Each rank owns consecutive ones and computes them one after another. All that a shard
 depends on is set before it: random numbers are seeded from (seed, step, shard), and running statistics have the values
 that all shards of the step begin with. What the shards make of these is averaged over all of them, along the same tree
-as the gradients. EasyScale (Li et al., SC 2023) and VirtualFlow (Or et al., MLSys 2022) are published relatives.
+as the gradients. After a step, the generators are equal on all ranks. EasyScale (Li et al., SC 2023) and VirtualFlow (Or
+et al., MLSys 2022) are published relatives.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class VirtualRanks:
             self._buffers.restore()
             raise
         self._steps += 1
+        # What the program draws next, such as the order of its samples, must not depend on this rank's shards.
+        self._seed_all(self._steps, "after")
 
     def _begin_shard(self, shard: int) -> None:
         self._buffers.restore()
