@@ -79,8 +79,8 @@ class VirtualRanks:
             reducer.prepare()
             for shard, part in zip(self.mine, given, strict=True):
                 self._begin_shard(shard)
-                passes.begin_part(flags if shard == self.mine[0] else (0.0,) * CONTROL_FLAGS)
-                ends = shard == self.mine[-1]
+                begins, ends = shard == self.mine[0], shard == self.mine[-1]
+                passes.begin_part(flags if begins else (0.0,) * CONTROL_FLAGS, first=begins)
                 self._compute(passes, shard, part, expected, send=ends)
                 if not ends:
                     reducer.add_shard()
