@@ -135,6 +135,11 @@ class Exchange:
         for slot in self.slots:
             slot.param.grad = None
 
+    def drop_shards(self) -> None:
+        """Drop the shards that were added since the last round. Not collective."""
+        for bucket in self.schedule.buckets:
+            bucket.sum.begin()
+
     def wait(self, *, host_waits: bool = False) -> bool:
         """Block until a round whose buckets were all sent has ended; return whether a rank refuses, the same on all.
 

@@ -93,8 +93,7 @@ class GradientReducer:
         self._scalars = self.extra if extra else None
         self._turns = turns(backend)
         self._number = self._turns.enter(self)
-        self._closed = False
-        self._paused = False
+        self._closed, self._paused = False, False
         self._seen = 0  # backward passes since the last reduction
         #: The callback for the end of the pass that is running; dead if that pass failed: autograd has dropped it then.
         self._ending: weakref.ref[Callable[[], None]] | None = None
@@ -187,11 +186,14 @@ class GradientReducer:
         exchange.unpack()
         self._start_over(reduced=True)
 
-    def prepare(self) -> None:
+    def prepare(self, *, anew: bool = False) -> None:
         """Make the buckets, unless there are some for all parameters. Collective where there are none; blocks.
 
-        The first exchange does it by itself.
+        The first exchange does it by itself. ``anew``: drop the shards of a step that failed.
         """
+        if anew:
+            self._forget_failed_pass()
+            self._exchange.drop_shards()
         self._add_thawed()
         if not self._exchange.laid_out:
             self._exchange.leave_layout(host_waits=self._scalars is not None)

@@ -20,6 +20,9 @@ class BucketSum(Protocol):
 
     shards: int
 
+    def begin(self) -> None:
+        """Drop the shards that were added since the last sum. Not collective."""
+
     def add_shard(self) -> None:
         """Add the buffer to the partial sums, as a shard of this rank that is not its last. Not collective."""
 
@@ -36,6 +39,9 @@ class RankSum:
     def __init__(self, backend: Backend, wire: torch.Tensor) -> None:
         self.shards = backend.size
         self._backend, self._wire = backend, wire
+
+    def begin(self) -> None:
+        """See :class:`BucketSum`."""
 
     def add_shard(self) -> None:
         """See :class:`BucketSum`. There is no shard before the last one."""
@@ -65,6 +71,10 @@ class ShardSums:
         self._partial = [backend.new_buffer(wire.numel(), wire.dtype, wire.device) for _ in range(order.buffers)]
         self._kept, self._added = 0, 0  # partial sums and shards in this step
 
+    def begin(self) -> None:
+        """See :class:`BucketSum`."""
+        self._kept = self._added = 0
+
     @torch.no_grad()
     def add_shard(self) -> None:
         """See :class:`BucketSum`."""
@@ -81,7 +91,7 @@ class ShardSums:
 
     def clear(self) -> None:
         """See :class:`BucketSum`."""
-        self._kept = self._added = 0
+        self.begin()
         for partial in self._partial:
             partial.zero_()
         for merges in self._merges[:-1]:
@@ -100,5 +110,5 @@ class ShardSums:
         for _ in range(self._merges[-1] if self._merges else 0):
             self._kept -= 1
             torch.add(self._partial[self._kept], self._wire, out=self._wire)
-        self._kept = self._added = 0
+        self.begin()
         return self._backend.start_tree_sum(self._wire, self._partial, self._order, name, factor, tail)

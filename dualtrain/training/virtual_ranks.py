@@ -76,7 +76,7 @@ class VirtualRanks:
             raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
         flags = self._flags(control_flags)
         with self._begun_step():
-            reducer.prepare()
+            reducer.prepare(anew=True)
             for shard, part in zip(self.mine, given, strict=True):
                 self._begin_shard(shard)
                 begins, ends = shard == self.mine[0], shard == self.mine[-1]
