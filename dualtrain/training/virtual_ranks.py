@@ -53,11 +53,11 @@ class VirtualRanks:
         self._buffers = CommonBuffers(model)
         self.numbers = self._buffers.count
         if backend.size > shards and backend.rank == 0:
+            idle = f"rank {shards} has" if backend.size == shards + 1 else f"ranks {shards} to {backend.size - 1} have"
             log.warning(
-                "ranks %d to %d have nothing to compute, since there are %d virtual ranks: start fewer ranks, or begin a "
-                "run with more virtual ones",
-                shards,
-                backend.size - 1,
+                "%s nothing to compute, since there are %d virtual ranks: start fewer ranks, or begin a run with more "
+                "virtual ones",
+                idle,
                 shards,
             )
 
