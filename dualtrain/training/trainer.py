@@ -56,7 +56,8 @@ class Trainer:
             seeded from it before each shard, and after each step, from which on they are equal on all ranks.
 
     Raises:
-        ValueError: ``virtual_ranks`` with ``compress``, or below 1; or a parameter whose gradient cannot be averaged.
+        ValueError: ``virtual_ranks`` with ``compress``, below 1, or with BatchNorm over all ranks where these are fewer or
+                more; or a parameter whose gradient cannot be averaged.
         RanksDifferError: on every rank, where the ranks are given other classes, functions or settings; the model's weights
             may differ. Names what differs, and each rank's value.
     """

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from dualtrain.backends import Backend
-from dualtrain.backends.sum_order import sum_order
+from dualtrain.backends.sum_order import SumOrder, sum_order
+from dualtrain.batchnorm import RankNorm, SyncBatchNorm
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import share
 from dualtrain.errors import UserError
@@ -42,6 +43,9 @@ class VirtualRanks:
         seed: of the random numbers.
         model: its buffers are the state that forward passes change.
         backend: the ranks.
+
+    Raises:
+        ValueError: a layer needs the statistics of all shards at once.
     """
 
     def __init__(self, shards: int, seed: int, model: nn.Module, backend: Backend) -> None:
@@ -50,6 +54,7 @@ class VirtualRanks:
         self.mine = self.order.ranges[backend.rank]
         self._backend, self._seed = backend, seed
         self._steps = 0  # that were taken: the next one's number
+        _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model)
         self.numbers = self._buffers.count
         if backend.size > shards and backend.rank == 0:
@@ -186,3 +191,16 @@ def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
     if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
         return ((batches[0], batches[1]),)  # a loader's batch is a list
     return batches
+
+
+def _order_norms(model: nn.Module, order: SumOrder, backend: Backend) -> None:
+    """Let BatchNorm over all ranks add up in ``order``. Raises ValueError where ranks have not one shard each."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
+            continue
+        if not isinstance(layer, RankNorm) or backend.size != order.shards:
+            raise ValueError(
+                f"{name!r} needs the statistics of all shards at once: with virtual_ranks={order.shards}, make it by "
+                f"synchronize_norms() and start {order.shards} ranks, not {backend.size}, or use plain BatchNorm"
+            )
+        layer.order = order
