@@ -78,15 +78,18 @@ def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """One layer is frozen, one is used by some shards alone, one never; vectors (n, 4)."""
+    """One layer is frozen, one is used by some shards alone, one never; keeps a running mean; vectors (n, 4)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, CLASSES)
         self.frozen, self.rare, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
         self.frozen.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(4), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.lerp_(x.mean(0), 0.1)
         hidden = self.frozen(self.first(x))
         return self.last(self.rare(hidden) if x[0, 0] > 0.5 else hidden)
 
