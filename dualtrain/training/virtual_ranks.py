@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -33,6 +33,7 @@ from dualtrain.training.passes import Passes, Tensors
 from dualtrain.training.step import CONTROL_FLAGS, Step, with_last
 
 log = logging.getLogger("dualtrain")
+T = TypeVar("T")
 
 
 class VirtualRanks:
@@ -76,13 +77,11 @@ class VirtualRanks:
 
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
         """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
-        given, reducer = list(batches), passes.optimizer.reducer
-        if len(given) != len(self.mine):
-            raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
+        given, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
         with self._begun_step():
             reducer.prepare(anew=True)
-            for shard, part in zip(self.mine, given, strict=True):
+            for shard, part in given:
                 self._begin_shard(shard)
                 begins, ends = shard == self.mine[0], shard == self.mine[-1]
                 passes.begin_part(flags if begins else (0.0,) * CONTROL_FLAGS, first=begins)
@@ -92,6 +91,13 @@ class VirtualRanks:
             step = passes.reduce()
             self._buffers.become_mean(passes.more, self.count)
         return step
+
+    def _of_shards(self, batches: Iterable[T]) -> list[tuple[int, T]]:
+        """Pair this rank's shards with their batches. Raises ValueError if they are not as many."""
+        given = list(batches)
+        if len(given) != len(self.mine):
+            raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
+        return list(zip(self.mine, given, strict=True))
 
     def _compute(self, passes: Passes, shard: int, batches: ShardBatches, expected: float, *, send: bool) -> None:
         number = 0
@@ -150,7 +156,7 @@ class VirtualRanks:
         """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
         rows = []
         self._buffers.keep()
-        for shard, part in zip(self.mine, batches, strict=True):
+        for shard, part in self._of_shards(batches):
             self._seed_all(self._steps, shard, "evaluation")
             rows.append(sums(part))
             self._buffers.restore()

@@ -146,6 +146,8 @@ def refused(backend):
     for wrong in (mine[1:], [*mine, None]):
         with pytest.raises(ValueError, match=rf"this rank has shards .*given batches for {len(wrong)} shards"):
             trainer.step(wrong, 12.0)
+        with pytest.raises(ValueError, match=rf"this rank has shards .*given batches for {len(wrong)} shards"):
+            trainer.evaluate([[] for _ in wrong])
     with pytest.raises(TypeError, match=r"was given a tensor: give step\(\) a list"):
         trainer.step(samples() * (len(trainer.shards) // 2), 12.0)
     trainer.close()
