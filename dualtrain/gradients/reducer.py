@@ -35,7 +35,7 @@ class GradientReducer:
 
     Args:
         named_parameters: (name, parameter) pairs, the same on every rank. Frozen ones may be among them, and are
-            reduced from the step on in which they are thawed.
+            reduced from the step on in which they are unfrozen.
         backend: the ranks to average over.
         unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, Horovod's rule: weight decay
             and momentum still apply), or none at all (``"none"``, DDP's). A parameter that only some ranks used gets the
@@ -194,7 +194,7 @@ class GradientReducer:
         if anew:
             self._forget_failed_pass()
             self._exchange.drop_shards()
-        self._add_thawed()
+        self._add_unfrozen()
         if not self._exchange.laid_out:
             self._exchange.leave_layout(host_waits=self._scalars is not None)
             self._lay_out()
@@ -270,7 +270,7 @@ class GradientReducer:
         end_pass = EndOfPass(self.end_pass)
         self._ending = weakref.ref(end_pass)
         self._seen += 1
-        self._add_thawed()
+        self._add_unfrozen()
         at_end_of_pass(end_pass)
 
     def end_pass(self) -> None:
@@ -289,10 +289,10 @@ class GradientReducer:
 
     # -- the layout -----------------------------------------------------------------------------------------------
 
-    def _add_thawed(self) -> None:
-        thawed = self.hooks.take_thawed()
-        if thawed:
-            self.add(thawed)
+    def _add_unfrozen(self) -> None:
+        unfrozen = self.hooks.take_unfrozen()
+        if unfrozen:
+            self.add(unfrozen)
 
     def _lay_out(self) -> None:
         """Compare parameters with the other ranks, agree on the sparse ones, and make the buckets."""
