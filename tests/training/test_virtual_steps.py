@@ -62,7 +62,7 @@ def tried(backend, bad, value, error):
     return digest(trainer)
 
 
-def test_a_step_whose_forward_raised_can_be_taken_again():
+def test_a_step_whose_forward_raised_can_be_repeated():
     error = RuntimeError("this sample is bad")
     with connect("local") as backend:
         untroubled = tried(backend, [], 0, error)
