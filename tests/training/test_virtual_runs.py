@@ -26,7 +26,9 @@ RUNS = {
         *("--virtual-ranks", "4", "--ema", "0.9", "--momentum", "0.9", "--lr", "0.02", "--lr-scale", "linear"),
     ),
     # An evaluation of several batches for each of two shards.
-    "evaluation": ("--batch-size", "70", "--max-steps", "3", "--virtual-ranks", "2"),
+    "evaluation": (
+        *("--model", "tests.training.virtual:relative", "--batch-size", "70", "--max-steps", "3", "--virtual-ranks", "2"),
+    ),
     "text": (
         *("--recipe", "bert-mlm", "--model", "tests.training.virtual:text", "--text-file", "{text}", "--vocabulary", "60"),
         *(

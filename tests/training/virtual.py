@@ -77,6 +77,19 @@ def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
     return Statistics(torch.Size(shape).numel(), classes, 0.3)
 
 
+class Relative(nn.Linear):
+    """A layer whose outputs depend on the other samples of a batch, in evaluation too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x.flatten(1))
+        return hidden - hidden.mean(0)
+
+
+def relative(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Build a classifier of batches, for ``--model tests.training.virtual:relative``."""
+    return Relative(torch.Size(shape).numel(), classes)
+
+
 class Branches(nn.Module):
     """One layer is frozen, one is used by some shards alone, one never; keeps a running mean; vectors (n, 4)."""
 
