@@ -93,7 +93,8 @@ class GradientReducer:
         self._scalars = self.extra if extra else None
         self._turns = turns(backend)
         self._number = self._turns.enter(self)
-        self._closed, self._paused = False, False
+        self._closed = False
+        self._paused = False
         self._seen = 0  # backward passes since the last reduction
         #: The callback for the end of the pass that is running; dead if that pass failed: autograd has dropped it then.
         self._ending: weakref.ref[Callable[[], None]] | None = None
@@ -175,7 +176,7 @@ class GradientReducer:
     def exchange(self) -> None:
         """Average the gradients over the ranks. Collective; blocks."""
         exchange = self._exchange
-        self.prepare()
+        self._use_layout()
         while exchange.schedule.has_unsent:
             exchange.send_next(self._scalars)
         if exchange.wait(host_waits=self._scalars is not None):
@@ -186,14 +187,18 @@ class GradientReducer:
         exchange.unpack()
         self._start_over(reduced=True)
 
-    def prepare(self, *, anew: bool = False) -> None:
-        """Make the buckets, unless there are some for all parameters. Collective where there are none; blocks.
+    def begin_shards(self) -> None:
+        """Begin a step in which ranks have several shards. Collective where the buckets are to be made; blocks.
 
-        The first exchange does it by itself. ``anew``: drop the shards of a step that failed.
+        Raises:
+            BackendError: a step that failed has sent a part of its gradients.
         """
-        if anew:
-            self._forget_failed_pass()
-            self._exchange.drop_shards()
+        self._forget_failed_pass()
+        self._use_layout()
+        for bucket in self.buckets:
+            bucket.sum.begin()
+
+    def _use_layout(self) -> None:
         self._add_unfrozen()
         if not self._exchange.laid_out:
             self._exchange.leave_layout(host_waits=self._scalars is not None)
@@ -202,8 +207,8 @@ class GradientReducer:
     def add_shard(self) -> None:
         """Add this rank's gradients and :attr:`extra` to the sum as those of its next shard but the last; drop them.
 
-        For a reducer with ``order``, after :meth:`prepare`, and after backward passes in :meth:`no_sync`. The last shard's
-        gradients are those of the next reduction. Not collective.
+        For a reducer with ``order``, after :meth:`begin_shards`, and after backward passes in :meth:`no_sync`. The next
+        reduction takes the last shard's gradients. Not collective.
 
         Raises:
             RuntimeError: this rank has no shard left besides its last one.

@@ -80,7 +80,7 @@ class VirtualRanks:
         given, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
         with self._begun_step():
-            reducer.prepare(anew=True)
+            reducer.begin_shards()
             for shard, part in given:
                 self._begin_shard(shard)
                 begins, ends = shard == self.mine[0], shard == self.mine[-1]
