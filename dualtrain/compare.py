@@ -1,17 +1,22 @@
-"""``python -m dualtrain.compare RUN RUN…``: finished runs side by side, and whether they ended with the same weights."""
+"""``python -m dualtrain.compare RUN RUN…``: finished runs side by side, and whether they ended with the same weights.
+
+With --one-result, exit status 1 unless all runs have ended, with the same weights and the same metrics.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.console import print_error, show
+from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
-_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+Columns = Mapping[str, Callable[[dict[str, Any]], str]]
+
+_COLUMNS: Columns = {
     "run": lambda s: s.get("run", "-"),
     "backend": lambda s: f"{s['backend']} ({s['transport']})",
     "launcher": lambda s: s["launcher"],
@@ -22,7 +27,17 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "seconds": lambda s: f"{s['seconds']:.1f}",
     "weights": lambda s: s["weights_sha256"][:16],
 }
-
+#: What --one-result compares, and where each run computed.
+_ONE_RESULT: Columns = {
+    "run": _COLUMNS["run"],
+    "ranks": _COLUMNS["ranks"],
+    "backend": lambda s: s["backend"],
+    "transport": lambda s: s["transport"],
+    "launcher": _COLUMNS["launcher"],
+    "weights": _COLUMNS["weights"],
+    "val accuracy": lambda s: repr(s["val_accuracy"]),
+    "val loss": lambda s: repr(s.get("val_loss", "-")),
+}
 
 _KINDS: dict[str, Any] = dict.fromkeys(("backend", "transport", "launcher", "weights_sha256"), str)
 _KINDS |= dict.fromkeys(("val_accuracy", "samples_per_second", "seconds", "world_size"), int | float)
@@ -51,29 +66,76 @@ def read(folder: str) -> dict[str, Any]:
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
     """Format the runs as lines of text, then one line on their weights."""
-    rows = [list(_COLUMNS), *([cell(summary) for cell in _COLUMNS.values()] for summary in summaries)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
     same = len({summary["weights_sha256"] for summary in summaries}) == 1
     names = " and ".join(dict.fromkeys(summary["backend"] for summary in summaries))
-    lines.append("")
-    lines.append(
+    last = (
         f"same weights: yes, {names} ended with the same model, bit for bit"
         if same
         else f"same weights: no, {names} ended with different bits"
     )
-    return "\n".join(lines)
+    return "\n".join([*_lines(_COLUMNS, summaries), "", last])
+
+
+def one_result(summaries: Sequence[dict[str, Any]], unfinished: Sequence[str]) -> tuple[str, bool]:
+    """Format the runs and compare their weights and metrics, all numbers of the last evaluation, by their bits.
+
+    Args:
+        summaries: of the runs that have ended.
+        unfinished: names of the others.
+
+    Returns:
+        The table, whose last line is "N runs, 1 hash" where all have one result, and else says which differ; and whether
+        they have.
+    """
+    hashes = list(dict.fromkeys(summary["weights_sha256"] for summary in summaries))
+    count = f"{len(summaries) + len(unfinished)} runs, {len(hashes)} hash{'es' * (len(hashes) != 1)}"
+    faults = [f"{name} has not ended" for name in unfinished]
+    for summary in summaries[1:]:
+        differing = [name for name in _results(summaries) if summary.get(name) != summaries[0].get(name)]
+        if differing:
+            faults.append(f"{summary['run']} differs from {summaries[0]['run']} in {', '.join(differing)}")
+    lines = _lines(_ONE_RESULT, summaries) if summaries else []
+    return "\n".join([*lines, "", ": ".join([count, "; ".join(faults)]) if faults else count]), not faults
+
+
+def _results(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the values in any of ``summaries`` that one result has in common."""
+    metrics = [name for summary in summaries for name in summary if name.startswith(("train_", "val_"))]
+    return list(dict.fromkeys(["weights_sha256", "steps", *metrics]))
+
+
+def _lines(columns: Columns, summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table with a row for each summary."""
+    rows = [list(columns), *([cell(summary) for cell in columns.values()] for summary in summaries)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def _compare_results(folders: Sequence[str]) -> int:
+    summaries, unfinished = [], []
+    for folder in folders:
+        try:
+            summaries.append(read(folder))
+        except UserError:
+            unfinished.append(Path(folder).resolve().name)
+    shown, same = one_result(summaries, unfinished)
+    show(shown)
+    return 0 if same else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return the exit status: 0, or 2 where a run cannot be read."""
-    folders = list(sys.argv[1:] if arguments is None else arguments)
+    """Print the table; return the exit status: 0, 2 where a run cannot be read, 1 where --one-result finds several."""
+    parser = parser_of("dualtrain.compare", str(__doc__))
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--one-result", action="store_true", help="compare weights and metrics; exit status 1 if they differ"
+    )
     try:
-        if not folders or "--help" in folders or "-h" in folders:
-            show(__doc__)
-            return 0 if folders else 2
-        show(table([read(folder) for folder in folders]))
+        given = parser.parse_args(arguments)
+        if given.one_result:
+            return _compare_results(given.runs)
+        show(table([read(folder) for folder in given.runs]))
     except UserError as error:
         print_error(error)
         return 2
