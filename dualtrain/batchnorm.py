@@ -67,7 +67,7 @@ class SynchronizedNorm(torch.autograd.Function):
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer whose training statistics are those of all ranks; subclasses say how to exchange numbers.
 
-    Arguments and state are torch's. In evaluation, or without running statistics to use there, as torch's.
+    Arguments and state are torch's. In evaluation it does what torch's layer does.
     """
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 The only file that names torch.distributed. The process groups are dualtrain's own: torch.distributed's default group
 stays as it is, so that libraries which look at ``is_initialized()`` behave as they would without dualtrain. There is a
-Gloo group for data, a second one for the short vectors of ``exchange``, so that a rank that checks a call cannot be
-matched with a rank that sends a gradient, and an NCCL group from the first GPU tensor on.
+Gloo group for data, and an NCCL group from the first GPU tensor on. The short vectors of ``exchange`` have a Gloo group
+of their own, so that a rank that checks a call cannot be matched with a rank that sends a gradient.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import listening_address, listening_interface, variables
 from dualtrain.rendezvous.meeting_point import join, leave, meeting_point, names_by_server
 from dualtrain.rendezvous.placement import SAME_BACKEND, place_ranks
+from dualtrain.rendezvous.session import agree_on_session
 from dualtrain.rendezvous.store import Store, listen
 from dualtrain.torch_versions import asynchronous, shut_down
 
@@ -48,7 +49,7 @@ _PLACE_BYTES = 128  # of an address, a port and a key
 
 #: The groups in use. Without this reference, a group that is dropped while a peer has failed would wait for its last
 #: operation in the thread that drops it.
-_IN_USE: list[tuple[int, Any]] = []  # with the process that runs the group's threads, which a forked child does not
+_IN_USE: list[tuple[int, Any]] = []  # each with the id of the process that made it: a forked child lacks its threads
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
 
@@ -427,10 +428,10 @@ def open_store(world: World, timeout: float) -> dist.Store:
     wait = timedelta(seconds=timeout)
     try:
         if world.launcher == "torchrun":
-            # torchrun's agent serves a store.
-            store: dist.Store = next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))[0]
-        else:
-            store = _adapted(join(world, timeout), timeout)
+            return _of_this_attempt(
+                next(dist.rendezvous("env://", world.rank, world.size, timeout=wait))[0], world, timeout
+            )
+        store = _adapted(join(world, timeout), timeout)
     except RuntimeError as error:
         raise UserError(
             f"rank {world.rank} could not meet the others at {host}:{port} within {timeout:g} s ({_first_line(error)}): "
@@ -444,6 +445,18 @@ def _numbered(store: dist.Store, world: World, place: tuple[str, int]) -> dist.S
     key = *place, world.name
     _WORLDS[key] += 1
     return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[key]}", store)
+
+
+def _of_this_attempt(store: dist.Store, world: World, timeout: float) -> dist.Store:
+    """Part of torchrun's store that no attempt had before this one. Collective; blocks.
+
+    Its agents serve the store, and keep it when they restart the workers.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store  # torch's prefix has the restarts that this host's agent has counted
+    numbered = _numbered(store, world, world.rendezvous or ("", 0))
+    session = agree_on_session(numbered, world.rank, world.size, (timeout, time.monotonic() + timeout))
+    return dist.PrefixStore(session, numbered)
 
 
 def _store_of_default_group(world: World) -> dist.Store | None:

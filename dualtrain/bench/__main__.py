@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import os
 import platform
 import shlex
 import shutil
@@ -30,6 +29,7 @@ from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, FALLBAC
 from dualtrain.bench.rows import Row, rows_of, sweep_of
 from dualtrain.bench.start_contender import LaunchSpec
 from dualtrain.console import parser_of, print_error, show
+from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
@@ -133,7 +133,7 @@ def _world(spec: LaunchSpec, results: Results) -> str:
     ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), spec.ranks)
     where = f"started by {shlex.join(spec.prefix)}" if spec.prefix else "on this host"
     return (
-        f"{ranks} ranks {where}, {len(os.sched_getaffinity(0))} cores here, device {spec.device}, one intra-op thread a "
+        f"{ranks} ranks {where}, {usable_cores()} cores here, device {spec.device}, one intra-op thread a "
         f"rank, torch {version('torch')}, Python {platform.python_version()}"
     )
 

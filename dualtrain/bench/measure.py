@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 from dualtrain.bench.pace import Pace
 from dualtrain.bench.plan import ENTRIES, EPOCH_BATCH, EPOCH_LR, IMPORT, LENGTHS, MAIN, Entry, jobs_of
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec, run_entry, run_program
+from dualtrain.cores import share_of, usable_cores
 
 _IMPORT = """
 import time, torch
@@ -162,7 +162,7 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
         return Sample({"import": _import_seconds()})
     if not entry.steps and not spec.prefix:
         # dualtrain.main gives each rank an equal number of cores; the script that it is compared with gets as many.
-        spec = replace(spec, threads=max(1, len(os.sched_getaffinity(0)) // spec.ranks))
+        spec = replace(spec, threads=share_of(usable_cores(), spec.ranks))
     if entry.module == MAIN:
         return _main(entry, spec)
     found = run_entry(entry, jobs_of(entry, jobs), spec, step_fraction)

@@ -7,6 +7,7 @@ from dualtrain.config.commandline import parse
 from dualtrain.config.fields import Setting
 from dualtrain.config.recipes import load_recipe, recipe_names
 from dualtrain.config.sections import (
+    MOST_THREADS,
     SETTINGS,
     Config,
     DataSection,
@@ -19,6 +20,7 @@ from dualtrain.config.sections import (
 )
 
 __all__ = [
+    "MOST_THREADS",
     "SETTINGS",
     "Config",
     "DataSection",

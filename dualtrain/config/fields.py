@@ -37,7 +37,15 @@ ABOVE_ZERO = Bounds("above 0", lambda value: math.isfinite(value) and value > 0)
 UNIT = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
 
 
-def setting(default: Any, help: str, bounds: Bounds | None = None, *, flag: str = "", fixed: bool = False) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    bounds: Bounds | None = None,
+    *,
+    flag: str = "",
+    fixed: bool = False,
+    resumed: bool = False,
+) -> Any:
     """Declare a field of a section that is a flag too.
 
     Args:
@@ -46,8 +54,11 @@ def setting(default: Any, help: str, bounds: Bounds | None = None, *, flag: str 
         bounds: the values that are accepted; any of the field's type by default.
         flag: the flag's name, with underscores, where it is not the field's.
         fixed: a resumed run must have the value that it was started with.
+        resumed: a resumed run in which it is ``None`` takes the checkpoint's value, and another one is refused. With a
+            checkpoint that has none, any value may be given, unless the setting is ``fixed`` too.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "bounds": bounds, "flag": flag, "fixed": fixed})
+    metadata = {"help": help, "bounds": bounds, "flag": flag, "fixed": fixed, "resumed": resumed}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 fixed_setting = partial(setting, fixed=True)
@@ -66,6 +77,7 @@ class Setting:
         help: for ``--help``.
         bounds: the values that are accepted.
         fixed: a resumed run must have the value that it was started with.
+        resumed: a resumed run in which it is ``None`` takes the checkpoint's value.
     """
 
     name: str
@@ -76,6 +88,7 @@ class Setting:
     help: str
     bounds: Bounds | None
     fixed: bool
+    resumed: bool
 
     @property
     def flag(self) -> str:
@@ -85,6 +98,10 @@ class Setting:
     def is_valid(self, value: Any) -> bool:
         """Check the type of a value that was read from a file: an int is a float too."""
         return type(value) is self.kind or (self.kind is float and type(value) is int)
+
+    def accepts(self, value: Any) -> bool:
+        """Check the type and the bounds of a value that was read from a file."""
+        return self.is_valid(value) and (self.bounds is None or self.bounds.accepts(value))
 
 
 def settings_of(section: str, cls: Any) -> list[Setting]:
@@ -100,6 +117,7 @@ def settings_of(section: str, cls: Any) -> list[Setting]:
             help=field.metadata["help"],
             bounds=field.metadata["bounds"],
             fixed=field.metadata["fixed"],
+            resumed=field.metadata["resumed"],
         )
         for field in dataclasses.fields(cls)
     ]

@@ -25,7 +25,7 @@ def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
     if rebuilt := _built_for_another(rows):
         broken = chosen == "horovod" and bool(_failures(rows, "horovod"))
         (problems if broken else notes).append(rebuilt)
-    # One line per host: that of its first rank that has one.
+    # One line per host: the advice for its first rank that has any.
     found = {row["host"]: line for row in reversed(rows) if (line := gpu_advice(row))}
     return problems, [*notes, *found.values(), *_crowded(rows)]
 
@@ -93,8 +93,15 @@ def _crowded(rows: Sequence[Row]) -> list[str]:
     lines = []
     for host in dict.fromkeys(row["host"] for row in rows):
         here = [row for row in rows if row["host"] == host]
-        cores = set().union(*(row["cores"] for row in here))  # mpirun binds each rank to a core of its own
-        available, what = (len(here[0]["devices"]), "GPUs") if here[0]["cuda"] else (len(cores), "cores")
+        available, what = (len(here[0]["devices"]), "GPUs") if here[0]["cuda"] else (_cores(here), "cores")
         if len(here) > available:
             lines.append(f"{host} has {len(here)} ranks for {available} {what}: they slow each other down; start fewer")
     return lines
+
+
+def _cores(rows: Sequence[Row]) -> int:
+    """Return how many cores the ranks of one host may use together."""
+    cores = len(set().union(*(row["cores"] for row in rows)))  # mpirun binds each rank to a core of its own
+    quotas = [row["quota"] for row in rows]
+    # Ranks of one host are usually in one cgroup; of different quotas, the largest contradicts the ranks least.
+    return cores if None in quotas else min(cores, max(1, int(max(quotas))))

@@ -37,8 +37,14 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for row in report["ranks"]:
         yield (
             f"rank {row['rank']}",
-            f"{row['host']}, local rank {row['local_rank']}, {len(row['cores'])} cores, sees {'; '.join(row['devices'])}",
+            f"{row['host']}, local rank {row['local_rank']}, {_cores(row)}, sees {'; '.join(row['devices'])}",
         )
+    yield "threads", f"{report['threads']} intra-op for each rank; --threads sets another number"
+
+
+def _cores(row: Mapping[str, Any]) -> str:
+    quota = "" if row["quota"] is None else f" (CPU quota {row['quota']:g})"
+    return f"{len(row['cores'])} cores{quota}"
 
 
 def _pairs(values: Mapping[str, str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dualtrain.backends import Backend
 from dualtrain.backends.factory import choose
+from dualtrain.cores import share_of, usable_cores
 from dualtrain.doctor.advice import advise
 from dualtrain.doctor.facts import gather
 from dualtrain.doctor.network import used
@@ -35,6 +36,7 @@ class Examination:
             refusal = refusal or self._why_not(name)
             self._probes[name] = self._agreed(name, refusal) or probe(name, world, timeout)
         own["probes"] = {name: found.facts() for name, found in self._probes.items()}
+        own["threads"] = share_of(usable_cores(), (self._control.world if self._control else world).local_size)
         rows, failure = self._gathered(own)
         self.report = _report(rows, failure, choose("auto" if wanted == "all" else wanted, world), self._single_host())
 
@@ -102,6 +104,7 @@ def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str, si
         "chosen": chosen,
         "problems": problems,
         "notes": notes,
+        "threads": min(row["threads"] for row in rows),
         "interface": used(rows[0]["interfaces"], rows[0]["overrides"], single_host),
         "allreduce": {name: _measured(rows, name) for name in rows[0]["probes"]},
         "ranks": list(rows),

@@ -17,6 +17,7 @@ import torch
 
 from dualtrain.backends import horovod as horovod_backend
 from dualtrain.backends import torch as torch_backend
+from dualtrain.cores import cpu_quota
 from dualtrain.doctor.gpu import gpu_facts
 from dualtrain.doctor.network import interfaces
 from dualtrain.errors import UserError
@@ -45,6 +46,7 @@ def gather(world: World) -> dict[str, Any]:
         "ignored": ignored(world, os.environ),
         "host": socket.gethostname(),
         "cores": sorted(os.sched_getaffinity(0)),
+        "quota": cpu_quota(),
         "cuda": torch.cuda.is_available(),
         "gpu": gpu_facts(),
         "devices": _devices(),

@@ -30,18 +30,18 @@ from dualtrain.training.assemble import (
     load_task,
     make_computation,
     make_model,
-    threads,
     try_out,
 )
 from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.cursor import Cursor
+from dualtrain.training.machine import platform_of, threads, use_threads, warn_of_another
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
 from dualtrain.training.passes import Tensors
 from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import summarize, weights_of, write_results, write_task
-from dualtrain.training.resume import read_checkpoint, restore_best, set_aside
+from dualtrain.training.resume import adopted, read_checkpoint, restore_best, set_aside
 from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.signals import SIGNALS, Signals
@@ -67,9 +67,15 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 
 def _train(config: Config, backend: Backend) -> dict[str, Any]:
     settings = config.plain()
-    compare_settings(settings, backend)  # before any collective that only some settings lead to
+    compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
+    saved = None
+    if config.output.resume is not None:
+        saved = on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(config.output, settings))
+        settings = adopted(settings, saved["config"])
     # Matrix products depend on it: with virtual ranks not on the cores of a machine.
-    torch.set_num_threads(1 if config.step.virtual_ranks is not None else threads(backend))
+    number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
+    config = Config.of({**settings, "threads": number})
+    use_threads(number, backend)
     task = load_task(config.data, config.model.name, backend)
     try:
         # One result everywhere is not possible with operations that do not even repeat.
@@ -77,9 +83,6 @@ def _train(config: Config, backend: Backend) -> dict[str, Any]:
         with determinism(exact):
             model = make_model(config.model, task, config.step.seed, backend)
             on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
-            saved = None
-            if config.output.resume is not None:
-                saved = on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(config.output, settings))
             run = Run(config, backend, task, model)
             run.open(saved)
             with Signals() as signals:
@@ -96,6 +99,7 @@ class Run:
         self.config = config
         self.backend = backend
         self.task = task
+        self.platform = platform_of(backend)
         #: Parts of a global batch: the virtual ranks, else the real ones. All arithmetic uses their number.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
@@ -133,11 +137,12 @@ class Run:
         config, output = self.config, self.config.output
         if saved is not None:
             self._resume(saved)
-        folder = on_rank_zero(self.backend, "run folder", lambda: claim(output, config.run.recipe, config.plain()))
+        content = {**config.plain(), "platform": self.platform}
+        folder = on_rank_zero(self.backend, "run folder", lambda: claim(output, config.run.recipe, content))
         self.folder = Path(folder)
 
         def prepare() -> None:
-            # Later checkpoints of this folder were made after a state that is trained anew: kept, but not resumed from.
+            # The steps of later checkpoints in this folder run again: keep those checkpoints, but never resume from them.
             set_aside(self.folder, self.cursor.step)
             write_task(self.folder, self.task)
 
@@ -172,6 +177,8 @@ class Run:
         if saved["data"] != self._data():
             had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (saved["data"], self._data()))
             raise UserError(f"the checkpoint was trained on {had}, and the data here are {has}: give the same", shared=True)
+        if self.backend.rank == 0:
+            warn_of_another(saved.get("platform", {}), self.platform)
         self.cursor = on_all_ranks(self.backend, "checkpoint", lambda: self._load(saved))
 
     def _load(self, saved: dict[str, Any]) -> Cursor:
@@ -318,6 +325,7 @@ class Run:
             "trainer": state,
             "cursor": self.cursor.plain(),
             "config": self.config.plain(),
+            "platform": self.platform,
             "global_batch": self.sampler.global_batch,
             "data": self._data(),
         }
@@ -336,8 +344,10 @@ class Run:
 
     def _opening_line(self) -> str:
         backend, parameters = self.backend, sum(p.numel() for p in self.trainer.model.parameters())
+        virtual = self.trainer.virtual_ranks
+        ranks = f"{backend.size} × {backend.device.type}" + (f" as {virtual} virtual ranks" if virtual else "")
         return (
-            f"{self.config.run.recipe} on {backend.size} × {backend.device.type}, {backend.name} backend over "
+            f"{self.config.run.recipe} on {ranks}, {backend.name} backend over "
             f"{backend.transport}, started by {backend.world.launcher}: {parameters} parameters, "
             f"{self.sampler.samples} samples in batches of {self.sampler.global_batch}, {self.total_steps} steps, "
             f"{self.lr_in_words}, into {self.folder}"

@@ -43,6 +43,17 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
     return tree
 
 
+def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` with the checkpoint's values of those that a resumed run was not given and takes from it.
+
+    Args:
+        settings: all settings of the resumed run by name; ``None`` where one was not given.
+        written: the settings in the checkpoint, by name.
+    """
+    missing = [name for name, one in SETTINGS.items() if one.resumed and settings[name] is None]
+    return {**settings, **{name: written.get(name) for name in missing}}
+
+
 def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse other values of fixed settings: the result would be neither this run's nor a new one's."""
     written_as = tree.get("format")
@@ -51,8 +62,11 @@ def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
             "the checkpoint is not of a run of this version of dualtrain: start anew, or use the version it is of"
         )
     _check_form(tree)
+    config = tree["config"]
+    settings = adopted(settings, config)
     # A setting that was added after the checkpoint was written had its default.
-    written = {name: tree["config"].get(name, one.default) for name, one in SETTINGS.items() if one.fixed}
+    written = {name: config.get(name, one.default) for name, one in SETTINGS.items() if one.fixed}
+    written |= {name: config[name] for name, one in SETTINGS.items() if one.resumed and config.get(name) is not None}
     differences = [name for name, value in written.items() if value != settings[name]]
     if differences:
         had = " ".join(_as_flag(name, written[name]) for name in differences)
@@ -62,14 +76,22 @@ def _compare(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 def _check_form(tree: dict[str, Any]) -> None:
     """Raise UserError for a file that is in the format of checkpoints but lacks the parts of a run's."""
-    kinds = {"trainer": dict, "cursor": dict, "config": dict, "global_batch": int, "data": dict}
-    wrong = [name for name, kind in kinds.items() if not isinstance(tree.get(name), kind)]
-    try:
-        json.dumps(tree.get("config"))
-    except TypeError:  # a tensor, which cannot be compared with a setting
-        wrong.append("config")
+    parts = {"platform": {}, **tree}  # older checkpoints have none
+    kinds = {"trainer": dict, "cursor": dict, "config": dict, "platform": dict, "global_batch": int, "data": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(parts.get(name), kind)]
+    wrong += [name for name in ("config", "platform") if name not in wrong and not _are_values(parts[name])]
     if wrong or any(type(tree["data"].get(name)) is not int for name in ("samples", "classes")):
         raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
+
+
+def _are_values(found: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint's settings or facts can be compared, and used where a resumed run takes them from it."""
+    try:
+        json.dumps(found)
+    except TypeError:  # a tensor
+        return False
+    given = {name: found[name] for name, one in SETTINGS.items() if one.resumed and found.get(name) is not None}
+    return all(SETTINGS[name].accepts(value) for name, value in given.items())
 
 
 def _as_flag(name: str, value: Any) -> str:

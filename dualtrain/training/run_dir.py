@@ -24,13 +24,13 @@ BEST_WEIGHTS = "model-best.safetensors"
 _NAMES = re.compile(r"(config|task|summary)\.json|metrics\.jsonl|model(-best)?\.safetensors")
 
 
-def claim(output: OutputSection, recipe: str, settings: Mapping[str, Any]) -> str:
+def claim(output: OutputSection, recipe: str, content: Mapping[str, Any]) -> str:
     """Make the run's folder, or find the one to resume in, write ``config.json``, and return its path. On rank 0 only.
 
     Args:
         output: names the folder.
         recipe: begins the name of a new folder, where ``output`` names none.
-        settings: the content of ``config.json``.
+        content: of ``config.json``.
 
     Raises:
         UserError: it cannot be written, or holds another run.
@@ -47,7 +47,7 @@ def claim(output: OutputSection, recipe: str, settings: Mapping[str, Any]) -> st
             )
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         remove_temporary(folder, _NAMES)
-        write_json(folder / "config.json", dict(settings))
+        write_json(folder / "config.json", dict(content))
     except OSError as error:
         raise UserError(
             f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): choose a folder that you may write"

@@ -24,6 +24,7 @@ from dualtrain.data.seeding import seeded
 from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError
 from dualtrain.training.description import Text, class_name, describe, of_module, of_object, of_weights
+from dualtrain.training.machine import PROCESSOR, pin_cpus, processor
 from dualtrain.version import __version__
 
 log = logging.getLogger("dualtrain")
@@ -42,7 +43,6 @@ MAY_DIFFER = {
 }
 _GIVEN_OR_NOT = ("weights", "resume")
 
-_PROCESSORS = ("CPU capability", "GPU")
 _SAME_VERSIONS = "install the same versions on all hosts"
 _CURES = {
     **dict.fromkeys(("Python", "torch", "dualtrain", "Horovod"), _SAME_VERSIONS),
@@ -128,14 +128,15 @@ def compare_arguments(backend: Backend, call: str, values: Mapping[str, object])
 
 
 def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, object]], cure: str) -> None:
-    found = compare(backend, what, lambda: {**read(), **_platform(backend), **_processors(backend)})
-    unlike = [difference for difference in found if difference.name in _PROCESSORS]
+    found = compare(backend, what, lambda: {**read(), **_platform(backend), **processor(backend)})
+    unlike = [difference for difference in found if difference.name in PROCESSOR]
     others = [difference for difference in found if difference not in unlike]
     if others:
         cures = dict.fromkeys(_CURES.get(difference.name, cure) for difference in others)
         raise RanksDifferError(f"the ranks do not have the same {what}: {in_words(others)}; {', and '.join(cures)}")
     if unlike and backend.rank == 0:
-        _warn_once(f"the ranks have different processors, whose results differ in the last digits: {in_words(unlike)}")
+        text = f"the ranks have different processors, whose results differ in the last digits: {in_words(unlike)}"
+        _warn_once(text + pin_cpus([difference.name for difference in unlike]))
 
 
 def _platform(backend: Backend) -> dict[str, str]:
@@ -146,11 +147,6 @@ def _platform(backend: Backend) -> dict[str, str]:
         **backend.versions,
         "kind of device": backend.device.type,
     }
-
-
-def _processors(backend: Backend) -> dict[str, str | None]:
-    gpu = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else None
-    return dict(zip(_PROCESSORS, (torch.backends.cpu.get_cpu_capability(), gpu), strict=True))
 
 
 @cache
@@ -179,14 +175,14 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
 
     def read() -> dict[str, Any]:
         first.update(_checksums(title, source))
-        return {**first, **_processors(backend)}
+        return {**first, **processor(backend)}
 
     found = compare(backend, what, read)
     # A rank that was slow to read them has fewer.
-    samples = [one for one in found if one.name not in _PROCESSORS and None not in one.values]
+    samples = [one for one in found if one.name not in PROCESSOR and None not in one.values]
     if not samples:
         return
-    reason = _why_not_comparable(backend, title, source, first, unlike=any(one.name in _PROCESSORS for one in found))
+    reason = _why_not_comparable(backend, title, source, first, unlike=any(one.name in PROCESSOR for one in found))
     seen = f"{samples[0]}" + (f" (and {len(samples) - 1} more of those compared)" if len(samples) > 1 else "")
     if reason is None:
         raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}")

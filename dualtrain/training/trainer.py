@@ -113,6 +113,11 @@ class Trainer:
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     @property
+    def virtual_ranks(self) -> int | None:
+        """How many shards a step has; ``None`` where each rank has one part of it."""
+        return self._parts.count if isinstance(self._parts, VirtualRanks) else None
+
+    @property
     def shards(self) -> Sequence[int]:
         """The numbers of this rank's shards, for which :meth:`step` is given batches; empty without virtual ranks."""
         return self._parts.mine

@@ -75,7 +75,7 @@ class VirtualRanks:
             raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
         flags = self._flags(control_flags)
         with self._begun_step():
-            reducer.prepare()
+            reducer.begin_shards()
             for shard, part in zip(self.mine, given, strict=True):
                 self._begin_shard(shard)
                 passes.begin_part(flags if shard == self.mine[0] else (0.0,) * CONTROL_FLAGS)

@@ -63,7 +63,7 @@ def test_the_interval_holds_the_median_and_lies_within_the_values():
     found = estimate(values)
     assert found.value == 1.2
     assert min(values) <= found.low < 1.2 < found.high <= max(values)
-    # Of 7 values, an end is the smallest or largest in less than 2.5 of 100 draws.
+    # A resample of 7 values has the smallest, or largest, as its median in less than 2.5 % of draws.
     assert found.low > 0.9
     assert found.high < 9.0
 
@@ -84,7 +84,7 @@ def test_one_pair_has_no_width():
 
 
 def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
-    """Seven rounds in which every contender takes its seconds, and the slower the later, alike for all."""
+    """Seven rounds of contenders that take these ``seconds``; all become slower by the same factor from round to round."""
     found = Results(missing=missing or {}, step_fractions=[1.0] * ROUNDS)
     for name, value in seconds.items():
         name = name.replace("_", "-")
@@ -519,9 +519,9 @@ def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
 
 
 def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
-    """The step fractions and samples of rounds of three contenders that take so many seconds each, by a clock of its own.
+    """Run rounds of three contenders on a simulated clock; return the step fractions and the samples.
 
-    ``step`` is of the workload ``resnet18``, whose steps are ``plan.LENGTHS``, as it is in each round, or the last one's.
+    ``step`` is the seconds of one step of ``resnet18``: in every round, or one value for each round, the last one repeated.
     """
     clock = [0.0]
     said: list[str] = []

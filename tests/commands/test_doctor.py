@@ -1,4 +1,4 @@
-"""The doctor: healthy worlds, and broken ones of which it says what is wrong and how to mend it."""
+"""The doctor on healthy worlds, and on broken ones, for which it names the problem and the cure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from dualtrain.cores import usable_cores
 from dualtrain.doctor.__main__ import main
 from dualtrain.doctor.advice import advise
 from dualtrain.doctor.doctor_text import page
@@ -19,7 +20,7 @@ from tests.pool import ROOT, free_port
 
 DOCTOR = ("-m", "dualtrain.doctor")
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-# Horovod as if it were not there, for a whole process.
+# Hide Horovod from a whole process.
 WITHOUT_HOROVOD = """
 import sys
 class Missing:
@@ -38,7 +39,7 @@ def row(rank=0, **other):
     healthy = {"rank": rank, "size": 2, "launcher": "torchrun", "ignored": {}, "versions": versions, "horovod": None}
     fine = {"torch": {"error": None}, "horovod": {"error": None}}
     gpu = {"cuda": None, "nccl": None, "driver": None, "driver_cuda": None}
-    here = {"host": "here", "cuda": False, "gpu": gpu, "cores": [0, 1], "devices": ["cpu"]}
+    here = {"host": "here", "cuda": False, "gpu": gpu, "cores": [0, 1], "quota": None, "devices": ["cpu"]}
     return {**healthy, "probes": fine, **here, **other}
 
 
@@ -50,14 +51,16 @@ def test_alone_as_text_and_as_json(tmp_path):
     assert report["chosen"] == "local"
     assert report["problems"] == []
     assert [one["bytes"] for one in report["allreduce"]["torch"]["sizes"]] == list(SIZES)
+    assert report["threads"] == usable_cores()
     text = page(report)
     assert "launcher    none" in text
+    assert f"\nthreads     {usable_cores()} intra-op for each rank; " in text
     assert "\n64 MB " in text
     assert text.endswith("a run with --backend local would work")
 
 
 def both_are_reached(said, chosen):
-    """Asserts that two ranks found both backends well, and which of them a run would take."""
+    """Assert that both backends work on two ranks, and which of them a run would use."""
     assert f"a run with --backend {chosen} would work" in said
     assert said.count("a run with") == 1
     assert "torch (gloo, cpu)" in said
@@ -148,6 +151,13 @@ def test_another_torch_than_horovod_was_built_against_is_said():
 def test_more_ranks_than_cores_are_noted():
     _, notes = advise([row(rank) for rank in range(3)], "torch")
     assert notes == ["here has 3 ranks for 2 cores: they slow each other down; start fewer"]
+
+
+def test_a_quota_counts_as_the_cores_that_it_allows():
+    four = [row(rank, cores=[0, 1, 2, 3], quota=2.5) for rank in range(4)]
+    _, notes = advise(four, "torch")
+    assert notes == ["here has 4 ranks for 2 cores: they slow each other down; start fewer"]
+    assert advise(four[:2], "torch") == ([], [])
 
 
 def test_ranks_bound_to_a_core_each_are_not_too_many():

@@ -39,9 +39,9 @@ def test_equal_runs_are_one_hash(tmp_path, capsys):
     folders = [write(tmp_path / "a"), write(tmp_path / "b", world_size=4, backend="horovod", seconds=2.0)]
     assert main(["--one-result", *folders]) == 0
     head, _, first, second, _, last = capsys.readouterr().out.splitlines()
-    assert head.split()[:6] == ["run", "ranks", "backend", "transport", "launcher", "weights"]
-    assert first.split()[:3] == ["a", "2", "torch"]
-    assert second.split() == ["b", "4", "horovod", "shm", "torchrun", "ab" * 8, "0.75", "1.0455258414563207"]
+    assert head.split() == ["run", "ranks", "backend", "launcher", "val", "loss", "accuracy", "weights"]
+    assert first.split()[:4] == ["a", "2", "torch", "(shm)"]
+    assert second.split() == ["b", "4", "horovod", "(shm)", "torchrun", "1.0455", "0.7500", "ab" * 8]
     assert last == "2 runs, 1 hash"
 
 
@@ -62,7 +62,8 @@ def test_a_run_that_differs_is_named(other, last, tmp_path, capsys):
 def test_a_run_that_has_not_ended_is_named(tmp_path, capsys):
     assert main(["--one-result", write(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "2 runs, 1 hash: b has not ended"
-    assert one_result([], ["a", "b"]) == ("\n2 runs, 0 hashes: a has not ended; b has not ended", False)
+    shown, same = one_result([], ["a", "b"])
+    assert (shown.splitlines()[-1], same) == ("2 runs, 0 hashes: a has not ended; b has not ended", False)
 
 
 # -- the script ---------------------------------------------------------------------------------------------------

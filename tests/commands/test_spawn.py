@@ -55,7 +55,7 @@ class Job(Forked):
         assert holds(lambda: len(self.pids) == count), self.errors
 
     def ended_by(self, number: int) -> bool:
-        """Whether this signal ends the job soon. Two that come before the first is handled are one: ask again."""
+        """Whether this signal ends the job soon. Sends it again: two that arrive before the first is handled are one."""
         self.send_signal(number)
         return holds(lambda: self.poll() is not None, 2)
 
@@ -168,7 +168,7 @@ def test_a_sigusr1_before_the_first_rank_is_there_is_passed_on(start):
     assert job.wait(SECONDS) == 0, job.errors
 
 
-# The rest of the program runs in a terminal, in which Ctrl-C is pressed once both ranks are there.
+# The program runs in a pseudo-terminal; Ctrl-C is sent once both ranks have started.
 TERMINAL = """
 import pty
 pid, terminal = pty.fork()
@@ -226,6 +226,12 @@ def test_a_system_that_starts_no_more_processes_is_named_and_the_signals_are_giv
 def test_more_ranks_than_the_cores_can_start_are_refused_before_the_first_one_is_started():
     with pytest.raises(UserError, match=r"--nproc 99999999 is too many for this host: .* give \d+ at most"):
         spawn(len, [], 99999999)
+
+
+def test_a_cpu_quota_limits_the_ranks(monkeypatch):
+    monkeypatch.setattr("dualtrain.spawn.usable_cores", lambda: 1)
+    with pytest.raises(UserError, match=r"--nproc 17 is too many .* each of its 1 cores .* give 16 at most"):
+        spawn(len, [], 17)
 
 
 def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monkeypatch):

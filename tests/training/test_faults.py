@@ -41,7 +41,7 @@ def train(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
 
 
 def best_of(folder: Path) -> tuple[int | None, int | None]:
-    """The steps that the files of the best evaluation are of."""
+    """Steps of the two files of the best evaluation."""
     return checkpoint.step_in(folder / "checkpoints" / checkpoint.BEST), step_of(folder / "model-best.safetensors")
 
 
@@ -251,6 +251,10 @@ def forged(tree: dict[str, Any], name: str) -> Any:
         "format tensor": lambda: tree.update(format=torch.ones(3)),
         "config tensor": lambda: tree["config"].update(model=torch.ones(3)),
         "config": lambda: tree.update(config=None),
+        "threads text": lambda: tree["config"].update(threads="2"),
+        "threads many": lambda: tree["config"].update(threads=10**6),
+        "platform": lambda: tree.update(platform=[]),
+        "platform tensor": lambda: tree.update(platform={"torch": torch.ones(3)}),
     }
     if name == "list":
         return [1]
@@ -271,6 +275,7 @@ CASES = (
     "ranks",
 )
 CASES += ("random", "momentum", "groups", "format", "format tensor", "config", "config tensor", "list")
+CASES += ("threads text", "threads many", "platform", "platform tensor")
 
 
 def test_a_forged_checkpoint_with_a_right_hash_is_refused_in_one_line(tmp_path):
@@ -361,7 +366,7 @@ def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_pat
     flags = ["--dataset", "imagefolder", "--data-dir", str(images), "--image-size", "8", "--batch-size", "2", "--workers"]
     flags += ["1", "--model", "convnet", "--lr", "0.01", "--epochs", "2"]
     step = loop.Run._step
-    for first, last in ((2, 3), (3, 2), (2, 2)):  # the steps that the helper processes and this one get SIGTERM before
+    for first, last in ((2, 3), (3, 2), (2, 2)):  # the steps before which the helper processes, and this one, get SIGTERM
 
         def signalled(run: loop.Run, first: int = first, last: int = last) -> list[float]:
             if run.cursor.step + 1 == first:

@@ -1,4 +1,4 @@
-"""Ranks that were started for different runs: refused on all of them before the first step, and named."""
+"""Ranks that were started with different settings or data: all refuse before the first step, and name them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,22 @@ from tests.threads import run_threads
 
 #: The decision on every setting. A new one belongs here, or into ``same_run.MAY_DIFFER`` with the reason.
 COMPARED = {
-    *("backend", "transport", "nproc", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
+    *("backend", "transport", "nproc", "threads", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
     *("deterministic", "dataset", "download", "augment", "image_size", "resize", "pad", "normalize", "classes", "shape"),
     *("samples", "sequence_length", "vocabulary", "model", "pretrained", "freeze_backbone", "channels_last", "compile"),
-    *("sync_batchnorm", "batch_size", "global_batch_size", "accumulate", "drop_last", "optimizer", "optimizer_options"),
+    *(
+        "sync_batchnorm",
+        "batch_size",
+        "global_batch_size",
+        "accumulate",
+        "virtual_ranks",
+        "drop_last",
+        "optimizer",
+        "optimizer_options",
+    ),
     *("momentum", "weight_decay", "label_smoothing", "clip_norm", "amp", "compress", "ema", "seed", "lr", "lr_scale"),
     *("lr_batch", "schedule", "warmup_steps", "lr_step", "lr_milestones", "lr_gamma", "lr_power", "lr_min", "epochs"),
-    *("max_steps", "early_stop", "checkpoint_every", "checkpoint_epochs", "keep", "best"),
+    *("max_steps", "early_stop", "checkpoint_every", "checkpoint_epochs", "keep", "best", "virtual_ranks"),
 }
 MAY_DIFFER = {
     *("device", "data_dir", "text_file", "weights", "run_dir", "resume", "workers", "log_every", "tensorboard"),
@@ -61,7 +70,7 @@ def alike(answers: list[Any]) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
-    """Another value of the setting; where it may be ``None``, one that is not."""
+    """Another value of the setting; not ``None``."""
     kind = SETTINGS[name].kind
     if kind is bool:
         return not value
@@ -144,11 +153,11 @@ def processors_of_each(backend) -> dict[str, str]:
 
 
 def test_different_processors_are_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(same_run, "_processors", processors_of_each)
+    monkeypatch.setattr(same_run, "processor", processors_of_each)
     run_threads(2, unlike_processors)
     (line,) = caplog.messages
     assert line.startswith("the ranks have different processors")
-    assert line.endswith("CPU capability is 'AVX2' on rank 0 and 'AVX512' on rank 1")
+    assert "CPU capability is 'AVX2' on rank 0 and 'AVX512' on rank 1; ATEN_CPU_CAPABILITY, " in line
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -183,7 +192,7 @@ class Pairs:
 
 
 def drawn() -> float:
-    """Out of the generators of the process, which threads have in common."""
+    """Draw from the global generators, which threads share."""
     return torch.rand(()).item() + random.random() + numpy.random.rand()
 
 
@@ -202,7 +211,7 @@ class Streamed(Source):
 
 
 class Duck:
-    """As much of a source as a run needs, without its class."""
+    """A source with only what a run needs, not a subclass of Source."""
 
     __len__, stream, close = Streamed.__len__, Streamed.stream, Source.close
     offset = 0
@@ -281,7 +290,7 @@ def test_a_file_that_is_no_file_is_not_waited_for(tmp_path):
 
 
 def own_generators(backend) -> str:
-    # Not the same draws on two ranks, and not twice the same.
+    # Other draws on each rank, and at each reading.
     return message(same_run.compare_task, wrap(Pairs(random.Random(backend.rank).random), Pairs()), backend)
 
 
@@ -298,7 +307,7 @@ def computed_and_stored(backend) -> list[str]:
 
 
 def test_samples_that_unlike_processors_compute_may_differ(monkeypatch, caplog):
-    monkeypatch.setattr(same_run, "_processors", processors_of_each)
+    monkeypatch.setattr(same_run, "processor", processors_of_each)
     computed, stored = alike(run_threads(2, computed_and_stored))
     assert computed == ""
     assert "checksum of training sample 0 is" in stored

@@ -1,0 +1,110 @@
+"""The cores that this process may use: those of its CPU affinity, within the CPU quotas of its cgroups.
+
+A quota (``docker run --cpus``, a pod's CPU limit, systemd's CPUQuota) leaves all cores visible and stops a process that has
+used its time: more threads than the quota has cores wait for one another most of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use, at least 1; of a quota of 1.5 cores, 1.
+
+    Args:
+        root: the folder that contains ``proc`` and ``sys``.
+    """
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def share_of(cores: int, ranks: int) -> int:
+    """Return the cores of each of ``ranks`` processes that share ``cores``, at least 1."""
+    return max(1, cores // ranks)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return the smallest CPU quota of this process's cgroup and those that contain it, in cores; ``None`` without one.
+
+    Reads both versions of cgroups, which a host may use side by side. What cannot be read counts as no quota.
+
+    Args:
+        root: the folder that contains ``proc`` and ``sys``.
+    """
+    found = [_quota(folder) for folder in _folders(root)]
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups that may have a CPU quota, and of all that contain them."""
+    cgroups = dict(_cgroups(_text(root / "proc/self/cgroup")))
+    for version, top, folder in _mounts(_text(root / "proc/self/mountinfo")):
+        inside = _below(cgroups.get(version), top)
+        if inside is not None:
+            mounted = root / folder.lstrip("/")
+            yield from (mounted / part for part in (inside, *inside.parents))
+
+
+def _cgroups(text: str) -> Iterator[tuple[int, PurePosixPath]]:
+    """Yield the version and the path of each cgroup in ``/proc/self/cgroup`` that may have a CPU quota."""
+    for line in text.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if (number, controllers) == ("0", ""):
+            yield 2, PurePosixPath(path)
+        elif "cpu" in controllers.split(","):
+            yield 1, PurePosixPath(path)
+
+
+def _mounts(text: str) -> Iterator[tuple[int, PurePosixPath, str]]:
+    """Yield the version, the top cgroup and the folder of each cgroup mount in ``/proc/self/mountinfo``."""
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        place, kind = left.split(" "), right.split(" ")
+        if len(place) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == "cgroup2":
+            yield 2, PurePosixPath(_unescaped(place[3])), _unescaped(place[4])
+        elif kind[0] == "cgroup" and "cpu" in kind[2].split(","):
+            yield 1, PurePosixPath(_unescaped(place[3])), _unescaped(place[4])
+
+
+def _below(cgroup: PurePosixPath | None, top: PurePosixPath) -> PurePosixPath | None:
+    """Return the path of ``cgroup`` below ``top``, the cgroup at which a mount begins; ``None`` if it is not below it."""
+    if cgroup is None:
+        return None
+    if cgroup.is_relative_to(top):
+        inside = cgroup.relative_to(top)
+        return inside if ".." not in inside.parts else None
+    # A mount from outside of this process's cgroup namespace begins above the namespace's root, as in "/../..". The names
+    # of the cgroups between are hidden: the mount's own quota is all that can be read.
+    return PurePosixPath() if set(top.parts[1:]) == {".."} else None
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the CPU quota of one cgroup in cores, or ``None``."""
+    limit, _, period = _text(folder / "cpu.max").partition(" ")  # version 2: "150000 100000", or "max 100000"
+    if not limit:
+        limit, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")  # -1: none
+    try:
+        quota = int(limit) / int(period)
+    except (ValueError, ArithmeticError):
+        return None
+    return quota if quota > 0 else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _unescaped(text: str) -> str:
+    """Decode the octal numbers that stand for spaces and the like in ``mountinfo``."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -1,0 +1,111 @@
+"""A name that the ranks of one attempt agree on, in a store that outlives attempts.
+
+torchrun's agents keep their store when they restart the workers, with all keys of the attempt that failed. Restart counts
+do not tell attempts apart: each agent counts for itself. So the ranks agree on a new name by themselves, and keep all
+their keys below it. Each rank writes a random number; rank 0 answers every number that it reads with one random name, until
+every rank has confirmed that name. No live rank has a number of a dead attempt, so what that has left is never confirmed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dualtrain.errors import UserError
+
+_POLL_SECONDS = 0.01
+_OLDER = (
+    "a process of an attempt that failed still runs, or two processes were started as this rank: end them, and start anew"
+)
+
+
+class LastingStore(Protocol):
+    """The methods used here of torch.distributed's stores."""
+
+    def set(self, key: str, value: str) -> Any:
+        """Set ``key``."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Value of ``key``; blocks until it is set."""
+        ...
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number ``key``, from 0, and return the sum."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all ``keys`` are set. Does not block."""
+        ...
+
+
+def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[float, float]) -> str:
+    """Return a name that no other attempt has, the same on all ranks. Collective; blocks.
+
+    Args:
+        store: all ranks use the same one, below the same prefix.
+        rank: of this process.
+        size: the number of ranks; those of another size are of another attempt.
+        limit: seconds that the wait for the others lasts in all, for messages, and its end in ``time.monotonic()``.
+
+    Raises:
+        UserError: a rank did not come in time, or another process has this rank.
+    """
+    if rank == 0:
+        return _lead(store, size, limit)
+    number = secrets.token_hex(16)
+    session = ""
+
+    def joined() -> bool:
+        nonlocal session
+        if store.check([f"answer/{rank}/{number}"]):
+            # A later rank 0 may answer too; the name that counts is the one whose rank 0 has seen all ranks.
+            named = _read(store, f"answer/{rank}/{number}")
+            if named != session:
+                session = named
+                if store.add(f"joined/{session}/{rank}", 1) > 1:
+                    raise UserError(f"rank {rank} of {size} is there already: {_OLDER}")
+        elif not store.check([f"come/{rank}"]) or _read(store, f"come/{rank}") != f"{number} {size}":
+            store.set(f"come/{rank}", f"{number} {size}")
+        return bool(session) and store.check([f"complete/{session}"])
+
+    _await(joined, limit, lambda: f"rank 0 of {size} did not answer rank {rank}")
+    return session
+
+
+def _lead(store: LastingStore, size: int, limit: tuple[float, float]) -> str:
+    """Do rank 0's part."""
+    session, turn = secrets.token_hex(16), store.add("rank 0", 1)
+    missing, answered = list(range(1, size)), dict[int, str]()
+
+    def complete() -> bool:
+        if store.add("rank 0", 0) != turn:
+            raise UserError(f"another process is rank 0 of {size} by now: {_OLDER}")
+        for rank in list(missing):
+            if store.check([f"come/{rank}"]):
+                number, its_size = _read(store, f"come/{rank}").split()
+                if its_size == str(size) and answered.get(rank) != number:
+                    answered[rank] = number
+                    store.set(f"answer/{rank}/{number}", session)
+            if store.check([f"joined/{session}/{rank}"]):
+                missing.remove(rank)
+        return not missing
+
+    _await(complete, limit, lambda: f"rank {missing[0]} of {size} did not come")
+    store.set(f"complete/{session}", "")
+    return session
+
+
+def _await(condition: Callable[[], bool], limit: tuple[float, float], what: Callable[[], str]) -> None:
+    """Call ``condition`` until it is true. Raises UserError at the end of ``limit``."""
+    seconds, deadline = limit
+    while not condition():
+        if time.monotonic() > deadline:
+            raise UserError(f"{what()} within {seconds:g} s: check that all processes were started, each with its own rank")
+        time.sleep(_POLL_SECONDS)
+
+
+def _read(store: LastingStore, key: str) -> str:
+    return store.get(key).decode()

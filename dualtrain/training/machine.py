@@ -1,0 +1,130 @@
+"""What a machine contributes to the bits of a result: intra-op threads, the kind of processor, the build of torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.config import MOST_THREADS
+from dualtrain.console import show
+from dualtrain.cores import share_of, usable_cores
+
+log = logging.getLogger("dualtrain")
+
+Facts = dict[str, str | None]
+
+CAPABILITY, ONEDNN, MKL, GPU = "CPU capability", "oneDNN instruction set", "MKL kernels", "GPU"
+#: The names of the facts about a processor.
+PROCESSOR = (CAPABILITY, ONEDNN, MKL, GPU)
+#: oneDNN's instruction sets on x86, each with the flags in /proc/cpuinfo that it needs beyond those before it.
+_SETS = {
+    "SSE41": {"sse4_1"},
+    "AVX": {"avx"},
+    "AVX2": {"avx2"},
+    "AVX2_VNNI": {"avx2", "avx_vnni"},
+    "AVX2_VNNI_2": {"avx2", "avx_vnni", "avx_vnni_int8", "avx_ne_convert"},
+    "AVX512_CORE": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "AVX512_CORE_VNNI": {"avx512bw", "avx512_vnni"},
+    "AVX512_CORE_BF16": {"avx512_vnni", "avx512_bf16"},
+    "AVX512_CORE_FP16": {"avx512_bf16", "avx512_fp16"},
+    "AVX512_CORE_AMX": {"avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"},
+    "AVX512_CORE_AMX_FP16": {"amx_tile", "amx_fp16"},
+}
+#: Names that oneDNN takes too.
+_SAME = {
+    "AVX10_1_512": "AVX512_CORE_FP16",
+    "AVX10_1_512_AMX": "AVX512_CORE_AMX",
+    "AVX10_1_512_AMX_FP16": "AVX512_CORE_AMX_FP16",
+}
+
+
+def threads(backend: Backend) -> int:
+    """Return the default of ``--threads``: each rank's share of its host's cores, the least of all ranks. Collective."""
+    mine = min(MOST_THREADS, share_of(usable_cores(), backend.local_size))
+    return int(min(backend.allgather_object(mine, name="default number of intra-op threads")))
+
+
+def use_threads(number: int, backend: Backend) -> None:
+    """Set the number of intra-op threads of this process, and print a line on rank 0 if OMP_NUM_THREADS is another one."""
+    torch.set_num_threads(number)
+    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    # torchrun sets it to 1 where the user has set nothing, and a rank cannot tell which: the line is true in both cases.
+    if backend.rank == 0 and text and text.partition(",")[0].strip() != str(number):
+        show(
+            f"OMP_NUM_THREADS={text} has no influence: the number of intra-op threads of a rank is {number}, "
+            "and --threads sets it when a run starts"
+        )
+
+
+def processor(backend: Backend) -> Facts:
+    """Return what is known of this rank's processor, by the names in ``PROCESSOR``; ``None`` where nothing is."""
+    described = _described(Path("/proc/cpuinfo"))
+    # MKL chooses its kernels by the vendor of the CPU, unless MKL_CBWR names some.
+    mkl = os.environ.get("MKL_CBWR") or described.get("vendor_id")
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+    return {
+        CAPABILITY: torch.backends.cpu.get_cpu_capability(),
+        ONEDNN: onednn_set(described.get("flags", "").split(), limit),
+        MKL: mkl if torch.backends.mkl.is_available() else None,
+        GPU: torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else None,
+    }
+
+
+def platform_of(backend: Backend) -> Facts:
+    """Return the build of torch and this rank's processor, as config.json and checkpoints hold them."""
+    return {"torch": str(torch.__version__), **processor(backend)}
+
+
+def onednn_set(flags: Collection[str], limit: str) -> str | None:
+    """Return the largest instruction set that oneDNN uses on an x86 processor; ``None`` on others.
+
+    Args:
+        flags: of the processor, as in /proc/cpuinfo.
+        limit: the value of ONEDNN_MAX_CPU_ISA. An unknown one limits nothing, as in oneDNN.
+    """
+    limit = _SAME.get(limit.upper(), limit.upper())
+    order = list(_SETS)
+    allowed = order[: order.index(limit) + 1] if limit in order else order
+    return next((name for name in reversed(allowed) if _SETS[name] <= {*flags}), None)
+
+
+def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
+    """Log one warning if a checkpoint was made on another kind of processor, or with another build of torch.
+
+    Args:
+        written: the checkpoint's :func:`platform_of`; what it lacks is not compared.
+        here: this rank's.
+    """
+    unlike = [name for name, value in here.items() if name in written and written[name] != value]
+    if unlike:
+        both = "; ".join(f"{name} was {written[name] or 'none'} and is {here[name] or 'none'}" for name in unlike)
+        log.warning(f"results may differ in the last digits from those before the checkpoint: {both}{pin_cpus(unlike)}")
+
+
+def pin_cpus(unlike: Collection[str]) -> str:
+    """Return the end of a warning of unlike processors, by the names of what differs: a cure, or "" if there is none."""
+    if {CAPABILITY, ONEDNN, MKL} & {*unlike}:
+        return "; ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_CBWR let unlike CPUs use the same instructions"
+    return ""
+
+
+@cache
+def _described(file: Path) -> dict[str, str]:
+    """Return the description of the first processor in ``/proc/cpuinfo`` by name; empty if it cannot be read."""
+    found: dict[str, str] = {}
+    try:
+        with file.open(errors="replace") as lines:
+            for line in lines:
+                name, colon, value = line.partition(":")
+                if not colon:
+                    break  # the line between two processors
+                found[name.strip()] = value.strip()
+    except OSError:
+        pass
+    return found

@@ -1,0 +1,111 @@
+"""Ranks that meet in a store with what dead attempts have left there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from dualtrain.errors import UserError
+from dualtrain.rendezvous.session import agree_on_session
+
+
+def limit(seconds=20.0):
+    return seconds, time.monotonic() + seconds
+
+
+def attempt(store, size):
+    """Let all ranks meet; return their sessions."""
+    with ThreadPoolExecutor(size) as executor:
+        return list(executor.map(lambda rank: agree_on_session(store, rank, size, limit()), range(size)))
+
+
+def dies(store, rank, size):
+    """Let a process come and die before all are there."""
+    with pytest.raises(UserError, match=r"within 0\.1 s"):
+        agree_on_session(store, rank, size, limit(0.1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_attempt_has_a_session_of_its_own(size):
+    store = dist.HashStore()
+    sessions = [attempt(store, size) for _ in range(4)]
+    assert all(len(set(each)) == 1 for each in sessions)
+    assert len({each[0] for each in sessions}) == 4
+
+
+@pytest.mark.parametrize("left", [[0], [1], [2], [0, 1], [1, 2]], ids=str)
+def test_what_dead_processes_have_left_is_not_confirmed(left):
+    store = dist.HashStore()
+    before = set(attempt(store, 3))
+    with ThreadPoolExecutor(3) as executor:
+        list(executor.map(lambda rank: dies(store, rank, 3), left))
+    sessions = set(attempt(store, 3))
+    assert len(sessions) == 1
+    assert not sessions & before
+
+
+def test_an_attempt_of_another_size_is_not_joined():
+    store = dist.HashStore()
+    dies(store, 1, 4)
+    dies(store, 0, 4)
+    assert len(set(attempt(store, 2))) == 1
+
+
+def test_a_rank_that_is_late_is_waited_for():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as executor:
+        early = [executor.submit(agree_on_session, store, rank, 3, limit()) for rank in (0, 1)]
+        time.sleep(0.1)
+        late = executor.submit(agree_on_session, store, 2, 3, limit())
+        assert len({each.result() for each in (*early, late)}) == 1
+
+
+def test_a_rank_that_does_not_come_is_named():
+    with pytest.raises(UserError, match=r"rank 1 of 3 did not come within 0\.1 s"):
+        agree_on_session(dist.HashStore(), 0, 3, limit(0.1))
+    with pytest.raises(UserError, match=r"rank 0 of 3 did not answer rank 2 within 0\.1 s"):
+        agree_on_session(dist.HashStore(), 2, 3, limit(0.1))
+
+
+def test_an_older_rank_0_that_still_runs_is_refused():
+    """The others go on with the new one, also if the older one has answered them first."""
+    store, old = dist.HashStore(), []
+
+    def older():
+        try:
+            agree_on_session(store, 0, 3, limit())
+        except UserError as error:
+            old.append(str(error))
+
+    thread = threading.Thread(target=older)
+    thread.start()
+    with ThreadPoolExecutor(3) as executor:
+        first = executor.submit(agree_on_session, store, 1, 3, limit())
+        time.sleep(0.1)  # rank 1 is answered by the older one
+        others = [executor.submit(agree_on_session, store, rank, 3, limit()) for rank in (0, 2)]
+        assert len({each.result() for each in (first, *others)}) == 1
+    thread.join(20)
+    assert old == [
+        "another process is rank 0 of 3 by now: a process of an attempt that failed still runs, or two processes were "
+        "started as this rank: end them, and start anew"
+    ]
+
+
+def test_two_processes_with_one_rank_are_not_both_there():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as executor:
+        both = [executor.submit(agree_on_session, store, 1, 2, limit(2.0)) for _ in range(2)]
+        leader = executor.submit(agree_on_session, store, 0, 2, limit())
+        sessions, errors = set(), []
+        for each in both:
+            try:
+                sessions.add(each.result())
+            except UserError as error:
+                errors.append(str(error))
+        assert sessions == {leader.result()}
+    assert len(errors) <= 1  # the other one may come after all have met, and waits for an answer then
+    assert all("rank 1 of 2 is there already" in error or "did not answer" in error for error in errors)

@@ -1,0 +1,267 @@
+"""What a machine contributes to a run's bits: intra-op threads and the kind of processor; recorded, resumed, compared."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dualtrain.training.loop as loop
+import dualtrain.training.machine as machine
+from dualtrain.backends import connect
+from dualtrain.config import MOST_THREADS, SETTINGS, Setting, parse
+from dualtrain.config.fields import at_least
+from dualtrain.errors import UserError
+from dualtrain.training import checkpoint, resume
+from dualtrain.training.resume import read_checkpoint
+from tests.threads import run_threads
+
+OLD = Path(__file__).parent / "run_of_0_1_0"
+OLD_FLAGS = ("--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net")
+HERE: machine.Facts = {"torch": "2.13.0+cpu", "CPU capability": "AVX2", "MKL kernels": "GenuineIntel", "GPU": None}
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "threads", lambda backend: 1)
+
+
+def train(folder: Path, *more: str) -> dict[str, Any]:
+    with connect("local") as backend:
+        return loop.train(parse(["--global-batch-size", "720", "--run-dir", str(folder), *more]), backend)
+
+
+def recorded(folder: Path, name: str) -> list[Any]:
+    """A setting, or the platform, in config.json and in the newest checkpoint."""
+    tree = checkpoint.load(checkpoint.found(folder / "checkpoints")[0])
+    found = tree["platform"] if name == "platform" else tree["config"][name]
+    return [json.loads((folder / "config.json").read_text())[name], found]
+
+
+# ------------------------------------------------------------------------------------------------ number of threads
+
+
+def test_the_default_is_a_share_of_the_cores_and_the_least_of_all_ranks(monkeypatch):
+    cores = iter([9, 6, 12])
+    monkeypatch.setattr(machine, "usable_cores", lambda: next(cores))
+    assert run_threads(3, machine.threads) == [2, 2, 2]
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    assert run_threads(3, machine.threads) == [1, 1, 1]
+    monkeypatch.setattr(machine, "usable_cores", lambda: 10**5)
+    assert run_threads(2, machine.threads) == [MOST_THREADS] * 2
+
+
+@pytest.mark.parametrize(("flags", "number"), [((), 2), (("--threads", "3"), 3)])
+def test_the_number_is_set_and_recorded(tmp_path, monkeypatch, flags, number):
+    monkeypatch.setattr(loop, "threads", lambda backend: 2)
+    summary = train(tmp_path, "--max-steps", "1", *flags)
+    assert torch.get_num_threads() == summary["threads"] == number
+    assert recorded(tmp_path, "threads") == [number, number]
+
+
+def test_a_resumed_run_has_the_threads_that_it_began_with(tmp_path, one_by_default):
+    train(tmp_path, "--max-steps", "1", "--threads", "3")
+    torch.set_num_threads(1)
+    for steps, flags in (("2", ()), ("3", ("--threads", "3"))):
+        assert train(tmp_path, "--max-steps", steps, "--resume", *flags)["threads"] == 3
+        assert recorded(tmp_path, "threads") == [3, 3]
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(UserError) as refusal:
+        train(tmp_path, "--max-steps", "4", "--resume", "--threads", "2")
+    text = "the checkpoint was made with --threads 3, and this run has --threads 2: give --threads 3, or start anew"
+    assert str(refusal.value) == text
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(("flags", "number"), [((), 1), (("--threads", "2"), 2)])
+def test_a_checkpoint_without_the_number_gets_one(tmp_path, one_by_default, flags, number):
+    folder = shutil.copytree(OLD, tmp_path / "run", ignore=shutil.ignore_patterns("summary.json", "model.safetensors"))
+    with connect("local") as backend:
+        summary = loop.train(parse([*OLD_FLAGS, "--run-dir", str(folder), "--resume", *flags]), backend)
+    assert summary["threads"] == number
+    assert recorded(folder, "threads") == [number, number]
+
+
+def test_virtual_ranks_have_one_thread_and_are_resumed_too(tmp_path, monkeypatch):
+    def of_a_machine(backend) -> int:
+        raise AssertionError("the result must not depend on the cores of a machine")
+
+    monkeypatch.setattr(loop, "threads", of_a_machine)
+    train(tmp_path, "--max-steps", "1", "--virtual-ranks", "2")
+    train(tmp_path, "--max-steps", "2", "--resume")
+    assert recorded(tmp_path, "virtual_ranks") == [2, 2]
+    assert recorded(tmp_path, "threads") == [1, 1]
+    with pytest.raises(UserError, match=r"made with --virtual-ranks 2, and this run has --virtual-ranks 3: give"):
+        train(tmp_path, "--max-steps", "3", "--resume", "--virtual-ranks", "3")
+
+
+PLAIN = {**parse([]).plain(), "pieces": None}
+MISSING = object()
+
+
+def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str:
+    """The refusal of a run's settings by a checkpoint with other ones, or ""."""
+    config = {name: value for name, value in {**PLAIN, **written}.items() if value is not MISSING}
+    tree = {"format": checkpoint.FORMAT, "trainer": {}, "cursor": {}, "data": {"samples": 1, "classes": 1}}
+    path = folder / "step-00000001.safetensors"
+    checkpoint.write(path, {**tree, "config": config, "global_batch": 64})
+    try:
+        read_checkpoint(parse(["--resume", str(path)]).output, {**PLAIN, **given})
+    except UserError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_a_setting_may_be_resumed_fixed_or_both(tmp_path, monkeypatch):
+    both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
+    monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
+    for name in ("threads", "pieces"):
+        for value in (MISSING, None, 4):
+            assert refused(tmp_path, {}, {name: value}) == ""
+        assert refused(tmp_path, {name: 4}, {name: 4}) == ""
+        text = f"the checkpoint was made with --{name} 2, and this run has --{name} 4: give --{name} 2, or start anew"
+        assert refused(tmp_path, {name: 4}, {name: 2}) == text
+    for value in (MISSING, None):
+        assert refused(tmp_path, {"threads": 4}, {"threads": value}) == ""
+        assert "made with no --pieces, and this run has --pieces 4" in refused(tmp_path, {"pieces": 4}, {"pieces": value})
+    found = resume.adopted({**PLAIN, "threads": 5}, {"threads": 2, "pieces": 4, "lr": 9.0})
+    assert found == {**PLAIN, "threads": 5, "pieces": 4}
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [("4", True), ("4,2", True), ("many", True), ("2", False), (" 2,4 ", False), ("", False), (None, False)],
+)
+def test_another_omp_num_threads_is_one_line_of_rank_0(monkeypatch, capsys, value, line):
+    if value is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert run_threads(2, use_two) == [2, 2]
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == int(line)
+    if line:
+        assert printed.startswith(
+            f"OMP_NUM_THREADS={value} has no influence: the number of intra-op threads of a rank is 2"
+        )
+        assert "--threads" in printed
+
+
+def use_two(backend) -> int:
+    machine.use_threads(2, backend)
+    return torch.get_num_threads()
+
+
+# ------------------------------------------------------------------------------------------------ kind of processor
+
+
+def test_the_platform_is_recorded_and_an_equal_one_is_no_warning(tmp_path, one_by_default, caplog):
+    train(tmp_path, "--max-steps", "1")
+    with connect("local") as backend:
+        here = machine.platform_of(backend)
+    assert recorded(tmp_path, "platform") == [here, here]
+    assert here["torch"] == str(torch.__version__)
+    assert here["CPU capability"] == torch.backends.cpu.get_cpu_capability()
+    train(tmp_path, "--max-steps", "2", "--resume")
+    assert caplog.messages == []
+
+
+def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
+    """Train to a checkpoint on one platform, resume on another: the warnings of this rank."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    kept = loop.platform_of, loop.threads
+    loop.threads = lambda backend: 1
+    log = logging.getLogger("dualtrain")
+    log.addHandler(handler)
+    try:
+        for last, facts in ((steps, HERE), (steps + 1, {**HERE, "CPU capability": "AVX512", "GPU": "H200"})):
+            loop.platform_of = lambda backend, facts=facts: facts
+            flags = ["--global-batch-size", "720", "--run-dir", folder, "--max-steps", str(last)]
+            loop.train(parse([*flags, *(["--resume"] if last > steps else [])]), backend)
+    finally:
+        loop.platform_of, loop.threads = kept
+        log.removeHandler(handler)
+    return found
+
+
+def test_a_resume_on_another_platform_is_one_warning_of_rank_0(processes, tmp_path):
+    (line,), *others = processes(resume_elsewhere, str(tmp_path), 1)
+    assert others == [[]] * (processes.size - 1)
+    assert "CPU capability was AVX2 and is AVX512; GPU was none and is H200; ATEN_CPU_CAPABILITY, ONEDNN_MAX_" in line
+    assert "torch was" not in line
+    assert recorded(tmp_path, "platform")[1]["GPU"] == "H200"
+
+
+def test_a_checkpoint_is_compared_by_what_it_has(caplog):
+    machine.warn_of_another({}, HERE)
+    machine.warn_of_another({"CPU capability": "AVX2"}, HERE)
+    assert caplog.messages == []
+    machine.warn_of_another({**HERE, "torch": "2.12.0"}, HERE)
+    (line,) = caplog.messages
+    assert line.endswith("from those before the checkpoint: torch was 2.12.0 and is 2.13.0+cpu")
+
+
+SERVER = ["sse4_1", "avx", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"]
+AMX = [*SERVER, "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "expected"),
+    [
+        (SERVER, "", "AVX512_CORE_VNNI"),
+        (SERVER, "AVX2", "AVX2"),
+        (SERVER, "avx512_core", "AVX512_CORE"),
+        (SERVER, "AVX2_VNNI", "AVX2"),
+        (SERVER, "AVX512_CORE_AMX", "AVX512_CORE_VNNI"),
+        (SERVER, "nonsense", "AVX512_CORE_VNNI"),
+        (AMX, "", "AVX512_CORE_AMX"),
+        (AMX, "AVX10_1_512", "AVX512_CORE_FP16"),
+        (["sse4_1", "avx", "avx2", "avx_vnni"], "", "AVX2_VNNI"),
+        (["neon"], "", None),
+        ([], "AVX2", None),
+    ],
+)
+def test_onednns_instruction_set_is_the_processors_up_to_the_limit(flags, limit, expected):
+    assert machine.onednn_set(flags, limit) == expected
+
+
+def test_the_variables_that_choose_instructions_are_recorded(monkeypatch):
+    monkeypatch.setattr(machine, "_described", lambda file: {"vendor_id": "Vendor", "flags": " ".join(AMX)})
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    for name in ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    with connect("local") as backend:
+        found = machine.processor(backend)
+        assert tuple(found) == machine.PROCESSOR
+        assert [found["oneDNN instruction set"], found["MKL kernels"], found["GPU"]] == ["AVX512_CORE_AMX", "Vendor", None]
+        for name, value in (
+            ("MKL_CBWR", "COMPATIBLE"),
+            ("DNNL_MAX_CPU_ISA", "AVX512_CORE"),
+            ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        ):
+            monkeypatch.setenv(name, value)
+            found = machine.processor(backend)
+            assert value in (found["oneDNN instruction set"], found["MKL kernels"])
+
+
+def test_a_processor_is_described_by_its_first_block(tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text(
+        "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nvendor_id\t: Other\n"
+    )
+    assert machine._described(file) == {"processor": "0", "vendor_id": "AuthenticAMD", "flags": "fpu avx2"}
+    assert machine._described(tmp_path / "missing") == {}
