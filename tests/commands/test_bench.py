@@ -467,7 +467,7 @@ def test_a_launcher_that_starts_no_gloo_measures_horovod_over_mpi(tmp_path, monk
         assert plans[-1].rounds == ROUNDS
 
 
-def test_the_cost_of_virtual_ranks_is_measured_only_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
+def test_the_cost_of_virtual_ranks_is_measured_only_on_request(tmp_path, monkeypatch, capsys):
     plans = []
     monkeypatch.setattr(bench, "measure", lambda one, *_: plans.append(one) or Results())
     monkeypatch.setattr(bench, "_conclude", lambda *_: None)
