@@ -75,7 +75,8 @@ def table(report: Report) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     weights = report.disturbed.get("weights_sha256", "")[:16]
-    verdict = f"yes, {len(report.rows)} faults, and the result is the undisturbed one, bit for bit ({weights})"
+    faults = f"{len(report.rows)} fault{'s' * (len(report.rows) != 1)}"
+    verdict = f"yes, {faults}, and the result is the undisturbed one, bit for bit ({weights})"
     lines += ["", f"same result: {'no, ' + '; '.join(report.problems) if report.problems else verdict}"]
     return "\n".join(lines)
 

@@ -106,6 +106,9 @@ class Exercise:
         try:
             job.start()
             for number, (fault, step) in enumerate(self._plan(faults, steps), 1):
+                if job.status() == 0:
+                    self._progress(f"the job has ended after {number - 1} of {faults} faults: give it more steps for more")
+                    break
                 self._progress(f"fault {number} of {faults}: {self._one(job, fault, step)}")
             self._to_the_end(job)
         except TimeoutError as error:
@@ -143,11 +146,10 @@ class Exercise:
         """Wait for the moment, strike, and wait until the job goes on; add a row, and return it in words."""
         moment = self._reach(job, step)
         ranks, starts = job.ranks(), len(job.starts())
-        row = Row(fault.name, "the job had ended", moment)
-        self.report.rows.append(row)
         if job.status() == 0:
-            return f"{row.fault}: {row.target}"
-        row.target = fault.strike(job, self._choice)
+            return f"{fault.name}: not carried out, since the job has ended"
+        row = Row(fault.name, fault.strike(job, self._choice), moment)
+        self.report.rows.append(row)
         struck, (inode, before) = time.monotonic(), job.position()
 
         def recovered() -> bool:
@@ -198,6 +200,9 @@ class Exercise:
             time.sleep(_POLL_SECONDS)
 
     def _compare(self, job: Job) -> None:
+        """Note what differs between the two results."""
+        if not self.report.rows:
+            self.report.problems.append("no fault was carried out: the job ended too early; give it more steps")
         summary = job.folder / "summary.json"
         if not summary.exists():
             self.report.problems.append(f"the run with faults did not end: {job.last_words()}")

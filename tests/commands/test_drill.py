@@ -72,7 +72,7 @@ def finished(folder, **changes):
 )
 def test_results_that_differ_are_named(changes, problem, tmp_path):
     drill = exercise(tmp_path)
-    drill.report.undisturbed = SUMMARY
+    drill.report.undisturbed, drill.report.rows = SUMMARY, [Row("SIGKILL of a rank", "rank 1", "after step 3")]
     finished(tmp_path / "disturbed", **changes)
     drill._compare(Job(tmp_path / "disturbed", [], 2, horovod=False, restarts=0))
     assert [problem is not None] * len(drill.report.problems) == [True] * (problem is not None)
@@ -81,9 +81,18 @@ def test_results_that_differ_are_named(changes, problem, tmp_path):
 
 def test_a_run_that_did_not_end_is_a_problem(tmp_path):
     drill = exercise(tmp_path)
+    drill.report.rows = [Row("SIGKILL of a rank", "rank 1", "after step 3")]
     (tmp_path / "disturbed.log").write_text("step 1\ndualtrain: error: no room\nelse\n")
     drill._compare(Job(tmp_path / "disturbed", [], 2, horovod=False, restarts=0))
     assert drill.report.problems == ["the run with faults did not end: dualtrain: error: no room"]
+
+
+def test_a_drill_without_a_fault_proves_nothing(tmp_path):
+    drill = exercise(tmp_path)
+    drill.report.undisturbed = SUMMARY
+    finished(tmp_path / "disturbed")
+    drill._compare(Job(tmp_path / "disturbed", [], 2, horovod=False, restarts=0))
+    assert drill.report.problems == ["no fault was carried out: the job ended too early; give it more steps"]
 
 
 @pytest.mark.parametrize("problems", [[], ["weights differ"]])
@@ -93,7 +102,7 @@ def test_the_verdict_and_the_exit_status_follow_from_the_problems(problems, monk
     assert command.main(["--out", str(tmp_path / "a")]) == bool(problems)
     lines = capsys.readouterr().out.splitlines()
     assert "SIGKILL of a rank  rank 1  after step 3  0.5 s           4.0 s            2" in lines
-    assert lines[-1].startswith("same result: no, weights differ" if problems else "same result: yes, 1 faults")
+    assert lines[-1].startswith("same result: no, weights differ" if problems else "same result: yes, 1 fault,")
     assert command.main(["--json", "--out", str(tmp_path / "b")]) == bool(problems)
     found = json.loads(capsys.readouterr().out)
     assert found["holds"] is not problems
