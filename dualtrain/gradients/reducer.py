@@ -188,7 +188,12 @@ class GradientReducer:
         self._start_over(reduced=True)
 
     def begin_shards(self) -> None:
-        """Begin a step in which ranks have several shards. Collective where the buckets are to be made; blocks."""
+        """Begin a step in which ranks have several shards. Collective where the buckets are to be made; blocks.
+
+        Raises:
+            BackendError: a step that failed has sent a part of its gradients.
+        """
+        self._forget_failed_pass()
         self._use_layout()
         for bucket in self.buckets:
             bucket.sum.begin()

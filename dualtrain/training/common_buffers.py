@@ -117,7 +117,10 @@ class CommonBuffers:
         """
         vector = self._flat()
         if vector.shape != self._vector.shape:
-            raise ValueError("a buffer changes its shape in forward: virtual ranks cannot average it")
+            # The averaged ones come first in what the step began with.
+            pairs = zip(self._averaged, self._began, strict=False)
+            name = next(place.name for place, began in pairs if place.read().numel() != began.numel())
+            raise ValueError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")
         counts = (vector != self._vector).cumsum(0)
         so_far = torch.cat([counts.new_zeros(1), counts])[self._ends]
         changed = so_far.diff() > 0
