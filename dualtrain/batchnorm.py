@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualtrain.backends import Backend
+from dualtrain.backends.sum_order import SumOrder
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -67,7 +68,7 @@ class SynchronizedNorm(torch.autograd.Function):
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer whose training statistics are those of all ranks; subclasses say how to exchange numbers.
 
-    Arguments and state are torch's. In evaluation, or without running statistics to use there, as torch's.
+    Arguments and state are torch's. In evaluation it does what torch's layer does.
     """
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
@@ -134,6 +135,8 @@ class RankNorm(SyncBatchNorm):
 
     backend: Backend
     title: str
+    #: The order of its sums over the ranks; ``None`` for that of the backend.
+    order: SumOrder | None = None
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """See the base class."""
@@ -141,7 +144,10 @@ class RankNorm(SyncBatchNorm):
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        return self.backend.allreduce(values, "sum", name=f"{self.title}.gradient")
+        name = f"{self.title}.gradient"
+        if self.order is None:
+            return self.backend.allreduce(values, "sum", name=name)
+        return self.order.total(self.backend.allgather(values[None], name=name))
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:

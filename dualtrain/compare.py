@@ -1,79 +1,100 @@
-"""``python -m dualtrain.compare RUN RUN…``: finished runs side by side, and whether they ended with the same weights."""
+"""``python -m dualtrain.compare RUN RUN…``: finished runs side by side, and whether they ended with the same weights.
+
+With --one-result, exit status 1 unless all runs have ended, with the same weights and the same metrics.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.console import print_error, show
+from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError
-from dualtrain.files import read_json
+from dualtrain.run_table import read_summary, run_table
 
-_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "run": lambda s: s.get("run", "-"),
-    "backend": lambda s: f"{s['backend']} ({s['transport']})",
-    "launcher": lambda s: s["launcher"],
-    "ranks": lambda s: str(s["world_size"]),
-    "accuracy": lambda s: f"{s['val_accuracy']:.4f}",
-    "precision": lambda s: "fp32" if s.get("amp", "off") == "off" else str(s["amp"]),
-    "samples/s": lambda s: f"{s['samples_per_second']:.0f}",
-    "seconds": lambda s: f"{s['seconds']:.1f}",
-    "weights": lambda s: s["weights_sha256"][:16],
-}
+COLUMNS = ("backend", "launcher", "ranks", "accuracy", "precision", "samples/s", "seconds", "weights")
+ONE_RESULT = ("ranks", "backend", "launcher", "val loss", "accuracy", "weights")
+
+Run = tuple[str, dict[str, Any]]  # its label and its summary
 
 
-_KINDS: dict[str, Any] = dict.fromkeys(("backend", "transport", "launcher", "weights_sha256"), str)
-_KINDS |= dict.fromkeys(("val_accuracy", "samples_per_second", "seconds", "world_size"), int | float)
-
-
-def _item(summary: Any, name: str) -> Any:
-    return summary.get(name) if isinstance(summary, dict) else None
-
-
-def read(folder: str) -> dict[str, Any]:
-    """Read the summary of a finished run.
-
-    Raises:
-        UserError: the folder holds none.
-    """
-    path = Path(folder) / "summary.json"
-    try:
-        summary = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder!r} holds no finished run (no readable summary.json): name a run's folder") from error
-    wrong = [name for name, kinds in _KINDS.items() if not isinstance(_item(summary, name), kinds)]
-    if wrong:
-        raise UserError(f"{folder!r} has a summary.json without a usable {wrong[0]}: name a run's folder")
-    return {**summary, "run": Path(folder).resolve().name}
-
-
-def table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Format the runs as lines of text, then one line on their weights."""
-    rows = [list(_COLUMNS), *([cell(summary) for cell in _COLUMNS.values()] for summary in summaries)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    same = len({summary["weights_sha256"] for summary in summaries}) == 1
-    names = " and ".join(dict.fromkeys(summary["backend"] for summary in summaries))
-    lines.append("")
-    lines.append(
+def table(runs: Sequence[Run]) -> str:
+    """Format finished runs, each a label and a summary, as lines of text; then one line on their weights."""
+    same = len({summary["weights_sha256"] for _, summary in runs}) == 1
+    names = " and ".join(dict.fromkeys(summary["backend"] for _, summary in runs))
+    last = (
         f"same weights: yes, {names} ended with the same model, bit for bit"
         if same
         else f"same weights: no, {names} ended with different bits"
     )
-    return "\n".join(lines)
+    return "\n".join([*_lines(runs, COLUMNS), "", last])
+
+
+def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, bool]:
+    """Format the runs and compare their results: weights, steps, and all metrics of the last evaluation, exactly.
+
+    Args:
+        runs: those that have ended.
+        unfinished: labels of the others.
+
+    Returns:
+        The table, whose last line is "N runs, 1 hash" where all have one result, and else says which differ; and whether
+        they have.
+    """
+    hashes = {summary["weights_sha256"] for _, summary in runs}
+    count = f"{len(runs) + len(unfinished)} runs, {len(hashes)} hash{'es' * (len(hashes) != 1)}"
+    faults = [f"{label} has not ended" for label in unfinished]
+    names = _results(runs)
+    for label, summary in runs[1:]:
+        first, expected = runs[0]
+        differing = [name for name in names if summary.get(name) != expected.get(name)]
+        if differing:
+            faults.append(f"{label} differs from {first} in {', '.join(differing)}")
+    last = f"{count}: {'; '.join(faults)}" if faults else count
+    return "\n".join([*_lines(runs, ONE_RESULT), "", last]), not faults
+
+
+def _results(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the values of any run that make its result."""
+    metrics = [name for _, summary in runs for name in summary if name.startswith(("train_", "val_"))]
+    return list(dict.fromkeys(["weights_sha256", "steps", *metrics]))
+
+
+def _lines(runs: Sequence[Run], columns: Sequence[str]) -> list[str]:
+    """Return the lines of the table: the head, a rule, and one for each run."""
+    rows = run_table(runs, columns)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def _compare_results(folders: Sequence[str]) -> int:
+    runs, unfinished = [], []
+    for folder in folders:
+        label = Path(folder).resolve().name
+        try:
+            runs.append((label, read_summary(Path(folder))))
+        except UserError:
+            unfinished.append(label)
+    shown, same = one_result(runs, unfinished)
+    show(shown)
+    return 0 if same else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return the exit status: 0, or 2 where a run cannot be read."""
-    folders = list(sys.argv[1:] if arguments is None else arguments)
+    """Print the table; return the exit status: 0, 2 where a run cannot be read, 1 where --one-result finds a difference."""
+    parser = parser_of("dualtrain.compare", str(__doc__))
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--one-result", action="store_true", help="compare weights and metrics; exit status 1 if they differ"
+    )
     try:
-        if not folders or "--help" in folders or "-h" in folders:
-            show(__doc__)
-            return 0 if folders else 2
-        show(table([read(folder) for folder in folders]))
+        given = parser.parse_args(arguments)
+        if given.one_result:
+            return _compare_results(given.runs)
+        show(table([(Path(folder).resolve().name, read_summary(Path(folder))) for folder in given.runs]))
     except UserError as error:
         print_error(error)
         return 2

@@ -74,7 +74,7 @@ def _excerpts(values: Sequence[str | None]) -> list[str]:
     texts = [value for value in values if value is not None]
     start = 0
     if len(texts) > 1 and max(map(len, texts)) > _WIDTH:
-        low, high = min(texts), max(texts)  # what these two begin with, all begin with
+        low, high = min(texts), max(texts)  # a common prefix of these two is one of all
         alike = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
         start = max(0, alike - _WIDTH // 2)
     return ["missing" if value is None else _cut(value, start) for value in values]

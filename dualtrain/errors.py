@@ -46,7 +46,7 @@ class PeerFailure:
     Attributes:
         rank: its rank in the job.
         reason: one line, then the rank's traceback if it sent one.
-        quiet: whether it left in good order: an error only for operations that wait for it.
+        quiet: whether it left in good order, which is an error only for operations that wait for it.
     """
 
     rank: int

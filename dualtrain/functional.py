@@ -1,8 +1,8 @@
 """Collectives that autograd goes through, with the mathematical gradients: those of one program over all ranks.
 
-What a rank's input changes in the sum of all ranks' losses. (``dualtrain.hvd`` keeps Horovod's factors, which average
-the gradients of ``allgather`` and ``broadcast`` and multiply those of a summing ``reducescatter`` by the size.) The
-backward pass is collective too: every rank runs it. New tensors; blocking; errors as the backend's own calls.
+The gradient of a rank's input is that of the sum of all ranks' losses. (``dualtrain.hvd`` keeps Horovod's factors, which
+average the gradients of ``allgather`` and ``broadcast`` and multiply those of a summing ``reducescatter`` by the size.)
+The backward pass is collective too: every rank runs it. New tensors; blocking; errors as the backend's own calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Te
 
 
 def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
-    """Return this rank's rows of the sum or average. The gradient is every rank's, gathered; with AVERAGE over the size.
+    """Return this rank's rows of the sum or average. Its gradient: all ranks' gathered; with AVERAGE over the size.
 
     Raises:
         ValueError: ``op`` is another one, or ``tensor`` has no dimension.
@@ -120,7 +120,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None
     ) -> torch.Tensor:
-        # The form that gives the numbers of rows without splits too.
+        # The asynchronous form returns the numbers of rows even without splits.
         rows, ctx.received = backend.alltoall_async(tensor, splits, name="alltoall").wait()
         ctx.backend, ctx.unsent = backend, tensor.shape[0]
         return rows

@@ -1,4 +1,4 @@
-"""Horovod's environment variables that mean something here."""
+"""Horovod's environment variables that have an effect here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dualtrain.launchers import World, detect_world
 
 log = logging.getLogger("dualtrain.hvd")
 
-#: After which a wait ends in an error where nothing else is asked for: torch.distributed's own limit.
+#: Seconds after which a wait ends in an error by default, as in torch.distributed.
 DEFAULT_TIMEOUT = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-#: Variables that have the meaning here that they have for Horovod.
+#: Variables with the same effect as in Horovod.
 HONOURED = {
     "HOROVOD_DYNAMIC_PROCESS_SETS",
     "HOROVOD_ELASTIC",
@@ -33,7 +33,7 @@ _OF_LAUNCHERS = {f"HOROVOD_{name}" for name in (*_PLACE, "CONTROLLER", "CPU_OPER
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to wait, what to write down, how much to send at once.
+    """Time limits, the timeline, and the size of gradient buckets.
 
     Attributes:
         stall_check: seconds after which a wait is reported on every rank; 0 for never.
@@ -56,7 +56,7 @@ class Settings:
         """Return the settings of ``env``.
 
         Raises:
-            UserError: a variable that should be a number is none.
+            UserError: a variable that should be a number is not one.
         """
         check = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check)
         shutdown = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown)
@@ -88,7 +88,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def mention_others(env: Mapping[str, str]) -> None:
-    """Names, in one debug line, the variables of Horovod's that are set and mean nothing here."""
+    """Log, at level debug, which of Horovod's variables are set and have no effect here."""
     others = sorted(name for name in env if name.startswith("HOROVOD_") and name not in HONOURED | _OF_LAUNCHERS)
     if others:
         log.debug("without a meaning on torch.distributed, and ignored: %s", ", ".join(others))
@@ -97,7 +97,7 @@ def mention_others(env: Mapping[str, str]) -> None:
 def publish_place(world: World | None = None) -> None:
     """Set HOROVOD_RANK and its like as ``horovodrun --gloo`` does, where nobody has: scripts read them before ``init``.
 
-    Under MPI nothing is set: there Horovod's scripts look at MPI's own variables, and take HOROVOD_RANK for Gloo.
+    Under MPI nothing is set: scripts read MPI's own variables there, and would take HOROVOD_RANK as a sign of Gloo.
     """
     world = detect_world() if world is None else world
     if world.launcher.startswith("mpi"):

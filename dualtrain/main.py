@@ -114,7 +114,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
 
 
 def _wait_for_all(backend: Backend) -> None:
-    """Wait until rank 0 has printed the error, which all ranks share: a launcher ends all with the first that exits."""
+    """Wait until rank 0 has printed the error, which all ranks share: a launcher ends all once one exits."""
     try:
         backend.barrier()
         backend.close()
@@ -147,8 +147,8 @@ def _interrupt(*_: object) -> None:
 def _is_stopping() -> bool:
     """Whether the run has been saved for a signal, and is about to end.
 
-    The same signal often comes twice, from the launcher and from who sends it to the whole job: the second one must not
-    keep the first rank from saying what was saved, nor make the others report it as lost.
+    The same signal often comes twice, from the launcher and from the sender to the whole job: the second one must not
+    suppress the message about the checkpoint, nor make other ranks report this one as failed.
     """
     return isinstance(sys.exc_info()[1], StoppedError)
 

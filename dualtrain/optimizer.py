@@ -1,6 +1,6 @@
 """``DistributedOptimizer``: any torch optimizer, stepping on gradients that were averaged over the ranks.
 
-Takes the gradients from ``gradients.py`` and leaves everything else to the optimizer that it wraps: parameter groups
+Takes the gradients from ``gradients/`` and leaves everything else to the optimizer that it wraps: parameter groups
 and state are the same objects, so that schedulers, GradScaler and checkpoints see one optimizer.
 """
 
@@ -72,7 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sum_order: Literal["backend", "canonical"] | SumOrder = "backend",
         carry: int | None = None,
     ) -> None:
-        # Not Optimizer.__init__, which would make groups of its own: what an unpickled optimizer gets instead.
+        # Initialize the base class as unpickling does: Optimizer.__init__ would make parameter groups of its own.
         self.optimizer = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self.backend = backend
@@ -201,7 +201,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The place in the world belongs to this process; what can be taken elsewhere is the optimizer.
+        # Only the wrapped optimizer can be pickled: the backend and the hooks belong to this process.
         return _itself, (self.optimizer,)
 
     def __repr__(self) -> str:

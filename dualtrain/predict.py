@@ -110,7 +110,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
 
     from dualtrain.config import SETTINGS
     from dualtrain.data.catalog import transforms_of
-    from dualtrain.data.files import geometries
+    from dualtrain.data.image_folder import geometries
     from dualtrain.data.images import ImageFiles
     from dualtrain.data.options import NAMES, Options
 

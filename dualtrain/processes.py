@@ -25,7 +25,8 @@ _OWN_FOLDER = "dualtrain own folder"
 
 def start_tracker() -> None:
     """Start the resource tracker, if it does not run yet, with the job's signals blocked."""
-    # It removes what a killed process leaves behind, and need not warn of it. It inherits the command line's filters.
+    # The tracker removes what a killed process leaves behind. Switch off its warnings about that by a filter, which it
+    # inherits.
     filters, sys.warnoptions = sys.warnoptions, [*sys.warnoptions, "ignore:resource_tracker:UserWarning"]
     try:
         with _blocked():

@@ -35,7 +35,7 @@ PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect a failed one, print it, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
 REPORT_SECONDS = 0.5  # to wait for the exit status of a rank that was killed before the failed one
-REPEAT_SECONDS = 2.0  # a signal may come twice at once, to a process and to its group; a person repeats it later
+REPEAT_SECONDS = 2.0  # a signal to a process and to its group arrives twice at once; a person repeats it later
 RANKS_PER_CORE = 16
 _PR_SET_PDEATHSIG = 1
 
@@ -64,13 +64,13 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int) -> int:
     if nproc > RANKS_PER_CORE * cores:
         raise UserError(
             f"--nproc {nproc} is too many for this host: more than {RANKS_PER_CORE} ranks for each of its {cores} cores "
-            f"do not get through their start; give {RANKS_PER_CORE * cores} at most"
+            f"take too long to start; give {RANKS_PER_CORE * cores} at most"
         )
     with _signals() as inbox:
         from dualtrain.rendezvous.store import StoreServer, listen
 
         secret = secrets.token_hex(32)
-        # Listen before the port is published: another program could bind a port that was only found free.
+        # Listen before the ranks get the port: another program could bind a free port on which nobody listens yet.
         listening = listen("127.0.0.1", [0], nproc)
         rendezvous = listening.getsockname()
         store = StoreServer(listening, nproc, secret)
@@ -90,10 +90,10 @@ class _Job:
         self._inbox = inbox
         self._processes: list[BaseProcess] = []
         self._status: int | None = None  # the job's, once a rank has failed
-        self._save = False  # whether that was asked for when no rank was there
+        self._save = False  # whether a checkpoint was requested before the first rank was started
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
-        self._means = [signal.SIGTERM, signal.SIGKILL]  # left to end the ranks with, in order
-        self._deadline: float | None = None  # for the next of them
+        self._means = [signal.SIGTERM, signal.SIGKILL]  # signals to end the ranks with: those not sent yet, in order
+        self._deadline: float | None = None  # when the next of them is sent
 
     def start(self, body: Body, arguments: Sequence[str], places: Sequence[Mapping[str, str]]) -> None:
         """Start a rank with the environment variables of each of ``places``. Does not wait for them."""
@@ -150,7 +150,7 @@ class _Job:
     def _send(self, number: int) -> None:
         for process in self._alive():
             assert process.pid is not None
-            os.kill(process.pid, number)  # exists until exitcode has collected it
+            os.kill(process.pid, number)  # the pid is still ours: only reading exitcode reaps it
 
     def _listen(self, seconds: float | None) -> None:
         """Handle the signals that have come, or come within ``seconds``."""

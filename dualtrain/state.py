@@ -1,4 +1,4 @@
-"""The same start on every rank, and one number that says whether the end is the same."""
+"""Broadcast of parameters and optimizer state, averages of buffers, and a hash of the weights."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]:
-    """:func:`average_buffers` for a while: each rank's own are put back, so that looking changes nothing. Collective."""
+    """:func:`average_buffers` inside the block; after it each rank has its own values again. Collective."""
     own = [(buffer, buffer.clone()) for _, buffer in local_buffers(model)]
     average_buffers(model, backend)
     try:
@@ -151,5 +151,5 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _unpack(packed: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     for tensor, part in zip(tensors, packed.split([t.numel() * t.element_size() for t in tensors]), strict=True):
-        # A copy of its own: a slice of bytes need not start where the dtype may.
+        # Copy it: a slice of bytes may start at an address that the dtype does not allow.
         tensor.copy_(from_bytes(part.clone(), tensor.dtype, tuple(tensor.shape)))

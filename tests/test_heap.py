@@ -1,4 +1,4 @@
-"""What a process frees after ``connect`` is its own again without a fault, unless its user wants it otherwise."""
+"""Freed memory is reused without page faults after ``keep_freed_memory``, unless the user has tuned glibc."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def measured(setup=KEPT, **env):
 )
 def test_memory_that_was_freed_is_had_again_without_faults_and_without_growth():
     plain_faults, _ = measured("pass")
-    tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # no choice of the heap's
+    tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # does not concern the heap
     for faults, growth in (measured(), measured(GLIBC_TUNABLES=tuned_elsewhere)):
         assert faults < plain_faults / 10
-        assert growth < 300  # 160 that stay, and 96
+        assert growth < 300  # MB: 160 that stay, and 96
 
 
 @pytest.mark.parametrize(

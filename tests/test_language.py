@@ -29,10 +29,12 @@ ALIASES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 IDENTIFIERS = (
     "asked bell cargo carry dealt ear farewell graves hand_out heard judge mended mourn move_in news patience settle spoke "
-    "stand_in star stranger taken tell tick_off ticked wish"
+    "stand_in star stranger taken tell thaw thawed tick_off ticked wish"
 )
 IN_NAMES = re.compile(rf"(?<![a-z0-9])({IDENTIFIERS.replace(' ', '|')})(?![a-z0-9])")
-IN_PROSE = re.compile(r"\b(cargo|farewell|mourn(s|ed|ing)?|graves|strangers?|mended|ticked\s+off)\b", re.IGNORECASE)
+IN_PROSE = re.compile(
+    r"\b(cargo|farewell|mourn(s|ed|ing)?|graves|strangers?|mended|thaw(s|ed|ing)?|ticked\s+off)\b", re.IGNORECASE
+)
 #: Methods of Python's own objects: ``file.tell()``.
 FOREIGN = {"tell"}
 

@@ -1,4 +1,4 @@
-"""A world of threads in one process, for debuggers, coverage and speed: the strictest backend of all.
+"""A world of threads in one process, for debuggers, coverage and speed; the strictest of the backends.
 
 Every primitive asserts that all ranks make the same call with tensors of the same form, and that tensors are what the
 contract says. Results appear when the last rank has called, as with a library that works in the background.
@@ -49,7 +49,7 @@ class Room:
         self.mismatch: str | None = None
 
     def arrive(self, rank: int, key: tuple[str, int], signature: tuple[Any, ...], tensors: Any, last: Callable) -> _Meeting:
-        """Joins the call ``key``; the last to do so runs ``last`` on what all ranks brought, in rank order."""
+        """Join the call ``key``; the last rank to do so runs ``last`` on the values of all ranks, in rank order."""
         with self.changed:
             meeting = self.meetings.setdefault(key, _Meeting())
             if meeting.signature not in (None, signature):
@@ -157,7 +157,7 @@ class ThreadsBackend(Backend):
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         assert vector.dtype is torch.int64
         rows: list[torch.Tensor] = []
-        # One list for all: the meeting keeps what each rank brought, and every rank reads it from there.
+        # One list for all ranks: each puts its value there, and reads the others' from it.
         work = self._start("exchange", (vector.shape,), vector, lambda brought: rows.extend(brought), plane="control")
         work.wait()
         arrived = work._meeting.arrived
@@ -185,7 +185,7 @@ class ThreadsBackend(Backend):
 
 @contextmanager
 def _turns_of(seconds: float) -> Iterator[None]:
-    """A thread that was waited for hands the interpreter over soon: the others wait for it all the time."""
+    """Shorten the interpreter's switch interval: threads wait for each other all the time."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:

@@ -262,7 +262,7 @@ class Backend(Primitives):
             UserError: the process has one already, or this backend is not torch's.
         """
         raise UserError(
-            f"default_group=True is of the torch backend, and this is {self.name}: choose torch, or leave it out"
+            f"default_group=True needs the torch backend, and this is {self.name}: choose torch, or leave it out"
         )
 
     def between_hosts(self) -> Backend:
@@ -327,7 +327,7 @@ class Backend(Primitives):
     # -- lifetime -------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Block until the asynchronous calls made so far have ended: a primitive started next comes after them."""
+        """Block until the asynchronous calls made so far have ended, so that the next primitive starts after them."""
         self._queue.drain()
 
     def settle(self) -> None:

@@ -118,7 +118,7 @@ def connect(
             "--transport shm is for tensors on the CPU, and this rank's are on a GPU: choose auto, or --device cpu"
         )
     if default_group and name != "torch":
-        raise UserError(f"default_group=True is of the torch backend, and this is {name}: choose torch, or leave it out")
+        raise UserError(f"default_group=True needs the torch backend, and this is {name}: choose torch, or leave it out")
     backend = _open(name, world, place, timeout, groups or (transport == "shm" and not world.single_host))
     try:
         _refuse_other_world(name, (backend.rank, backend.size), world)
@@ -172,7 +172,7 @@ def _refuse_to_train_alone() -> None:
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """The device for ``device``; a GPU without an index where it depends on the local rank, which is not known yet."""
+    """Return ``device`` as a torch.device. A GPU has no index if the local rank, not known yet, will choose it."""
     wanted = str(device)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -257,7 +257,7 @@ def _take_device(backend: Backend) -> None:
         index = backend.device.index
         index = backend.world.local_rank % torch.cuda.device_count() if index is None else index
         backend.device = torch.device("cuda", index)
-        # For the whole process: what names no GPU, NCCL and Horovod included, would use GPU 0 on every rank.
+        # For the whole process: code that names no GPU, such as NCCL and Horovod, uses GPU 0 otherwise, on every rank.
         torch.cuda.set_device(backend.device)
         # Not its index: where each rank sees one GPU only, all have index 0.
         identifier = int(uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)))
@@ -269,7 +269,8 @@ def _take_device(backend: Backend) -> None:
         backend.disconnect()
         raise UserError(
             f"ranks {' and '.join(map(str, mine))} of this host have the same GPU, {backend.device}, and NCCL takes one "
-            "rank for each: start as many ranks on a host as it has GPUs, let each see another one, or give --device cpu"
+            "rank for each: start as many ranks on a host as it has GPUs, let each rank see a different GPU, or give "
+            "--device cpu"
         )
 
 
@@ -281,7 +282,7 @@ def _share_memory(backend: Backend, transport: str) -> Backend:
         return backend
     try:
         return SharedMemoryBackend(backend)
-    except (UnsharedError, BackendError, ValueError) as reason:  # the latter two from groups between the hosts
+    except (UnsharedError, BackendError, ValueError) as reason:  # making the groups between hosts raises the latter two
         if not isinstance(reason, UnsharedError) and backend.watch is not None and backend.watch.failure is not None:
             raise
         if backend.rank == 0:

@@ -113,10 +113,9 @@ def _wrap_init(library: Any, world: World, meet: Meet) -> None:
 class _HorovodWork(Work[None]):
     """Handle of an operation of Horovod's.
 
-    It keeps a view of each input until the operation has ended, against a deadlock: when a peer fails, Horovod's thread
-    drops its tensors while it holds a lock, and in torch 2.13 dropping the last reference but Python's takes the GIL,
-    which a thread that starts an operation at that moment holds while it waits for Horovod's lock. The view is one more
-    reference.
+    It keeps a view of each input until the operation has ended, to prevent a deadlock after a peer has failed. Horovod's
+    thread then drops its tensors while it holds Horovod's lock. In torch 2.13, dropping the last reference but Python's
+    takes the GIL; a thread that starts an operation holds the GIL and waits for that lock. The view is one more reference.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ _PLAIN = [
 #: First bytes of a refusal, sent instead of an object; torch's files start with "PK".
 _REFUSED = b"refused: "
 
-_reading = threading.Lock()  # torch's list of classes is the process's
+_reading = threading.Lock()  # torch's list of allowed classes is shared by all threads
 
 
 def encode(obj: Any) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 The only file that names torch.distributed. The process groups are dualtrain's own: torch.distributed's default group
 stays as it is, so that libraries which look at ``is_initialized()`` behave as they would without dualtrain. There is a
-Gloo group for data, a second one for the short vectors of ``exchange``, so that a rank that checks a call cannot be
-matched with a rank that sends a gradient, and an NCCL group from the first GPU tensor on.
+Gloo group for data, and an NCCL group from the first GPU tensor on. The short vectors of ``exchange`` have a Gloo group
+of their own, so that a rank that checks a call cannot be matched with a rank that sends a gradient.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PLACE_BYTES = 128  # of an address, a port and a key
 
 #: The groups in use. Without this reference, a group that is dropped while a peer has failed would wait for its last
 #: operation in the thread that drops it.
-_IN_USE: list[tuple[int, Any]] = []  # with the process that runs the group's threads, which a forked child does not
+_IN_USE: list[tuple[int, Any]] = []  # each with the id of the process that made it: a forked child lacks its threads
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
 

@@ -38,7 +38,7 @@ class Watch:
         address: rank 0's address on the interface that the other ranks reach it by.
 
     Attributes:
-        failure: the first failure that is known; one of a rank that left in good order only until there is another.
+        failure: the first failure that is known; a rank that left in good order counts only until there is another.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
         waiting: by rank, the operations that it has waited for, for some time now.
     """
@@ -129,7 +129,7 @@ class Watch:
         """Record a message about another rank.
 
         Raises:
-            TypeError: it is none that :meth:`send` sends.
+            TypeError: it is not of a kind that :meth:`send` sends.
         """
         if "waits" in message:
             self._note_wait(**message)

@@ -4,6 +4,7 @@ The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both bac
 Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes, each close in time to its reference. Takes
 up to 20 minutes, or 3 with --quick, which runs only what the answer depends on. Run nothing else at the same time. Writes
 bench.json, bench.html and bench.png into --out. The last line of the output answers whether to move from Horovod to torch.
+With --jobs virtual it measures instead what --virtual-ranks costs, in steps of the trainer with it and without.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.bench.measure import Plan, Results, measure
-from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, FALLBACKS, JOBS, QUICK, ROUNDS, jobs_of
+from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, FALLBACKS, GROUPS, JOBS, QUICK, ROUNDS, jobs_of
 from dualtrain.bench.rows import Row, rows_of, sweep_of
 from dualtrain.bench.start_contender import LaunchSpec
 from dualtrain.console import parser_of, print_error, show
@@ -47,7 +48,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument("--contenders", metavar="A,B", help=f"only these of {', '.join(ENTRIES)}")
-    parser.add_argument("--jobs", metavar="A,B", help=f"only these of {', '.join(JOBS)}")
+    parser.add_argument("--jobs", metavar="A,B", help=f"only these of {', '.join((*JOBS, *GROUPS))}")
     parser.add_argument("--pairs", type=_ranks, default=ROUNDS, metavar="N", help=f"rounds (default: {ROUNDS})")
     parser.add_argument("--out", metavar="FOLDER", help="folder of the results (default: a new one below runs/)")
     return parser.parse_args(arguments)
@@ -68,6 +69,11 @@ def _chosen(flag: str, text: str | None, known: Sequence[str], default: Sequence
     if unknown:
         raise UserError(f"{flag}: {unknown[0]!r} is not known: choose some of {', '.join(known)}")
     return tuple(name for name in known if name in names)
+
+
+def _without_groups(jobs: str | None) -> str | None:
+    """Replace the names of groups in ``--jobs`` by those of their jobs."""
+    return None if jobs is None else ",".join(",".join(GROUPS.get(name, (name,))) for name in jobs.split(","))
 
 
 def _prefix(text: str | None) -> tuple[str, ...]:
@@ -97,6 +103,8 @@ def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
         entry = ENTRIES[name]
         if entry.needs and importlib.util.find_spec(entry.needs) is None:
             found[name] = f"{entry.needs} is not installed: {CURES.get(entry.needs, CURES[''])}"
+        elif spec.prefix and entry.ranks is not None:
+            found[name] = f"its number of ranks is {entry.ranks}, whatever --launch starts"
         elif spec.prefix and entry.starter != "ranks" and not _starts(spec.prefix, entry.starter):
             found[name] = f"{spec.prefix[0]} cannot start it: give --launch '{entry.starter} …'"
     return found
@@ -161,8 +169,8 @@ def _run(given: argparse.Namespace) -> None:
             f"{world.launcher} started this process, but the bench starts its contenders itself: run it once, without a "
             "launcher, with --nproc or --launch"
         )
-    jobs = _chosen("--jobs", given.jobs, JOBS, QUICK if given.quick else DEFAULT)
-    default = [name for name, entry in ENTRIES.items() if entry.quick or not given.quick]
+    jobs = _chosen("--jobs", _without_groups(given.jobs), JOBS, QUICK if given.quick else DEFAULT)
+    default = [name for name, entry in ENTRIES.items() if (entry.quick or not given.quick) and jobs_of(entry, jobs)]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
     prefix = _prefix(given.launch)
     load_figure()  # report a missing matplotlib before the measurements, not after them

@@ -28,14 +28,19 @@ LENGTHS = {
     "mlp": (1, 4),
     "resnet18-cl": (1, 4),
     "resnet18-bf16-cl": (1, 4),
+    "virtual-convnet": (2, 12),
+    "virtual-resnet18": (2, 6),
+    "virtual-mlp": (1, 4),
 }
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
-STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS)
+VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # what --virtual-ranks costs; not by default
+STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
 MODELS = tuple(job for job in STEPS if job != "empty")
 #: Bytes of the allreduces. "large" is for the contenders on which a target or the answer depends.
 SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
 JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
-DEFAULT = tuple(job for job in JOBS if job != "tiny")
+DEFAULT = tuple(job for job in JOBS if job not in ("tiny", *VIRTUAL))
+GROUPS = {"virtual": VIRTUAL}  # names for several jobs
 QUICK = ("empty", "small", "convnet", "sweep", "trainer")
 #: Rounds to aim at, and the number of pairs that a verdict needs.
 ROUNDS = 7
@@ -58,6 +63,7 @@ class Entry:
         needs: package that it imports; if the package is missing, the contender is left out.
         quick: whether it runs with --quick.
         steps: workloads whose steps it measures.
+        ranks: their number on this host, if it is not the bench's.
     """
 
     title: str
@@ -68,11 +74,13 @@ class Entry:
     needs: str = ""
     quick: bool = True
     steps: tuple[str, ...] = STEPS
+    ranks: int | None = None
 
 
 GLOO, MPI = "horovodrun --gloo", "horovodrun --mpi"
 TUNED, AGAIN = "ddp-tuned", "ddp-tuned-again"
 OURS = "ours"
+TRAINER = "trainers"
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 
 #: The order is that of a round: contenders that are compared are close to each other.
@@ -106,6 +114,27 @@ ENTRIES = {
         steps=(),
     ),
     "import": Entry("import dualtrain", IMPORT, jobs=("import",), steps=()),
+    "plain": Entry("the trainer, shared memory", TRAINER, "torch/shm", steps=VIRTUAL),
+    "virtual": Entry("the trainer, shared memory, virtual ranks", TRAINER, "torch/shm/virtual", steps=VIRTUAL),
+    "accumulate": Entry("the trainer on 1 rank, accumulate 4", TRAINER, "local/native//4", steps=VIRTUAL, ranks=1),
+    "virtual-1": Entry("the trainer on 1 rank, 4 virtual ranks", TRAINER, "local/native/virtual/4", steps=VIRTUAL, ranks=1),
+    "plain-3": Entry("the trainer on 3 ranks, native", TRAINER, "torch/native", steps=VIRTUAL, ranks=3),
+    "virtual-3": Entry(
+        "the trainer on 3 ranks, native, virtual ranks", TRAINER, "torch/native/virtual", steps=VIRTUAL, ranks=3
+    ),
+    "plain-3-gloo": Entry(
+        "the trainer on 3 ranks, Horovod Gloo", TRAINER, "horovod/native", GLOO, (), "horovod", steps=VIRTUAL, ranks=3
+    ),
+    "virtual-3-gloo": Entry(
+        "the trainer on 3 ranks, Horovod Gloo, virtual ranks",
+        TRAINER,
+        "horovod/native/virtual",
+        GLOO,
+        (),
+        "horovod",
+        steps=VIRTUAL,
+        ranks=3,
+    ),
 }
 #: Contenders that replace those that cannot run here: without shared memory, or because mpirun cannot start Horovod's Gloo.
 FALLBACKS = {"shm": "native", "hvd-gloo": "hvd-mpi"}
@@ -146,6 +175,10 @@ COMPARISONS = (
     Comparison("shm", "tutorial", {"feed": 30.0}),
     Comparison("main", "tutorial", {"epoch": 1.6}),
     Comparison("main-bf16", "tutorial", {"epoch": 2.5}),
+    Comparison("virtual", "plain", dict.fromkeys(VIRTUAL, 0.98)),
+    Comparison("virtual-1", "accumulate", dict.fromkeys(VIRTUAL, 0.95)),
+    Comparison("virtual-3", "plain-3", {}),
+    Comparison("virtual-3-gloo", "plain-3-gloo", {}),
 )
 
 

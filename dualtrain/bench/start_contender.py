@@ -20,12 +20,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from dualtrain.bench.plan import GLOO, MPI, OURS, Entry
+from dualtrain.bench.plan import GLOO, MPI, OURS, TRAINER, Entry
 from dualtrain.bench.worker import MARK
 from dualtrain.launchers import World
 
@@ -68,7 +68,8 @@ def run_entry(entry: Entry, jobs: Sequence[str], spec: LaunchSpec, step_fraction
     program = [sys.executable, "-m", "dualtrain.bench.worker", entry.module, ",".join(jobs)]
     program += [f"--device={spec.device}", f"--folder={spec.folder.resolve()}", f"--launched={time.time()}"]
     program += [f"--step-fraction={step_fraction}"] + [f"--option={entry.option}"] * bool(entry.option)
-    return found_in(run_program(program, entry.starter, spec, meet=entry.needs != "horovod" and entry.module != OURS))
+    meet = entry.needs != "horovod" and entry.module not in (OURS, TRAINER)
+    return found_in(run_program(program, entry.starter, replace(spec, ranks=entry.ranks or spec.ranks), meet=meet))
 
 
 def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bool = False) -> str:

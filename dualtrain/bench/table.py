@@ -69,7 +69,7 @@ def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
     pairs = f"{pairs_of(results.rounds)} of fresh processes"
     yield (
         f"ratios are of throughput, the first over the second: the median of {pairs} and its bootstrap 95 % interval; a "
-        "target is met if the interval's lower end reaches it, of a time the upper end"
+        "target is met if the interval's lower end reaches it; for times, the upper end"
     )
     yield "on the CPU, dualtrain's script calls dualtrain.keep_freed_memory(); the others leave glibc's heap as it is"
     for name, reason in results.missing.items():

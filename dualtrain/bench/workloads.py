@@ -83,6 +83,9 @@ WORKLOADS = {
     "mlp": Workload(_mlp, (128, 784)),
     "resnet18-cl": Workload(resnet18, (32, 3, 32, 32), channels_last=True),
     "resnet18-bf16-cl": Workload(resnet18, (32, 3, 32, 32), bf16=True, channels_last=True),
+    "virtual-convnet": Workload(_convnet, (100, 1, 28, 28)),
+    "virtual-resnet18": Workload(resnet18, (32, 3, 32, 32)),
+    "virtual-mlp": Workload(_mlp, (128, 784)),
 }
 
 

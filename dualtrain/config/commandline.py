@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
 
 
 def _without_overridden(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Drop those of a recipe's values that belong to a setting which the flags replace."""
+    """Drop the recipe's values that depend on a setting which a flag overrides."""
     dropped: set[str] = set()
     if "batch_size" in flags or "global_batch_size" in flags:
         dropped |= {"batch_size", "global_batch_size"}
@@ -83,7 +83,7 @@ def _check_run(run: RunSection, model: ModelSection) -> None:
 
 
 def _check_step(config: Config) -> None:
-    """Refuse settings of steps, learning rates and resuming of which a needed part is missing."""
+    """Refuse settings of steps, learning rates and resuming that lack another setting which they need."""
     step, schedule, output = config.step, config.schedule, config.output
     if step.batch_size is None and step.global_batch_size is None:
         raise UserError(f"--recipe {config.run.recipe} sets no batch size: give --batch-size or --global-batch-size")

@@ -61,12 +61,12 @@ class DataSection:
     )
     data_dir: str | None = setting(None, "the folder that holds the dataset's files")
     download: bool = setting(False, "fetch files that are missing, on one rank of each host")
-    workers: int = setting(2, "processes a rank that read files; 0: none", at_least(0))
+    workers: int = setting(2, "processes that read files, for each rank; 0: the rank reads them", at_least(0))
     augment: str | None = fixed_setting(
         None, "none, crop-flip, imagenet, or weights (the transforms of the model's weights)", one_of(*AUGMENTATIONS)
     )
     image_size: int | None = fixed_setting(None, "pixels, the side of the images that the model gets", at_least(1))
-    resize: int | None = fixed_setting(None, "pixels, what the shorter side is scaled to before", at_least(1))
+    resize: int | None = fixed_setting(None, "pixels that the shorter side is scaled to before cropping", at_least(1))
     pad: int = fixed_setting(0, "pixels of zeros around an image before crop-flip takes its window", at_least(0))
     normalize: str | None = fixed_setting(
         None, "none, dataset, imagenet, or MEANS/DEVIATIONS as in 0.5,0.5,0.5/0.2,0.2,0.2"
@@ -76,7 +76,7 @@ class DataSection:
     samples: int = fixed_setting(1280, "synthetic samples; a fifth as many for evaluation", at_least(1))
     text_file: str | None = fixed_setting(None, "the text to learn, UTF-8 (default: Python's own documentation)")
     sequence_length: int = fixed_setting(64, "tokens of a text sample", at_least(2))
-    vocabulary: int = fixed_setting(4096, "tokens that are told apart", at_least(5))
+    vocabulary: int = fixed_setting(4096, "number of different tokens", at_least(5))
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,13 @@ class StepSection:
     optimizer_options: str | None = fixed_setting(None, "its other options: nesterov=true,dampening=0")
     momentum: float = fixed_setting(0.0, "momentum, of optimizers that have it", UNIT)
     weight_decay: float = fixed_setting(0.0, "weight decay", at_least(0))
-    label_smoothing: float = fixed_setting(0.0, "probability that is taken from the true class for all", UNIT)
+    label_smoothing: float = fixed_setting(0.0, "probability that the loss moves from the true class to all classes", UNIT)
     clip_norm: float | None = fixed_setting(
         None, "scale gradients down to this norm, over all parameters and ranks", ABOVE_ZERO
     )
     amp: str = fixed_setting("off", "mixed precision: off, bf16 or fp16", one_of("off", "bf16", "fp16"))
     compress: str = fixed_setting("none", "what gradients travel as: none, fp16 or bf16", one_of("none", "fp16", "bf16"))
-    ema: float | None = fixed_setting(None, "also average the weights, with this decay; evaluated in their place", UNIT)
+    ema: float | None = fixed_setting(None, "keep a moving average of the weights with this decay, and evaluate it", UNIT)
     seed: int = fixed_setting(
         0, "decides the first weights, the order of samples and their augmentation", between(0, 2**32 - 1)
     )
@@ -138,7 +138,7 @@ class StepSection:
 class ScheduleSection:
     """The learning rate of every step."""
 
-    lr: float = fixed_setting(0.1, "learning rate, never scaled behind your back", ABOVE_ZERO)
+    lr: float = fixed_setting(0.1, "learning rate; scaled by nothing but --lr-scale", ABOVE_ZERO)
     lr_scale: str = fixed_setting(
         "none", "times k (linear) or √k (sqrt), k = global batch / --lr-batch", one_of("none", "linear", "sqrt")
     )
@@ -179,7 +179,11 @@ class OutputSection:
     )
     checkpoint_epochs: int = setting(1, "epochs between checkpoints", at_least(1))
     keep: int = setting(3, "checkpoints that are kept, beside the best", at_least(1))
-    best: str = setting("val_loss", "what the best is: val_loss or val_accuracy", one_of("val_loss", "val_accuracy"))
+    best: str = setting(
+        "val_loss",
+        "the metric by which the best checkpoint is chosen: val_loss or val_accuracy",
+        one_of("val_loss", "val_accuracy"),
+    )
     log_every: int = setting(10, "optimizer steps between lines of metrics.jsonl", at_least(1))
     tensorboard: bool = setting(False, "write the metrics for TensorBoard too, below the run's folder")
 

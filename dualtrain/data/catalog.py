@@ -114,9 +114,9 @@ def transforms_of(
 
 
 def _files(folder: str | None, options: Options) -> Task:
-    from dualtrain.data.files import load_files
+    from dualtrain.data.image_folder import load_image_folder
 
-    return load_files(folder, options)
+    return load_image_folder(folder, options)
 
 
 def _text(folder: str | None, options: Options) -> Task:

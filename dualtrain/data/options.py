@@ -10,7 +10,7 @@ from dualtrain.config.sections import AUGMENTATIONS, DataSection
 from dualtrain.data.transforms import IMAGENET, Statistics
 from dualtrain.errors import UserError
 
-LIMIT = 2**31  # of the values in a sample, and of the samples: random positions are below it
+LIMIT = 2**31  # most values in a sample, and most samples: random numbers address them, and stay below this
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Imports for worker processes: the fork server loads this module once, so that each worker starts quickly."""
 
-from dualtrain.data import files
+from dualtrain.data import image_folder
 from dualtrain.data.transforms import v2
 
-__all__ = ["files"]
+__all__ = ["image_folder"]
 
 v2()

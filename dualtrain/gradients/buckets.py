@@ -132,13 +132,17 @@ class Bucket:
             self._before, self._after = self._before * self._after, 1.0
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
-        self._place(layout)
+        self._layout = layout
+        self._parts_of: dict[int, dict[Slot, torch.Tensor]] = {}  # of other buffers, by their addresses
+        for slot, view in zip(self.slots, _views(self.values, layout), strict=True):
+            slot.place(self, view)
         start = self.values.data_ptr()
         #: Addresses, first and past the last, of the gradients of this bucket and of the others of its layout.
         self.ranges = [(start, start + self.values.nbytes)]
-        #: Gradients that ``pack`` copied, and those that were there.
+        #: Gradients that were copied, those that were there, and those that count as zeros.
         self._copied: list[Slot] = []
         self._kept: list[Slot] = []
+        self._missing: list[Slot] = []
         #: The first gradient that lies in the memory of another one, found by ``pack``.
         self.misplaced: Slot | None = None
         #: The first gradient that is sparse and must not be, found by ``pack``.
@@ -146,13 +150,6 @@ class Bucket:
         self._dense_only = order is not None and not transfer.sparse_as_dense
         #: The first gradient that has another shape than its slot, found by ``pack``; zeros are sent instead.
         self.reshaped: Slot | None = None
-
-    def _place(self, layout: BucketLayout) -> None:
-        """Assign every slot to its part of the buffer."""
-        flat = torch.view_as_complex(self.values.view(-1, 2)) if layout.dtype.is_complex else self.values
-        origin = int(flat.storage_offset())  # which as_strided counts from
-        for slot, place in zip(self.slots, layout.places, strict=True):
-            slot.place(self, flat.as_strided(place.shape, place.strides, origin + place.offset))
 
     def covers(self, address: int) -> bool:
         """Return whether ``address`` is in the memory of a bucket of this layout."""
@@ -169,26 +166,28 @@ class Bucket:
 
     def pack(self) -> None:
         """Copy every gradient to the buffer; a missing one counts as zero. Those that are there already stay."""
-        self._copied, self._kept = [], []
-        views, grads = self._outside()
-        if views:
+        slots, grads = self._sort()
+        for slot in self._missing:
+            slot.view.zero_()
+        if slots:
             with torch.no_grad():  # after a backward with create_graph, gradients have a history
                 # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
-                torch._foreach_copy_(views, grads)
+                torch._foreach_copy_([slot.view for slot in slots], grads)
         if self._before != 1:
             self.values.mul_(self._before)
         if self._staged:
             self.wire[: self.values.numel()].copy_(self.values)
 
-    def _outside(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the views to copy to, and the gradients to copy."""
-        views, grads = [], []
+    def _sort(self) -> tuple[list[Slot], list[torch.Tensor]]:
+        """Return the slots whose gradients lie elsewhere, and these; note those that lie here, and missing ones."""
+        slots, grads = [], []
+        self._copied, self._kept, self._missing = [], [], []
         low, high = self.ranges[0][0], self.ranges[-1][1]
         for slot in self.slots:
             p = slot.param
             grad = p.grad
             if grad is None:
-                slot.view.zero_()
+                self._missing.append(slot)
                 # A parameter that was frozen after the layout takes part as zeros and gets no gradient.
                 if p.requires_grad:
                     self._copied.append(slot)
@@ -205,14 +204,50 @@ class Bucket:
                 grad = grad.clone()  # this part of the buffer, transposed
             if grad.shape != slot.shape:
                 self.reshaped = self.reshaped or slot
-                slot.view.zero_()
+                self._missing.append(slot)
                 continue
             if address != slot.address and low <= address < high and self.covers(address):
                 self.misplaced = self.misplaced or slot
             self._copied.append(slot)
-            views.append(slot.view)
+            slots.append(slot)
             grads.append(grad)
-        return views, grads
+        return slots, grads
+
+    def add_shard(self) -> None:
+        """Add the gradients and the extra scalars to the partial sums: this rank has more shards of this step."""
+        if self._staged or self._before != 1:
+            self.pack()
+            self.sum.add_shard(self._put_all)
+        else:
+            self.sum.add_shard(self._put)
+
+    def _put_all(self, target: torch.Tensor, add: bool) -> None:
+        """Copy, or ``add``, the buffer to ``target``, another one like it."""
+        (target.add_ if add else target.copy_)(self.wire)
+
+    def _put(self, target: torch.Tensor, add: bool) -> None:
+        """Copy, or ``add``, the gradients and the extra scalars to ``target``, without a copy in the buffer itself."""
+        slots, grads = self._sort()
+        parts = self._parts(target)
+        for slot in self._missing:
+            if add:
+                parts[slot].add_(0.0)  # not left out: it makes 0 of -0
+            else:
+                parts[slot].zero_()
+        targets = [parts[slot] for slot in (*slots, *self._kept)]
+        if targets:
+            # Private in torch 2.5 to 2.15, as in ``pack``.
+            (torch._foreach_add_ if add else torch._foreach_copy_)(targets, [*grads, *(slot.view for slot in self._kept)])
+        extra = target[self.values.numel() :]
+        (extra.add_ if add else extra.copy_)(self.extra)
+
+    def _parts(self, buffer: torch.Tensor) -> dict[Slot, torch.Tensor]:
+        """Return the part of each slot in ``buffer``, which is like the bucket's own."""
+        address = buffer.data_ptr()
+        if address not in self._parts_of:
+            views = _views(buffer[: self.values.numel()], self._layout)
+            self._parts_of[address] = dict(zip(self.slots, views, strict=True))
+        return self._parts_of[address]
 
     def start(self) -> None:
         """Start the all-reduce; the gradients' sum is scaled as the transfer says, the extra scalars' is not."""
@@ -239,6 +274,14 @@ class Bucket:
             # Another reducer of the same parameter may have put its own there since.
             if grad is None or grad.data_ptr() != slot.address:
                 slot.unpack()
+
+
+def _views(flat: torch.Tensor, layout: BucketLayout) -> list[torch.Tensor]:
+    """Return the parts of a buffer for the places of ``layout``."""
+    if layout.dtype.is_complex:
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    origin = int(flat.storage_offset())  # which as_strided counts from
+    return [flat.as_strided(place.shape, place.strides, origin + place.offset) for place in layout.places]
 
 
 def make_buckets(

@@ -126,12 +126,10 @@ class Exchange:
 
     def add_shard(self, scalars: torch.Tensor | None = None) -> None:
         """Add the gradients to the partial sums, as one of this rank's shards but the last; drop them. Not collective."""
-        for bucket in self.schedule.buckets:
-            bucket.pack()
         self._load_extra(scalars)
         self.refusals.load_none()
         for bucket in self.schedule.buckets:
-            bucket.sum.add_shard()
+            bucket.add_shard()
         for slot in self.slots:
             slot.param.grad = None
 

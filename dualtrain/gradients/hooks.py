@@ -32,7 +32,7 @@ class Reducer(Protocol):
         """Handle a gradient that autograd has accumulated. Called for each of them in every backward pass."""
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Handle a module's new parameter in ``place`` (module id, name) instead of ``name``; ``None``: one of ours."""
+        """Handle that the parameter ``name`` was replaced in ``place`` (module id, name); ``None``: by one of ours."""
 
 
 class ParameterHooks:
@@ -72,12 +72,12 @@ class ParameterHooks:
         self.check_devices()
         return len(self.slots) - before
 
-    def take_thawed(self) -> list[tuple[str, nn.Parameter]]:
+    def take_unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         """Return parameters that were frozen when they were added and are not any more; forget them."""
-        thawed = [pair for pair in self._frozen if pair[1].requires_grad]
-        if thawed:
+        unfrozen = [pair for pair in self._frozen if pair[1].requires_grad]
+        if unfrozen:
             self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
-        return thawed
+        return unfrozen
 
     def check_devices(self) -> None:
         """Use a lock if the parameters are on several devices now: autograd runs hooks in one thread for each."""
@@ -139,7 +139,7 @@ def _on_registration(module: nn.Module, name: str, new: Any) -> None:
     for keeper in keepers:
         if keeper is not None:
             keeper.parameter_replaced(place, None)
-    # A frozen one is not trained, and one that the same reducer watches is tied to another parameter.
+    # Ignore a new parameter that is frozen, or that the same reducer watches: it is tied to another one.
     for ref, old_name in _watchers(old) if new.requires_grad else ():
         reducer = ref()
         if reducer is not None and not any(reducer is keeper for keeper in keepers):

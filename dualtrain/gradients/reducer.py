@@ -35,7 +35,7 @@ class GradientReducer:
 
     Args:
         named_parameters: (name, parameter) pairs, the same on every rank. Frozen ones may be among them, and are
-            reduced from the step on in which they are thawed.
+            reduced from the step on in which they are unfrozen.
         backend: the ranks to average over.
         unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, Horovod's rule: weight decay
             and momentum still apply), or none at all (``"none"``, DDP's). A parameter that only some ranks used gets the
@@ -176,7 +176,7 @@ class GradientReducer:
     def exchange(self) -> None:
         """Average the gradients over the ranks. Collective; blocks."""
         exchange = self._exchange
-        self.prepare()
+        self._use_layout()
         while exchange.schedule.has_unsent:
             exchange.send_next(self._scalars)
         if exchange.wait(host_waits=self._scalars is not None):
@@ -187,12 +187,19 @@ class GradientReducer:
         exchange.unpack()
         self._start_over(reduced=True)
 
-    def prepare(self) -> None:
-        """Make the buckets, unless there are some for all parameters. Collective where there are none; blocks.
+    def begin_shards(self) -> None:
+        """Begin a step in which ranks have several shards. Collective where the buckets are to be made; blocks.
 
-        The first exchange does it by itself.
+        Raises:
+            BackendError: a step that failed has sent a part of its gradients.
         """
-        self._add_thawed()
+        self._forget_failed_pass()
+        self._use_layout()
+        for bucket in self.buckets:
+            bucket.sum.begin()
+
+    def _use_layout(self) -> None:
+        self._add_unfrozen()
         if not self._exchange.laid_out:
             self._exchange.leave_layout(host_waits=self._scalars is not None)
             self._lay_out()
@@ -200,8 +207,8 @@ class GradientReducer:
     def add_shard(self) -> None:
         """Add this rank's gradients and :attr:`extra` to the sum as those of its next shard but the last; drop them.
 
-        For a reducer with ``order``, after :meth:`prepare`, and after backward passes in :meth:`no_sync`. The last shard's
-        gradients are those of the next reduction. Not collective.
+        For a reducer with ``order``, after :meth:`begin_shards`, and after backward passes in :meth:`no_sync`. The next
+        reduction takes the last shard's gradients. Not collective.
 
         Raises:
             RuntimeError: this rank has no shard left besides its last one.
@@ -268,7 +275,7 @@ class GradientReducer:
         end_pass = EndOfPass(self.end_pass)
         self._ending = weakref.ref(end_pass)
         self._seen += 1
-        self._add_thawed()
+        self._add_unfrozen()
         at_end_of_pass(end_pass)
 
     def end_pass(self) -> None:
@@ -287,10 +294,10 @@ class GradientReducer:
 
     # -- the layout -----------------------------------------------------------------------------------------------
 
-    def _add_thawed(self) -> None:
-        thawed = self.hooks.take_thawed()
-        if thawed:
-            self.add(thawed)
+    def _add_unfrozen(self) -> None:
+        unfrozen = self.hooks.take_unfrozen()
+        if unfrozen:
+            self.add(unfrozen)
 
     def _lay_out(self) -> None:
         """Compare parameters with the other ranks, agree on the sparse ones, and make the buckets."""

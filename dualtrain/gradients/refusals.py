@@ -22,7 +22,7 @@ from dualtrain.gradients.parameters import Forms
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 _NEW_LAYOUT = (
-    "parameters were thawed, or added to the optimizer, which changes the layout of the gradients: do so on every rank "
+    "parameters were unfrozen, or added to the optimizer, which changes the layout of the gradients: do so on every rank "
     "before the same backward"
 )
 _SAME_STEPS = "step or skip on all ranks alike, and call optimizer.zero_grad() after a backward whose step is skipped"
@@ -56,7 +56,7 @@ class Refusals:
         self._forms, self._flag, self._late = Forms(named), flag, None
 
     def replace(self, place: tuple[int, str], name: str | None) -> None:
-        """Note that a module has a new parameter instead of ``name`` in ``place``, or one of ours (``None``)."""
+        """Note that the parameter ``name`` was replaced in ``place`` by a new one; ``None``: by one of ours."""
         if name is None:
             self._replaced.pop(place, None)
         else:
@@ -103,7 +103,7 @@ class Refusals:
                         f"group {number} parameter {i} {tuple(p.shape)} came into the optimizer's param_groups after the "
                         "optimizer was wrapped: use add_param_group on every rank"
                     )
-        if self.known.issuperset(map(id, chain(*in_groups))):  # one that is frozen may be thawed later
+        if self.known.issuperset(map(id, chain(*in_groups))):  # one that is frozen may be unfrozen later
             self._in_groups = [list(params) for params in in_groups]
         return None
 

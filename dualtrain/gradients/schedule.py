@@ -52,7 +52,7 @@ class Schedule:
         return bucket
 
     def forget_ready(self) -> None:
-        """Mark no gradient as ready: their backward pass failed. For a round in which no bucket was sent."""
+        """Forget which gradients are ready: their backward pass failed. Only for a round in which no bucket was sent."""
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
         self.round += 1

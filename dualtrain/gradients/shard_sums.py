@@ -6,6 +6,7 @@ and only those that cannot be added up on this rank are exchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,14 +15,20 @@ from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.sum_order import SumOrder
 
+#: Writes a shard's gradients to a buffer like the bucket's: added to what it holds, if the second argument is true.
+Put = Callable[[torch.Tensor, bool], None]
+
 
 class BucketSum(Protocol):
     """How the buffer of a bucket is summed."""
 
     shards: int
 
-    def add_shard(self) -> None:
-        """Add the buffer to the partial sums, as a shard of this rank that is not its last. Not collective."""
+    def begin(self) -> None:
+        """Forget the shards of a step that was not completed."""
+
+    def add_shard(self, put: Put) -> None:
+        """Add to the partial sums what ``put`` writes: a shard of this rank that is not its last. Not collective."""
 
     def clear(self) -> None:
         """Make all shards of this rank but the last one zeros."""
@@ -37,7 +44,10 @@ class RankSum:
         self.shards = backend.size
         self._backend, self._wire = backend, wire
 
-    def add_shard(self) -> None:
+    def begin(self) -> None:
+        """See :class:`BucketSum`."""
+
+    def add_shard(self, put: Put) -> None:
         """See :class:`BucketSum`. There is no shard before the last one."""
         raise RuntimeError("a rank has one shard in a step, unless the order of the sum is that of virtual ranks")
 
@@ -65,18 +75,24 @@ class ShardSums:
         self._partial = [backend.new_buffer(wire.numel(), wire.dtype, wire.device) for _ in range(order.buffers)]
         self._kept, self._added = 0, 0  # partial sums and shards in this step
 
+    def begin(self) -> None:
+        """See :class:`BucketSum`."""
+        self._kept = self._added = 0
+
     @torch.no_grad()
-    def add_shard(self) -> None:
+    def add_shard(self, put: Put) -> None:
         """See :class:`BucketSum`."""
         if self._added >= len(self._merges) - 1:
             raise RuntimeError(f"this rank has {len(self._merges)} shards in a step, and was given more")
-        newest = self._wire
-        for _ in range(self._merges[self._added]):
-            self._kept -= 1
-            newest = self._partial[self._kept].add_(newest)
-        if newest is self._wire:
-            self._partial[self._kept].copy_(newest)
-        self._kept += 1
+        merges = self._merges[self._added]
+        if merges == 0:
+            put(self._partial[self._kept], False)
+            self._kept += 1
+        else:
+            put(self._partial[self._kept - 1], True)
+            for _ in range(merges - 1):
+                self._kept -= 1
+                self._partial[self._kept - 1].add_(self._partial[self._kept])
         self._added += 1
 
     def clear(self) -> None:

@@ -75,5 +75,5 @@ def has_values(grad: torch.Tensor | None) -> bool:
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    # Left to its default, the check of the indices makes torch warn that it is off.
+    # With its default, torch warns that the check of the indices is off.
     return torch.sparse_coo_tensor(indices, values, like.shape, device=like.device, check_invariants=False).coalesce()

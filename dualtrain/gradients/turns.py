@@ -17,7 +17,7 @@ from dualtrain.backends import Backend
 from dualtrain.backends.agreement import Call, agree
 from dualtrain.errors import BackendError
 
-_PLACES = 20  # the most reducers of one backend: three sets of them fit into one integer
+_PLACES = 20  # most reducers of one backend: three bits for each fit into one integer
 _ALL = (1 << _PLACES) - 1
 _ROUND = Call("exchange of gradients")
 
@@ -31,7 +31,7 @@ class Member(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether it has sent a bucket already, or the backward pass that ends has given it gradients to send."""
+        """Whether it has gradients to exchange: buckets already sent, or gradients of the backward pass that ends."""
 
     def exchange(self) -> None:
         """Average its gradients. Collective; blocks."""
@@ -43,10 +43,10 @@ class Turns:
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)
         self._members: dict[int, weakref.ref[Member]] = {}
-        self._first = 0  # whose buckets go before the others'
+        self._first = 0  # number of the reducer that sends its buckets before the others
 
     def enter(self, member: Member) -> int:
-        """Register a reducer, in the same order on every rank; return its number, which one that left may have had."""
+        """Register a reducer, in the same order on every rank; return its number: the lowest that is free."""
         number = next(each for each in itertools.count() if each not in self._members)
         self._members[number] = weakref.ref(member)
         return number

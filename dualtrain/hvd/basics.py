@@ -18,6 +18,7 @@ from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
 from dualtrain.launchers import World, detect_world
 from dualtrain.rendezvous.hosts import listening_address
+from dualtrain.rendezvous.meeting_point import world_of
 
 _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -34,7 +35,7 @@ _generations = 0
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the world that this process was launched in. Collective; blocks for the others. A second call does nothing.
+    """Join the world that this process was launched in. Collective; blocks until all have. A second call does nothing.
 
     Args:
         comm: ``None`` or an empty list for all processes; a list of their ranks; an mpi4py communicator; or a
@@ -63,12 +64,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def _connect(comm: Any, settings: Settings) -> Backend:
     world = detect_world()
     if hasattr(comm, "Get_rank"):
-        from dualtrain.rendezvous.meeting_point import world_of
-
         world = world_of(comm, world)
     elif comm:
         world = _some_of(world, list(comm))
-    # Bounds the start, and is behind the coordinator's own limit, whose message names the ranks.
+    # Longer than the coordinator's own limit, whose message names the ranks, so that it comes first.
     timeout = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
     # Horovod's calls may come in another order on each rank, which the library sorts out in threads of its own.
     # No GPU is chosen for the script: it chooses its own, and a script for CPUs has more ranks than GPUs.

@@ -9,10 +9,10 @@ import torch
 from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.hvd import basics
+from dualtrain.hvd.base_reducer import HorovodReducer, Named
 from dualtrain.hvd.forms import new_handle, synchronize
 from dualtrain.hvd.mpi_ops import grouped_allreduce_async_
 from dualtrain.hvd.process_sets import ProcessSet
-from dualtrain.hvd.reducer import HorovodReducer, Named
 
 
 class CallReducer(HorovodReducer):
@@ -48,7 +48,7 @@ class CallReducer(HorovodReducer):
         return self._reduced
 
     def renew(self) -> None:
-        """Let ``reduce`` start from ``param.grad`` next."""
+        """Make the next ``reduce`` read ``param.grad`` again."""
         self._reduced = False
 
     def layout_changed(self) -> None:
@@ -84,26 +84,25 @@ class CallReducer(HorovodReducer):
     def slot_ready(self, slot: Slot) -> None:
         """Start the call once all gradients are ready."""
         if self.ready == len(self.hooks.slots):
-            self.add_thawed()  # their gradients may still come
+            self.add_unfrozen()  # their gradients may still come
         if self.ready == len(self.hooks.slots):
             self._submit()
 
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
-            self.add_thawed()
+            self.add_unfrozen()
             self._call = self._refuse() or self._start_call()
         return self._call
 
     def _refuse(self) -> tuple[int, list[Any]] | None:
-        """Make, in place of the call, one that fails on every rank with what changed here; ``None`` if nothing did."""
+        """If something changed here, start a call that fails on every rank with the reason; else return ``None``."""
         if not self._checked:
             self._refusals.lay_out([(slot.name, slot.param) for slot in self.hooks.slots], torch.zeros(1))
             self._checked = True
         reason = self._refusals.reason(())
         if reason is None:
             return None
-        number = self.process_set.process_set_id or 0
-        refused = basics.engine().submit("grouped_allreduce", self.name, number, op=self._op, refused=reason)
+        refused = basics.engine().submit("grouped_allreduce", self.name, self.set_id, op=self._op, refused=reason)
         return new_handle(refused, tuple), []
 
     def _start_call(self) -> tuple[int, list[Any]]:

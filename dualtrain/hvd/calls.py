@@ -12,12 +12,12 @@ import torch
 
 from dualtrain.backends import wire
 from dualtrain.backends.collectives import rows_to_send
+from dualtrain.hvd.arithmetic import NAMES, PLAIN, Adasum, Average, Sum
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.exceptions import HorovodInternalError
-from dualtrain.hvd.forms import Operation, Options, differentiable
+from dualtrain.hvd.forms import Operation, Options, call_options, differentiable, reduction_options
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
-from dualtrain.hvd.reductions import NAMES, PLAIN, Adasum, Average, Sum
 
 Tensors = list[torch.Tensor]
 Gradients = Sequence[torch.Tensor]
@@ -33,7 +33,7 @@ def usable_set(process_set: ProcessSet) -> int:
     return process_set.process_set_id
 
 
-def _reduction(op: int | None, average: bool | None) -> int:
+def _resolve_op(op: int | None, average: bool | None) -> int:
     if op is not None and average is not None:
         raise ValueError("both op and average are given: pass op alone (average is deprecated)")
     if op is None:
@@ -43,10 +43,12 @@ def _reduction(op: int | None, average: bool | None) -> int:
     return op
 
 
+def _scales(options: Options) -> Options:
+    return {"pre": float(options["prescale_factor"]), "post": float(options["postscale_factor"])}
+
+
 def _average(grads: Gradients, process_set: ProcessSet) -> Gradients:
-    options: Options = {"average": None, "name": None, "op": Average, "process_set": process_set}
-    options |= {"prescale_factor": 1.0, "postscale_factor": 1.0}
-    return differentiable(ALLREDUCE, grads, options, grouped=True)
+    return differentiable(ALLREDUCE, grads, reduction_options(None, Average, 1.0, 1.0, process_set), grouped=True)
 
 
 def _check_reducible(tensors: Tensors, op: int) -> None:
@@ -64,11 +66,10 @@ def _check_rows(kind: str, tensors: Tensors) -> None:
 
 
 def _allreduce(kind: str, tensors: Tensors, outputs: Tensors | None, options: Options) -> Pending:
-    op = _reduction(options["op"], options["average"])
+    op = _resolve_op(options["op"], options["average"])
     set_id = usable_set(options["process_set"])
     _check_reducible(tensors, op)
-    scales: Options = {"pre": float(options["prescale_factor"]), "post": float(options["postscale_factor"])}
-    return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **scales)
+    return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options))
 
 
 def _allreduce_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
@@ -131,7 +132,7 @@ def _alltoall(kind: str, tensors: Tensors, outputs: Tensors | None, options: Opt
 def _alltoall_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
     here, splits = options["process_set"].rank(), call.facts["splits"]
     received = [of_rank[here] for of_rank in splits]
-    back: Options = {"splits": received, "name": None, "process_set": options["process_set"]}
+    back = call_options(None, options["process_set"], splits=received)
     rows, _ = differentiable(ALLTOALL, grads[:1], back)
     unsent = call.message["tensors"][0][1][0] - len(rows)  # rows that the splits left out
     return [torch.cat([rows, rows.new_zeros(unsent, *rows.shape[1:])]) if unsent else rows]
@@ -149,15 +150,14 @@ def _reducescatter(kind: str, tensors: Tensors, outputs: Tensors | None, options
     if op not in (Sum, Average):
         raise HorovodInternalError(f"reducescatter with {NAMES.get(op, op)} is not supported: use hvd.Average or hvd.Sum")
     _check_reducible(tensors, op)
-    scales: Options = {"pre": float(options["prescale_factor"]), "post": float(options["postscale_factor"])}
-    return engine().submit(kind, options["name"], set_id, tensors, op=op, **scales)
+    return engine().submit(kind, options["name"], set_id, tensors, op=op, **_scales(options))
 
 
 def _reducescatter_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
     factor = options["prescale_factor"] * options["postscale_factor"]
     if options["op"] == Sum:
         factor *= options["process_set"].size()
-    unnamed: Options = {"name": None, "process_set": options["process_set"]}
+    unnamed = call_options(None, options["process_set"])
     return differentiable(ALLGATHER, [grad * factor for grad in grads], unnamed, grouped=True)
 
 

@@ -11,9 +11,9 @@ from dualtrain.gradients.exchange import Exchange
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.sparse import sparse_dims
 from dualtrain.hvd import basics
+from dualtrain.hvd.base_reducer import HorovodReducer, Named, as_horovod_errors
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
-from dualtrain.hvd.reducer import HorovodReducer, Named, as_horovod_errors
 
 
 def _are_on_cpu(named: Named) -> bool:
@@ -55,8 +55,8 @@ class ChannelReducer(HorovodReducer):
         self._agreed = False  # until then the engine's thread may be sending
         named = list(named)
         self._on_cpu = _are_on_cpu(named)
-        #: The extra scalar: how many ranks have joined and are not counted in the average. Written and read in its
-        #: place, and only if there is a reason to: it is not copied from and to the host in every step.
+        #: The extra scalar: how many ranks have joined and are not counted in the average. It is read and written only
+        #: where a rank may have joined, which saves copies between host and GPU in every step.
         self._exchange = Exchange(self.hooks, transfer, scalars=1)
         self._is_left_out = False  # whether this rank is one of them
         self.add(named)
@@ -72,7 +72,7 @@ class ChannelReducer(HorovodReducer):
         return self._exchange.is_reduced()
 
     def renew(self) -> None:
-        """Let ``reduce`` start from ``param.grad`` next."""
+        """Make the next ``reduce`` read ``param.grad`` again."""
         self._exchange.reduced = False
 
     def reduce(self) -> None:
@@ -95,13 +95,13 @@ class ChannelReducer(HorovodReducer):
             if timeline is not None and timeline.active:
                 for bucket in self._exchange.schedule.buckets:
                     timeline.end(bucket.name, "ALLREDUCE")
-        # On a GPU the host would wait to look at it: only where it may be more than 0.
+        # Reading the scalar waits for a GPU: do so only where it may be more than 0.
         if self._on_cpu or self.exchanges in self.announced:
             self._count_active_only()
 
     def _run_exchange(self) -> None:
         exchange = self._exchange
-        self.add_thawed()
+        self.add_unfrozen()
         self.enter_world()
         if not self._agreed:
             self._agree()
@@ -167,7 +167,7 @@ class ChannelReducer(HorovodReducer):
     def _begin_exchange(self) -> None:
         if not self.exchanging:
             self.exchanges += 1
-            self.exchanging = True  # the engine's thread announces it too, if it learns of one that joined from now on
+            self.exchanging = True  # from now on the engine's thread announces it if a rank joins
             basics.engine().announce(self)
 
     # -- the channel ------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class ChannelReducer(HorovodReducer):
             basics.engine().channels.release_with(self, name)
             self._opening = basics.engine().open_channel(
                 name,
-                self.process_set.process_set_id or 0,
+                self.set_id,
                 layout=[*(slot.describe() for slot in slots), self._describe_transfer()],
                 sparse=[[number, dims] for number, dims in sparse_dims(slots).items()],
                 then=self._start if start else None,

@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Protocol
 
 from dualtrain.backends import Backend
-from dualtrain.hvd.process_sets import ProcessSet
 
 _MANY_CHANNELS = 16
 
@@ -19,10 +18,13 @@ class Exchanger(Protocol):
 
     base_name: str
     channel_name: str
-    process_set: ProcessSet
     exchanges: int
     exchanging: bool
     announced: set[int]
+
+    @property
+    def set_id(self) -> int:
+        """The number of its process set."""
 
     def join_with_zeros(self, divide_by: str) -> None:
         """Take part in one exchange with zeros."""
@@ -41,10 +43,10 @@ class Channels:
         self.gradients: dict[str, tuple[Backend, list[list[int]]]] = {}
         self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._claims: Counter[str] = Counter()
-        self._exchangers: list[weakref.ref[Exchanger]] = []  # in the order of their making
+        self._exchangers: list[weakref.ref[Exchanger]] = []  # in the order in which they were made
 
     def claim(self, base_name: str) -> int:
-        """Return a number for one of several of the same name: how many of them have begun in this world."""
+        """Return how many optimizers of this base name have begun in this world, the caller included."""
         self._claims[base_name] += 1
         return self._claims[base_name]
 
@@ -58,14 +60,14 @@ class Channels:
         return [one for ref in self._exchangers if (one := ref()) is not None]
 
     def exchanger(self, channel_name: str) -> Exchanger | None:
-        """Return the one of this name, or the first that may become it: it has not exchanged anything yet."""
+        """Return the reducer of this channel, or the first of its base name that has not exchanged anything yet."""
         base, alive = channel_name.rpartition(".")[0], self.exchangers()
         known = [one for one in alive if one.channel_name == channel_name]
         return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
 
     def release_with(self, owner: object, name: str) -> None:
-        """Give a channel for gradients up when ``owner`` is gone."""
-        # Only noted there: the collector may run in any thread, at any moment.
+        """Release the channel ``name`` when ``owner`` is freed."""
+        # Only note it: garbage collection may run in any thread, at any moment.
         weakref.finalize(owner, self._released.put, name)
 
     def close_released(self) -> None:

@@ -1,4 +1,4 @@
-"""What a gradient looks like on its way: itself, or half as many bits."""
+"""Compression of tensors that are sent: none, or 16-bit floats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the received tensor as the caller knows it."""
+        """Return the received tensor in the dtype and shape that the caller sent."""
         raise NotImplementedError
 
 

@@ -18,7 +18,7 @@ from itertools import zip_longest
 from typing import Any
 
 from dualtrain.horovod_variables import Settings
-from dualtrain.hvd.reductions import NAMES
+from dualtrain.hvd.arithmetic import NAMES
 
 Message = dict[str, Any]
 Key = tuple[int, str, str | None]  # process set, kind, name
@@ -75,7 +75,7 @@ class Coordinator:
         self._down = False
 
     def receive(self, rank: int, message: Message) -> None:
-        """Handle a message of ``rank``: send the ranks what follows from it."""
+        """Handle a message of ``rank``: send the ranks the resulting messages."""
         kind = message["kind"]
         if self._down:
             return

@@ -1,4 +1,4 @@
-"""One rank's part in matching calls by name: requests to rank 0, and what follows from its answers.
+"""One rank's part in matching calls by name: requests to rank 0, and the execution of its answers.
 
 A call becomes a message to rank 0's coordinator. Its answers come in one order on every rank, and one thread here
 carries them out in that order on channels that nothing else uses. The caller holds a handle meanwhile; poll() tests
@@ -43,7 +43,7 @@ class Engine:
         self.backend = backend
         self.settings = settings
         self.timeline = Timeline()
-        self.down: str | None = None  # why nothing is done any more
+        self.down: str | None = None  # why the world has ended
         self.channels = Channels(backend)
         self._executor = Executor(backend, self.channels, self.timeline)
         self.absent: list[int] = []  # ranks that have joined
@@ -163,11 +163,11 @@ class Engine:
         return self.submit("channel", name, set_id, then=then, layout=layout, sparse=sparse)
 
     def announce(self, exchanger: Exchanger) -> None:
-        """Request zeros from the ranks that joined, if there are any, for the exchange that starts; note that in it."""
+        """Request zeros from the ranks that joined, if there are any, for the exchange that starts, and note it there."""
         if self.absent:
-            exchange, number = exchanger.exchanges, exchanger.process_set.process_set_id or 0
+            exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
-            self.send({"kind": "join_with_zeros", "channel": exchanger.channel_name, "exchange": exchange, "set": number})
+            self.send({"kind": "join_with_zeros", "channel": channel, "exchange": exchange, "set": exchanger.set_id})
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
         """Raise if the world has ended, and report long waits to rank 0. Called now and then while ``backend`` waits."""
@@ -215,7 +215,7 @@ class Engine:
             return  # everything has failed meanwhile
         try:
             result = self._executor.run(message, pending)
-        except Exception as error:  # whatever it was, the other ranks may wait in it: nothing can be relied on
+        except Exception as error:  # the other ranks may be blocked in this call: end the world
             log.debug("a matched call failed", exc_info=True)
             why = str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
             self.send({"kind": "shutdown", "why": f"rank {self.backend.rank}: {why}"})

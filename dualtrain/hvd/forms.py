@@ -11,8 +11,28 @@ import torch
 
 from dualtrain.hvd.compression import Compression
 from dualtrain.hvd.pending import Pending
+from dualtrain.hvd.process_sets import ProcessSet
 
 Options = dict[str, Any]
+
+
+def call_options(name: str | None, process_set: ProcessSet, **more: Any) -> Options:
+    """Return the options of a call: what every operation has, and ``more`` of its own."""
+    return {**more, "name": name, "process_set": process_set}
+
+
+def reduction_options(
+    name: str | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    *,
+    average: bool | None = None,
+) -> Options:
+    """Return the options of a call that reduces. ``average`` is the deprecated form of ``op``."""
+    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    return call_options(name, process_set, op=op, average=average, **scales)
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,11 @@ def differentiable(
     if compression is not Compression.none:
         results = [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, packed, strict=True)]
     return results
+
+
+def first(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the result of a call on one tensor: the ``finish`` of its handle."""
+    return results[0]
 
 
 def start(

@@ -1,4 +1,4 @@
-"""Whole things rather than single tensors: parameters, optimizer states, objects."""
+"""Broadcasts of parameters and optimizer states; broadcasts and gathers of objects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def broadcast_optimizer_state(
     """Send every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
 
     Never steps: Horovod's steps a fresh optimizer with zero gradients, which moves weights under weight decay, and
-    leaves out the options of stateless ones. As there, a fresh optimizer's parameters have gradients of zeros after it.
+    leaves out the options of stateless ones. As with Horovod, the parameters of a fresh optimizer have gradients of zeros
+    afterwards.
 
     Args:
         optimizer: any, distributed or not.
@@ -65,7 +66,7 @@ def broadcast_object(
     Classes of your own are sent once every rank has named them in ``torch.serialization.add_safe_globals``.
 
     Raises:
-        TypeError: on every rank of the set, if the object holds anything else. The next call is as good as ever.
+        TypeError: on every rank of the set, if the object holds anything else. Later calls work.
         ValueError, HorovodInternalError: as :func:`broadcast`.
     """
     set_id = usable_set(process_set)

@@ -11,23 +11,15 @@ from typing import Any
 
 import torch
 
+from dualtrain.hvd.arithmetic import Average
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.calls import ALLGATHER, ALLTOALL, BROADCAST, REDUCESCATTER, usable_set
 from dualtrain.hvd.compression import Compression
-from dualtrain.hvd.forms import Options, differentiable, start, synchronize
+from dualtrain.hvd.forms import call_options, differentiable, first, reduction_options, start, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
-from dualtrain.hvd.reductions import Average
 
 Tensors = list[torch.Tensor]
 Splits = Sequence[int] | torch.Tensor | None
-
-
-def _only(results: Tensors) -> torch.Tensor:
-    return results[0]
-
-
-def _named(name: str | None, process_set: ProcessSet, **more: Any) -> Options:
-    return {**more, "name": name, "process_set": process_set}
 
 
 # -- allgather ----------------------------------------------------------------------------------------------------------
@@ -39,22 +31,22 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     Ranks may have different numbers of rows; tensors without a dimension become one of shape (size,). The gradient is the
     average over ranks of this rank's part.
     """
-    return differentiable(ALLGATHER, [tensor], _named(name, process_set))[0]
+    return differentiable(ALLGATHER, [tensor], call_options(name, process_set))[0]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """As :func:`allgather`, without blocking and gradients; return a handle for ``poll`` and ``synchronize``."""
-    return start(ALLGATHER, [tensor], _named(name, process_set), finish=_only)
+    return start(ALLGATHER, [tensor], call_options(name, process_set), finish=first)
 
 
 def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensors:
     """As :func:`allgather`, for several tensors in one call."""
-    return differentiable(ALLGATHER, tensors, _named(name, process_set), grouped=True)
+    return differentiable(ALLGATHER, tensors, call_options(name, process_set), grouped=True)
 
 
 def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """As :func:`grouped_allgather`, without blocking and gradients; return a handle."""
-    return start(ALLGATHER, tensors, _named(name, process_set), grouped=True)
+    return start(ALLGATHER, tensors, call_options(name, process_set), grouped=True)
 
 
 # -- broadcast ----------------------------------------------------------------------------------------------------------
@@ -68,14 +60,14 @@ def broadcast(
     ``root_rank`` is a rank of the world, in a process set too. The gradient is the average over ranks at the root, zero
     elsewhere.
     """
-    return differentiable(BROADCAST, [tensor], _named(name, process_set, root_rank=root_rank))[0]
+    return differentiable(BROADCAST, [tensor], call_options(name, process_set, root_rank=root_rank))[0]
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As :func:`broadcast`, without blocking and gradients; return a handle."""
-    return start(BROADCAST, [tensor], _named(name, process_set, root_rank=root_rank), finish=_only)
+    return start(BROADCAST, [tensor], call_options(name, process_set, root_rank=root_rank), finish=first)
 
 
 def broadcast_(
@@ -90,8 +82,8 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As :func:`broadcast_`, without blocking; return a handle."""
-    options = _named(name, process_set, root_rank=root_rank)
-    return start(BROADCAST, [tensor], options, in_place=True, finish=_only)
+    options = call_options(name, process_set, root_rank=root_rank)
+    return start(BROADCAST, [tensor], options, in_place=True, finish=first)
 
 
 # -- alltoall -----------------------------------------------------------------------------------------------------------
@@ -106,7 +98,7 @@ def alltoall(
     gets equally many. With splits the result is (rows, how many came from each rank as int32). The gradients go back the
     way they came.
     """
-    results = differentiable(ALLTOALL, [tensor], _named(name, process_set, splits=splits))
+    results = differentiable(ALLTOALL, [tensor], call_options(name, process_set, splits=splits))
     return results[0] if splits is None else tuple(results)
 
 
@@ -114,7 +106,7 @@ def alltoall_async(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As :func:`alltoall` with splits, without blocking and gradients; return a handle."""
-    return start(ALLTOALL, [tensor], _named(name, process_set, splits=splits))
+    return start(ALLTOALL, [tensor], call_options(name, process_set, splits=splits))
 
 
 # -- reducescatter ------------------------------------------------------------------------------------------------------
@@ -134,8 +126,7 @@ def reducescatter(
     Of d rows the first ``d % size`` ranks get ``d // size + 1``, the others ``d // size``. ``op`` is Average or Sum. The
     gradients are gathered, with Sum times the size.
     """
-    options: Options = {"name": name, "op": op, "process_set": process_set}
-    options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
     return differentiable(REDUCESCATTER, [tensor], options, compression=compression)[0]
 
 
@@ -148,9 +139,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As :func:`reducescatter`, without blocking and gradients; return a handle."""
-    options: Options = {"name": name, "op": op, "process_set": process_set}
-    options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    return start(REDUCESCATTER, [tensor], options, finish=_only)
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
+    return start(REDUCESCATTER, [tensor], options, finish=first)
 
 
 def grouped_reducescatter(
@@ -163,8 +153,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensors:
     """As :func:`reducescatter`, for several tensors in one call."""
-    options: Options = {"name": name, "op": op, "process_set": process_set}
-    options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
     return differentiable(REDUCESCATTER, tensors, options, grouped=True, compression=compression)
 
 
@@ -177,8 +166,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As :func:`grouped_reducescatter`, without blocking and gradients; return a handle."""
-    options: Options = {"name": name, "op": op, "process_set": process_set}
-    options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
     return start(REDUCESCATTER, tensors, options, grouped=True)
 
 

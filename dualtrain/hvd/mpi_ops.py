@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.hvd import basics as _basics  # noqa: F401 (Horovod's tests look at it)
+from dualtrain.hvd.arithmetic import Adasum, Average, Max, Min, Product, Sum
 from dualtrain.hvd.basics import (
     ccl_built,
     cross_rank,
@@ -38,7 +39,7 @@ from dualtrain.hvd.basics import (
 from dualtrain.hvd.calls import ALLREDUCE
 from dualtrain.hvd.compression import Compression
 from dualtrain.hvd.exceptions import HorovodInternalError
-from dualtrain.hvd.forms import Options, differentiable, poll, start, synchronize
+from dualtrain.hvd.forms import differentiable, first, poll, reduction_options, start, synchronize
 from dualtrain.hvd.gather_ops import (
     allgather,
     allgather_async,
@@ -59,20 +60,8 @@ from dualtrain.hvd.gather_ops import (
     sparse_allreduce_async,
 )
 from dualtrain.hvd.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from dualtrain.hvd.reductions import Adasum, Average, Max, Min, Product, Sum
 
 Tensors = list[torch.Tensor]
-
-
-def _only(results: list[torch.Tensor]) -> torch.Tensor:
-    return results[0]
-
-
-def _reduction(
-    average: bool | None, name: str | None, op: int | None, prescale: float, postscale: float, process_set: ProcessSet
-) -> Options:
-    scales = {"prescale_factor": prescale, "postscale_factor": postscale}
-    return {"average": average, "name": name, "op": op, **scales, "process_set": process_set}
 
 
 def allreduce(
@@ -103,7 +92,7 @@ def allreduce(
         ValueError: an argument is wrong; nothing was sent.
         HorovodInternalError: the ranks do not match, one failed, or Horovod was shut down. As in all functions here.
     """
-    options = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return differentiable(ALLREDUCE, [tensor], options, compression=compression)[0]
 
 
@@ -117,8 +106,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As :func:`allreduce`, without blocking and gradients; return a handle for ``poll`` and ``synchronize``."""
-    options = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
-    return start(ALLREDUCE, [tensor], options, finish=_only)
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
+    return start(ALLREDUCE, [tensor], options, finish=first)
 
 
 def allreduce_(
@@ -131,8 +120,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """As :func:`allreduce`, in place and without gradients. Blocks."""
-    options = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = synchronize(start(ALLREDUCE, [tensor], options, in_place=True, finish=_only))
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
+    result: torch.Tensor = synchronize(start(ALLREDUCE, [tensor], options, in_place=True, finish=first))
     return result
 
 
@@ -146,8 +135,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As :func:`allreduce_`, without blocking; return a handle."""
-    options = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
-    return start(ALLREDUCE, [tensor], options, in_place=True, finish=_only)
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
+    return start(ALLREDUCE, [tensor], options, in_place=True, finish=first)
 
 
 def grouped_allreduce(
@@ -161,7 +150,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As :func:`allreduce`, for several tensors in one call."""
-    options = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return differentiable(ALLREDUCE, tensors, options, grouped=True, compression=compression)
 
 
@@ -175,7 +164,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As :func:`grouped_allreduce`, without blocking and gradients; return a handle."""
-    options = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return start(ALLREDUCE, tensors, options, grouped=True)
 
 
@@ -189,7 +178,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """As :func:`grouped_allreduce`, in place and without gradients. Blocks."""
-    options = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     result: tuple[torch.Tensor, ...] = synchronize(start(ALLREDUCE, tensors, options, grouped=True, in_place=True))
     return result
 
@@ -204,7 +193,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As :func:`grouped_allreduce_`, without blocking; return a handle."""
-    options = _reduction(average, name, op, prescale_factor, postscale_factor, process_set)
+    options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return start(ALLREDUCE, tensors, options, grouped=True, in_place=True)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend, ReduceOp, wire
-from dualtrain.hvd.reductions import PLAIN, Adasum, adasum, finished, scaled
+from dualtrain.hvd.arithmetic import PLAIN, Adasum, adasum, finished, scaled
 
 
 @dataclass
@@ -60,7 +60,7 @@ def _summed(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         groups.setdefault((values.dtype, values.device, op), []).append(i)
     flats = []
     for (_, _, op), members in groups.items():
-        # Joined, or copied where the caller's own memory would be written to.
+        # Concatenated, so that one call sends all, and the caller's tensors are not overwritten.
         flat = torch.cat([packed[i].reshape(-1) for i in members])
         flats.append((flat, task.channel.start_allreduce(flat, op, task.name), members))
     for flat, work, members in flats:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from dualtrain.gradients import Transfer
+from dualtrain.hvd.arithmetic import Adasum, Average, Sum
+from dualtrain.hvd.base_reducer import HorovodReducer
 from dualtrain.hvd.call_reducer import CallReducer
 from dualtrain.hvd.channel_reducer import ChannelReducer
 from dualtrain.hvd.compression import Compression
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built
 from dualtrain.hvd.optimizer_options import NARROW, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
-from dualtrain.hvd.reducer import HorovodReducer
-from dualtrain.hvd.reductions import Adasum, Average, Sum
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
 from dualtrain.optimizer import combined_loss
 
@@ -71,7 +71,7 @@ def DistributedOptimizer(  # noqa: N802
         raise ValueError("backward_passes_per_step must be > 0")
     named = name_parameters(optimizer, named_parameters)
     base = _AdasumOptimizer if op == Adasum and (process_set.size() or 1) > 1 else _Optimizer
-    # A class made for this optimizer, as Horovod does: isinstance(…, torch.optim.SGD) holds for what it makes of an SGD.
+    # A subclass of the optimizer's own class, as with Horovod: a wrapped SGD is an instance of torch.optim.SGD.
     cls = type(type(optimizer).__name__, (base, type(optimizer)), {"__module__": __name__})
     made: _Optimizer = object.__new__(cls)
     transfer = transfer_of(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)

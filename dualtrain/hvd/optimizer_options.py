@@ -11,9 +11,9 @@ import torch
 
 from dualtrain.gradients import Transfer
 from dualtrain.hvd import basics
+from dualtrain.hvd.arithmetic import Sum
 from dualtrain.hvd.compression import BF16Compressor, Compression, FP16Compressor
 from dualtrain.hvd.process_sets import ProcessSet
-from dualtrain.hvd.reductions import Sum
 from dualtrain.hvd.util import split_list
 
 Named = list[tuple[str, torch.nn.Parameter]]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from dualtrain.hvd.engine import Engine
+from dualtrain.hvd.engine import Engine
+from dualtrain.rendezvous.meeting_point import ranks_in_world
 
 _engine: Engine | None = None
 _attached: list[ProcessSet] = []
@@ -44,7 +44,7 @@ class ProcessSet:
     def rank(self) -> int | None:
         """Return this process's rank in the set; ``None`` while the set is not usable. ValueError outside of it.
 
-        Roots of broadcasts are given in the world's numbering all the same.
+        Roots of broadcasts are ranks of the world, though.
         """
         if self.process_set_id is None or self.ranks is None:
             return None
@@ -81,7 +81,7 @@ def attach(engine: Engine, sets: Sequence[ProcessSet]) -> None:
     known = {tuple(one.ranks or []): one for one in [global_process_set, *_attached]}
     for number, one in enumerate(sets):
         if one.ranks is None:
-            one.ranks = _ranks_of(one.mpi_comm)
+            one.ranks = ranks_in_world(one.mpi_comm)
         same = known.get(tuple(one.ranks))
         if same is not None and same is not one:
             raise ValueError(
@@ -108,12 +108,6 @@ def ids_and_ranks() -> dict[int, list[int]]:
         for one in [global_process_set, *_attached]
         if one.process_set_id is not None
     }
-
-
-def _ranks_of(comm: Any) -> list[int]:
-    from dualtrain.rendezvous.meeting_point import ranks_in_world
-
-    return ranks_in_world(comm)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 
 class Timeline:
-    """A trace file under way, or none: the same calls are made either way."""
+    """A trace file that is being written. While there is none, recording does nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class Timeline:
         assert self._file is not None
         if event["ph"] != "M":
             event |= {"ts": int((time.time() - self._start) * 1e6), "tid": 0}
-        # Over the bracket that closes the list, and with a new one: the file is valid JSON at any moment.
+        # Overwrite the bracket that closes the list, and add a new one: the file is valid JSON at any moment.
         self._file.seek(max(self._end - 2, 0))
         self._file.write((",\n" if self._end else "[\n") + json.dumps(event) + "\n]")
         self._file.flush()

@@ -46,7 +46,7 @@ def place_ranks(
     Args:
         store: the job's store, new for this world.
         world: this process's place.
-        limit: seconds that the wait for the others lasts in all, for messages, and its end in ``time.monotonic()``.
+        limit: total seconds of the wait for the others, for messages, and its end in ``time.monotonic()``.
         backend: name of the backend that this rank will use.
         obstacle: see :func:`dualtrain.rendezvous.reachability.check_all_reachable`.
 

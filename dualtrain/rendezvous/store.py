@@ -33,7 +33,7 @@ class Store(Hashable, Protocol):
         """Carry out one operation; the waiting ones block for ``wait`` seconds at most.
 
         ``"set"`` a value; ``"get"`` one, or None if there is none in time; ``"add"`` a number to one and get the sum;
-        ``"swap"`` a [value, new value] if it has the first, or is not there and that is "", and get the one it has then;
+        ``"swap"`` takes [old, new]: sets new if the value is old (``""``: not set), and returns the value after that;
         ``"drop"`` a key; ``"has"`` whether all keys of a list are there in time; ``"count"`` them.
         """
         ...

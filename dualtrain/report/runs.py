@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dualtrain.compare import read
 from dualtrain.errors import UserError
 from dualtrain.files import parse_json, read_json, read_text
+from dualtrain.run_table import NONE, as_text, is_finite, read_summary, run_table
 
-NONE = "–"
 COLORS = ("#0b6fb8", "#e07b00", "#2a9152", "#c2383c", "#7a56b3", "#8a5a48", "#d4579f", "#6f6f6f", "#98981d", "#149aa8")
 
 
@@ -32,38 +30,15 @@ class Run:
     def curve(self, kind: str, key: str) -> tuple[list[float], list[float]]:
         """Return the optimizer steps and the finite values of ``key`` in the lines of a ``kind``."""
         lines = [line for line in self.metrics if line.get("kind") == kind]
-        points = [(line["step"], line[key]) for line in lines if _finite(line.get("step")) and _finite(line.get(key))]
+        points = [(line["step"], line[key]) for line in lines if is_finite(line.get("step")) and is_finite(line.get(key))]
         return [step for step, _ in points], [value for _, value in points]
 
-    def last(self, key: str) -> Any:
-        """Return the value of ``key`` in the summary, or else in the last line that has it."""
-        values = (line[key] for line in reversed(self.metrics) if key in line)
-        return self.summary[key] if key in self.summary else next(values, None)
-
-
-def _number(form: str) -> Callable[[Any], str]:
-    return lambda value: format(value, form) if _finite(value) else NONE
-
-
-def _text(value: Any) -> str:
-    return NONE if value is None else str(value)
-
-
-_COLUMNS: dict[str, Callable[[Run], str]] = {
-    "state": lambda run: "finished" if run.summary else "not finished",
-    "backend": lambda run: _text(run.summary.get("backend", run.config.get("backend"))),
-    "transport": lambda run: _text(run.last("transport")),
-    "launcher": lambda run: _text(run.last("launcher")),
-    "ranks": lambda run: _text(run.last("world_size")),
-    "device": lambda run: _text(run.summary.get("device", run.config.get("device"))),
-    "steps": lambda run: _text(run.summary.get("steps", run.last("step"))),
-    "train loss": lambda run: _number(".4f")(run.last("train_loss")),
-    "val loss": lambda run: _number(".4f")(run.last("val_loss")),
-    "val accuracy": lambda run: _number(".4f")(run.last("val_accuracy")),
-    "samples/s": lambda run: _number(".0f")(run.last("samples_per_second")),
-    "seconds": lambda run: _number(".1f")(run.last("seconds")),
-    "weights": lambda run: _text(run.last("weights_sha256"))[:16],
-}
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the table of runs shows: from the summary, or else from the last line that has it, or the settings."""
+        settings: dict[str, Any] = {name: self.config[name] for name in ("backend", "device", "amp") if name in self.config}
+        known = {key: value for line in self.metrics for key, value in line.items()}
+        return {**settings, **known, **self.summary, "finished": bool(self.summary)}
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
@@ -79,9 +54,9 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
 
 def _read_run(folder: Path, label: str, color: str) -> Run:
     metrics = _read_metrics(folder)
-    summary = _or_nothing(lambda: read(str(folder)))
-    last = max((line["step"] for line in metrics if _finite(line.get("step"))), default=0)
-    if _finite(summary.get("steps")) and last > summary["steps"]:
+    summary = _or_nothing(lambda: read_summary(folder))
+    last = max((line["step"] for line in metrics if is_finite(line.get("step"))), default=0)
+    if is_finite(summary.get("steps")) and last > summary["steps"]:
         summary = {}  # it is from before the run was resumed
     config = _flat(_or_nothing(lambda: read_json(folder / "config.json")))
     return Run(folder, label, color, config, metrics, summary)
@@ -115,10 +90,6 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     return {**settings, **{name: value for name, value in facts.items() if name not in settings}}
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _labels(paths: Sequence[Path]) -> list[str]:
     """Return for each folder the shortest end of its path that no other folder has."""
 
@@ -144,15 +115,15 @@ class Table:
 
 def results(runs: Sequence[Run]) -> Table:
     """Return the table of results, one row per run."""
-    rows = [[run.label, *(cell(run) for cell in _COLUMNS.values())] for run in runs]
-    return Table([["run", *_COLUMNS], *rows], {(row, 0): run for row, run in enumerate(runs, 1)})
+    rows = run_table((run.label, run.facts) for run in runs)
+    return Table(rows, {(row, 0): run for row, run in enumerate(runs, 1)})
 
 
 def differing_settings(runs: Sequence[Run]) -> Table | None:
     """Return a row for each setting that differs between the runs with a config.json; ``None`` if none differs."""
     known = [run for run in runs if run.config]
     names = [name for name in dict.fromkeys(name for run in known for name in run.config) if name != "run_dir"]
-    rows = [[name, *(_text(run.config.get(name)) for run in known)] for name in names]
+    rows = [[name, *(as_text(run.config.get(name)) for run in known)] for name in names]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     head = ["setting", *(run.label for run in known)]
     return Table([head, *rows], {(0, column): run for column, run in enumerate(known, 1)}) if rows else None
@@ -170,7 +141,7 @@ def same_weights(runs: Sequence[Run]) -> str:
 
 def title(runs: Sequence[Run]) -> tuple[str, str]:
     """Return the report's title, and a line with what all runs have in common."""
-    shared = [{_text(run.config.get(name)) for run in runs} for name in ("dataset", "model")]
+    shared = [{as_text(run.config.get(name)) for run in runs} for name in ("dataset", "model")]
     what = [values.pop() for values in shared if len(values) == 1]
     name = f"Training report: {runs[0].label if len(runs) == 1 else f'{len(runs)} runs'}"
     return name, ", ".join([*(text for text in what if text != NONE), f"as of {time.strftime('%Y-%m-%d %H:%M')}"])

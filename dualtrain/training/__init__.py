@@ -1,1 +1,1 @@
-"""A training run: the loop, evaluation, checkpoints, and what is written down of it."""
+"""A training run: the loop, evaluation, checkpoints, and records."""

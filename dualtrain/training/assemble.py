@@ -31,7 +31,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def load_task(data: DataSection, model: str, backend: Backend) -> Task:
-    """Load the data; where they are downloaded, one rank of each host does, before the others. Collective.
+    """Load the data. One rank of each host downloads them if necessary, and the others wait for it. Collective.
 
     Args:
         data: the dataset and its options.
@@ -131,7 +131,7 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -
 def make_computation(
     run: RunSection, section: ModelSection, label_smoothing: float, model: nn.Module, backend: Backend
 ) -> dict[str, Any]:
-    """Return the trainer's arguments that say how ``model`` is computed; none where it is called as it is.
+    """Return the trainer's arguments for compiling or replicating ``model``; empty if it runs as it is.
 
     Raises:
         UserError: nn.DataParallel cannot be used here.
@@ -195,7 +195,7 @@ def compiled(model: nn.Module) -> Forward:
 
 
 def compile_error() -> type[Exception]:
-    """Return the base class of the errors of torch.compile that are the user's to avoid, Inductor's among them.
+    """Return the base class of torch.compile's errors that the user can avoid, including Inductor's.
 
     Private in torch 2.5 to 2.15: it has no public name.
     """

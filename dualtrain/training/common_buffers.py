@@ -32,7 +32,7 @@ class _Place:
     def write(self, value: torch.Tensor) -> None:
         """Give the buffer a value."""
         now = self.read()
-        if now.shape == value.shape and now.dtype == value.dtype and not now.is_inference():
+        if _same_form(now, value):
             now.copy_(value)
         else:
             setattr(self.module, self.key, value.clone())
@@ -63,7 +63,11 @@ class CommonBuffers:
                 self._constant.append(place)
         self._all = [*self._averaged, *self._counters, *self._constant]
         self._sizes = [place.read().numel() for place in self._averaged]
+        self._ends = torch.tensor([0, *self._sizes]).cumsum(0)
+        self._dtype = torch.float64 if exact > 4 else torch.float32
         self._began = [place.read().clone() for place in self._all]
+        #: The same, of the averaged ones as one vector, and of the counters as numbers.
+        self._vector, self._counts = torch.empty(0), list[int]()
         self._changes: list[tuple[int, list[float]]] = []  # of each of this rank's shards: passes, counters' changes
         self.count = sum(self._sizes) + len(self._averaged) + len(self._counters) + 1
 
@@ -80,10 +84,18 @@ class CommonBuffers:
             if now.shape != began.shape or now.dtype != began.dtype:
                 raise ValueError(f"buffer {place.name!r} has got another shape or dtype: make the trainer after the change")
             began.copy_(now)
+        self._vector, self._counts = self._flat(), self._read_counters()
         self._changes.clear()
 
     def restore(self) -> None:
         """Give all buffers the values that the step began with."""
+        now = [place.read() for place in self._all]
+        if all(map(_same_form, now, self._began)):
+            if now:
+                with torch.no_grad():
+                    # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
+                    torch._foreach_copy_(now, self._began)
+            return
         for place, began in zip(self._all, self._began, strict=True):
             place.write(began)
 
@@ -103,28 +115,36 @@ class CommonBuffers:
         Raises:
             ValueError: a buffer has changed that must not.
         """
-        before = dict(zip(self._all, self._began, strict=True))
-        values = [place.read() for place in self._averaged]
-        for place, value in zip(self._averaged, values, strict=True):
-            if value.shape != before[place].shape:
-                raise ValueError(f"buffer {place.name!r} changes its shape in forward: virtual ranks cannot average it")
-        changed = [
-            float(not torch.equal(value, before[place])) for place, value in zip(self._averaged, values, strict=True)
-        ]
-        for place in self._constant:
-            if not torch.equal(place.read(), before[place]):
+        vector = self._flat()
+        if vector.shape != self._vector.shape:
+            # The averaged ones come first in what the step began with.
+            pairs = zip(self._averaged, self._began, strict=False)
+            name = next(place.name for place, began in pairs if place.read().numel() != began.numel())
+            raise ValueError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")
+        counts = (vector != self._vector).cumsum(0)
+        so_far = torch.cat([counts.new_zeros(1), counts])[self._ends]
+        changed = so_far.diff() > 0
+        for place, began in zip(self._constant, self._began[len(self._averaged) + len(self._counters) :], strict=True):
+            if not torch.equal(place.read(), began):
                 raise ValueError(
                     f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
                     "make it a float32 one, or train without virtual ranks"
                 )
-        changes = [float(place.read().item() - before[place].item()) for place in self._counters]
+        changes = [float(now - began) for now, began in zip(self._read_counters(), self._counts, strict=True)]
         for place, change in zip(self._counters, changes, strict=True):
             if abs(change) >= _EXACT:
                 raise ValueError(f"buffer {place.name!r} changes by {change:g} in a step: virtual ranks cannot follow it")
         self._changes.append((passes, changes))
         first = [*changes, float(passes)] if shard == 0 else [0.0] * (len(changes) + 1)
-        parts = [value.detach().reshape(-1).to("cpu", torch.float64) for value in values]
-        return torch.cat([*parts, torch.tensor([*changed, *first], dtype=torch.float64)])
+        return torch.cat([vector.double(), changed.double(), torch.tensor(first, dtype=torch.float64)])
+
+    def _flat(self) -> torch.Tensor:
+        """Return the averaged buffers as one vector, on the CPU."""
+        parts = [place.read().detach().reshape(-1).to(self._dtype) for place in self._averaged]
+        return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=self._dtype)
+
+    def _read_counters(self) -> list[int]:
+        return torch.stack([place.read().reshape(()).long() for place in self._counters]).tolist() if self._counters else []
 
     @torch.no_grad()
     def become_mean(self, total: torch.Tensor, shards: int) -> None:
@@ -155,6 +175,10 @@ class CommonBuffers:
         for place, change in zip(self._counters, by, strict=True):
             now = place.read()
             now.fill_(now.item() + int(change))
+
+
+def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and not one.is_inference()
 
 
 def _places(model: nn.Module) -> Sequence[_Place]:

@@ -48,7 +48,7 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
     Args:
         module: has its parameters on ``device``.
         device: a GPU.
-        output_device: the number of the GPU that what ``module`` returns is gathered on; that of ``device`` by default.
+        output_device: the number of the GPU on which the outputs are gathered; by default that of ``device``.
 
     Raises:
         UserError: ``device`` is no GPU, or there is no GPU of the number ``output_device``.

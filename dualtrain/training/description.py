@@ -136,7 +136,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield what a function that contains these ``words`` uses of a variable: of a program's ``args``, a few settings."""
+    """Yield the parts of a captured variable that a function with these ``words`` uses: some settings of ``args``, say."""
     used = {word for word in words if not _OWN.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items() if key in used)

@@ -74,7 +74,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
 
 def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]:
     settings = config.plain()
-    compare_settings(settings, backend)  # before any collective that only some settings lead to
+    compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
     on_rank_zero(backend, "run folder", lambda: lock_existing(config.output, lock, config.run.timeout))
     start = start_of(config, backend)
     if start.summary is not None:
@@ -154,7 +154,7 @@ class Run:
         self.folder = Path(folder)
 
         def prepare() -> None:
-            # Later checkpoints of this folder were made after a state that is trained anew: kept, but not resumed from.
+            # The steps of later checkpoints in this folder run again: keep those checkpoints, but never resume from them.
             set_aside(self.folder, self.cursor.step)
             write_task(self.folder, self.task)
             for name, tree in start.copies.items():
@@ -371,8 +371,10 @@ class Run:
 
     def _opening_line(self) -> str:
         backend, parameters = self.backend, sum(p.numel() for p in self.trainer.model.parameters())
+        virtual = self.trainer.virtual_ranks
+        ranks = f"{backend.size} × {backend.device.type}" + (f" as {virtual} virtual ranks" if virtual else "")
         return (
-            f"{self.config.run.recipe} on {backend.size} × {backend.device.type}, {backend.name} backend over "
+            f"{self.config.run.recipe} on {ranks}, {backend.name} backend over "
             f"{backend.transport}, started by {backend.world.launcher}: {parameters} parameters, "
             f"{self.sampler.samples} samples in batches of {self.sampler.global_batch}, {self.total_steps} steps, "
             f"{self.lr_in_words}, into {self.folder}"

@@ -40,7 +40,7 @@ def cross_entropy(
     Args:
         logits: (…, classes), of any floating dtype; computed in float32 at least.
         targets: class numbers, (…), int64; those of -100 are left out.
-        label_smoothing: the probability that is taken from the true class for all.
+        label_smoothing: the probability that is moved from the true class to all classes.
 
     Returns:
         The losses, (n,), with their gradient, 0 where a target is left out; and the sums of ``NAMES``, float64, (4,), on

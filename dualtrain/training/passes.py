@@ -36,10 +36,12 @@ class Passes:
         self.backend: Backend = optimizer.backend
         self._measure, self._precision, self._parts, self._piggyback = measure, precision, parts, piggyback
         self._scalars = StepScalars()
+        self._diverged = False  # a part of the step on this rank
         self._extra = optimizer.extra.numpy()
 
-    def begin_part(self, control_flags: Sequence[float]) -> None:
+    def begin_part(self, control_flags: Sequence[float], *, first: bool = True) -> None:
         """Begin a part of a step, or all that this rank has of it, with these control flags."""
+        self._diverged = self._diverged and not first
         self._scalars.reset(control_flags)
 
     def compute(
@@ -65,6 +67,7 @@ class Passes:
                 loss, sums = self._measure(inputs, targets)
             found = list(map(float, sums))
             self._scalars.add(found)
+            self._diverged = self._diverged or self._scalars.diverged
             if load is not None:
                 load()
             # The parts' gradients are averaged; the mean over all samples weighs each batch by its own weight.
@@ -105,7 +108,7 @@ class Passes:
 
     def _divergence(self) -> str:
         """Name the ranks whose loss is not finite. Collective."""
-        flags = self.backend.allgather_object(self._scalars.diverged, name="divergence")
+        flags = self.backend.allgather_object(self._diverged, name="divergence")
         ranks = [str(rank) for rank, diverged in enumerate(flags) if diverged]
         if len(ranks) == self.backend.size > 1:
             return "the loss became infinite or not a number on all ranks"

@@ -1,4 +1,4 @@
-"""The results of a run: the weights, what they are for, and the summary."""
+"""The results of a run: the weights, the description of the task, and the summary."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def summarize(
         "transport": backend.transport,
         "launcher": backend.world.launcher,
         "world_size": backend.size,
+        "virtual_ranks": trainer.virtual_ranks,
         "device": str(backend.device),
         "amp": settings["amp"],
         "threads": torch.get_num_threads(),

@@ -53,10 +53,11 @@ class Trainer:
             over any backend and transport, on one kind of processor and with one number of torch's threads. ``None`` for
             one part of a step on each rank.
         seed: of all random numbers in forward passes, with ``virtual_ranks``: the generators of torch, numpy and Python are
-            seeded from it before each shard.
+            seeded from it before each shard, and after each step, from which on they are equal on all ranks.
 
     Raises:
-        ValueError: ``virtual_ranks`` with ``compress``, or below 1; or a parameter whose gradient cannot be averaged.
+        ValueError: ``virtual_ranks`` with ``compress``, below 1, or with BatchNorm over all ranks where these are fewer or
+                more; or a parameter whose gradient cannot be averaged.
         RanksDifferError: on every rank, where the ranks are given other classes, functions or settings; the model's weights
             may differ. Names what differs, and each rank's value.
     """
@@ -111,6 +112,11 @@ class Trainer:
         measured = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
         self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback)
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
+
+    @property
+    def virtual_ranks(self) -> int | None:
+        """How many shards a step has; ``None`` where each rank has one part of it."""
+        return self._parts.count if isinstance(self._parts, VirtualRanks) else None
 
     @property
     def shards(self) -> Sequence[int]:

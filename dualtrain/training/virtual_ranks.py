@@ -3,7 +3,8 @@
 A global batch is split into V shards. Each rank owns consecutive ones and computes them one after another. All that a shard
 depends on is set before it: random numbers are seeded from (seed, step, shard), and running statistics have the values
 that all shards of the step begin with. What the shards make of these is averaged over all of them, along the same tree
-as the gradients. EasyScale (Li et al., SC 2023) and VirtualFlow (Or et al., MLSys 2022) are published relatives.
+as the gradients. After a step, the generators are equal on all ranks. EasyScale (Li et al., SC 2023) and VirtualFlow (Or
+et al., MLSys 2022) are published relatives.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
 from torch import nn
 
 from dualtrain.backends import Backend
-from dualtrain.backends.sum_order import sum_order
+from dualtrain.backends.sum_order import SumOrder, sum_order
+from dualtrain.batchnorm import RankNorm, SyncBatchNorm
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import share
 from dualtrain.errors import UserError
@@ -31,6 +33,7 @@ from dualtrain.training.passes import Passes, Tensors
 from dualtrain.training.step import CONTROL_FLAGS, Step, with_last
 
 log = logging.getLogger("dualtrain")
+T = TypeVar("T")
 
 
 class VirtualRanks:
@@ -41,6 +44,9 @@ class VirtualRanks:
         seed: of the random numbers.
         model: its buffers are the state that forward passes change.
         backend: the ranks.
+
+    Raises:
+        ValueError: a layer needs the statistics of all shards at once.
     """
 
     def __init__(self, shards: int, seed: int, model: nn.Module, backend: Backend) -> None:
@@ -49,14 +55,15 @@ class VirtualRanks:
         self.mine = self.order.ranges[backend.rank]
         self._backend, self._seed = backend, seed
         self._steps = 0  # that were taken: the next one's number
+        _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model)
         self.numbers = self._buffers.count
         if backend.size > shards and backend.rank == 0:
+            idle = f"rank {shards} has" if backend.size == shards + 1 else f"ranks {shards} to {backend.size - 1} have"
             log.warning(
-                "ranks %d to %d have nothing to compute, since there are %d virtual ranks: start fewer ranks, or begin a "
-                "run with more virtual ones",
-                shards,
-                backend.size - 1,
+                "%s nothing to compute, since there are %d virtual ranks: start fewer ranks, or begin a run with more "
+                "virtual ones",
+                idle,
                 shards,
             )
 
@@ -70,22 +77,27 @@ class VirtualRanks:
 
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
         """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
-        given, reducer = list(batches), passes.optimizer.reducer
-        if len(given) != len(self.mine):
-            raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
+        given, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
         with self._begun_step():
-            reducer.prepare()
-            for shard, part in zip(self.mine, given, strict=True):
+            reducer.begin_shards()
+            for shard, part in given:
                 self._begin_shard(shard)
-                passes.begin_part(flags if shard == self.mine[0] else (0.0,) * CONTROL_FLAGS)
-                ends = shard == self.mine[-1]
+                begins, ends = shard == self.mine[0], shard == self.mine[-1]
+                passes.begin_part(flags if begins else (0.0,) * CONTROL_FLAGS, first=begins)
                 self._compute(passes, shard, part, expected, send=ends)
                 if not ends:
                     reducer.add_shard()
             step = passes.reduce()
             self._buffers.become_mean(passes.more, self.count)
         return step
+
+    def _of_shards(self, batches: Iterable[T]) -> list[tuple[int, T]]:
+        """Pair this rank's shards with their batches. Raises ValueError if they are not as many."""
+        given = list(batches)
+        if len(given) != len(self.mine):
+            raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
+        return list(zip(self.mine, given, strict=True))
 
     def _compute(self, passes: Passes, shard: int, batches: ShardBatches, expected: float, *, send: bool) -> None:
         number = 0
@@ -109,6 +121,8 @@ class VirtualRanks:
             self._buffers.restore()
             raise
         self._steps += 1
+        # What the program draws next, such as the order of its samples, must not depend on this rank's shards.
+        self._seed_all(self._steps, "after")
 
     def _begin_shard(self, shard: int) -> None:
         self._buffers.restore()
@@ -141,9 +155,12 @@ class VirtualRanks:
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]]) -> list[float]:
         """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
         rows = []
-        for shard, part in zip(self.mine, batches, strict=True):
+        self._buffers.keep()
+        for shard, part in self._of_shards(batches):
             self._seed_all(self._steps, shard, "evaluation")
             rows.append(sums(part))
+            self._buffers.restore()
+        self._seed_all(self._steps, "after evaluation")
         mine = torch.tensor(rows, dtype=torch.float64).view(-1, len(NAMES))
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
 
@@ -172,6 +189,24 @@ def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
     """Return the batches of one shard, one for each backward pass."""
     if batches is None:
         return ()
-    if isinstance(batches, tuple) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
-        return (batches,)
+    if isinstance(batches, torch.Tensor):
+        raise TypeError(
+            "a shard has a batch (inputs, targets), a list of batches, or None, and was given a tensor: give step() a list "
+            "with one of these for each of trainer.shards, as trainer.split() makes it"
+        )
+    if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
+        return ((batches[0], batches[1]),)  # a loader's batch is a list
     return batches
+
+
+def _order_norms(model: nn.Module, order: SumOrder, backend: Backend) -> None:
+    """Let BatchNorm over all ranks add up in ``order``. Raises ValueError where ranks have not one shard each."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
+            continue
+        if not isinstance(layer, RankNorm) or backend.size != order.shards:
+            raise ValueError(
+                f"{name!r} needs the statistics of all shards at once: with virtual_ranks={order.shards}, make it by "
+                f"synchronize_norms() and start {order.shards} ranks, not {backend.size}, or use plain BatchNorm"
+            )
+        layer.order = order

@@ -27,7 +27,7 @@ ALIKE = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
 def data(rank, *shape, dtype=torch.float32, seed=0):
-    """What ``rank`` brings: whole numbers from -3 to 3 (0 to 3 without a sign)."""
+    """Input of ``rank``: whole numbers from -3 to 3 (0 to 3 for unsigned dtypes)."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     low = 0 if dtype in (torch.uint8, torch.bool) else -3
     values = torch.randint(low, 2 if dtype is torch.bool else 4, shape, generator=generator)
@@ -37,7 +37,7 @@ def data(rank, *shape, dtype=torch.float32, seed=0):
 
 
 def noise(rank, *shape, dtype, seed=0):
-    """Any bits there are, NaNs with their payloads among them."""
+    """Random bits, including NaNs with payloads."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     width = torch.empty(0, dtype=dtype).element_size()
     top = 2 if dtype is torch.bool else 256
@@ -121,7 +121,7 @@ def test_allreduce_averages_by_default_and_knows_operations_by_name(spmd):
 
 
 def layouts(rank):
-    """The same kinds of view on every rank, with values of its own and each of its own memory."""
+    """Views of the same kinds on every rank, each in memory of its own, with values of the rank."""
 
     def square():
         return data(rank, 4, 6)
@@ -664,7 +664,7 @@ def done_by_itself(backend):
     work = backend.allreduce_async(torch.ones(1000), "sum")
     await_done(work)
     check(work.wait(), torch.full((1000,), float(backend.size)))
-    # Waited for in another order on every rank.
+    # Each rank waits for them in an order of its own.
     works = [backend.allreduce_async(torch.full((3,), float(n)), "sum") for n in range(8)]
     for n in sorted(range(8), key=lambda n: (n * (backend.rank + 3)) % 11):
         check(works[n].wait(), torch.full((3,), float(n * backend.size)))
@@ -677,7 +677,7 @@ def test_done_becomes_true_without_a_wait_and_waits_come_in_any_order(spmd):
 def primitives(backend):
     tensors = [data(backend.rank, 5, seed=n) for n in range(4)]
     works = [backend.start_allreduce(tensor, ReduceOp.SUM, f"p{n}") for n, tensor in enumerate(tensors)]
-    backend.barrier()  # compared apart from the data, so it may overtake them
+    backend.barrier()  # calls are compared on a channel of their own, so the barrier may overtake the primitives
     await_done(works[0])
     for n, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         assert work.wait() is None
@@ -785,7 +785,7 @@ def test_a_mistake_of_one_rank_is_an_error_on_all_and_no_rank_waits(many, which)
 
 
 def checks_behind_pending_calls(backend):
-    # The last rank is late: without a common order its calls would meet others of the ranks ahead.
+    # The last rank is late: if calls had no common order, its calls would be matched with later ones of the others.
     works = [backend.allreduce_async(torch.ones(1000), "sum") for _ in range(4)]
     if backend.rank == backend.size - 1:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Named values on all ranks: the differences are the same list everywhere, also where a rank has none to give."""
+"""Named values on all ranks: the differences are the same list everywhere, also where a rank cannot give its values."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ def test_the_default_process_group_is_made_where_it_is_requested_and_only_there(
             with pytest.raises(UserError, match="a default process group already"):
                 connect("torch", world=ALONE, default_group=True)
         assert not torch.distributed.is_initialized()
-    with pytest.raises(UserError, match="default_group=True is of the torch backend, and this is local"):
+    with pytest.raises(UserError, match="default_group=True needs the torch backend, and this is local"):
         connect("local", default_group=True)
 
 

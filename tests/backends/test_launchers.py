@@ -1,4 +1,4 @@
-"""What each launcher's environment says, and what is said back when it says nonsense."""
+"""Detection of each launcher from its variables, and the errors for variables that make no sense."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_slurm_batch_script_is_not_launched():
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291"])
 def test_a_shell_of_salloc_on_a_node_is_not_launched(step):
-    # As Slurm 22.05 sets them there: the tasks of the job, of which it is none.
+    # As Slurm 22.05 sets them in a shell of salloc, which is none of the job's tasks.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_ID": step}
     assert detect_world(shell) == World()
 
@@ -235,7 +235,7 @@ def test_places_follow_from_the_hosts(hosts):
         assert sorted(peer.cross_rank for peer in peers) == list(range(len(peers)))
         assert world.cross_size == len(peers)
         assert world.single_host == (len(set(hosts)) == 1)
-    # Among those that all hosts have, a host keeps its number.
+    # For local ranks that every host has, a host has one cross rank.
     shared = min(hosts.count(host) for host in hosts)
     for host in hosts:
         numbers = {world.cross_rank for world in worlds if hosts[world.rank] == host and world.local_rank < shared}

@@ -1,4 +1,4 @@
-"""The private parts of torch that the backends use: a torch without one of them is named, with the purpose."""
+"""Private parts of torch that the backends use: the failure names what this torch lacks, and its purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that cannot come about: one clear line from the ranks concerned, status 2."""
+"""Jobs that cannot start: one clear line from the ranks concerned, and status 2."""
 
 from __future__ import annotations
 
@@ -262,10 +262,10 @@ def test_a_job_on_one_host_listens_on_the_loopback_interface_alone(backend, tmp_
         assert job.poll() is None, job.errors
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         assert len(children) == 2
-        # The ranks' libraries listen to each other; the process that has served the store does not any more.
+        # The ranks' libraries still listen; the process that served the store does not.
         found = set(listening(children))
         assert found <= {"0100007F"}
-        assert found or backend == "horovod"  # whose ports are closed again
+        assert found or backend == "horovod"  # Horovod closes its ports again
         assert listening([job.pid]) == []
     finally:
         job.kill()

@@ -22,7 +22,7 @@ from tests.short_waits import short_waits
 from tests.threads import run_threads
 
 CPU = torch.device("cpu")
-#: Around the shards' and the stage's ends.
+#: Sizes around the boundaries of shards and of the staging buffer.
 SIZES = (1, 63, 64, 65, 129, 1000, 262143, 262144, 300001)
 HOSTS = {"one host": (0, 0, 0), "two hosts": (0, 0, 1, 1), "two hosts, mixed": (0, 1, 1, 0, 0, 1)}
 
@@ -35,7 +35,7 @@ def values(rank, count, dtype):
 
 
 def shares(backend, hosts):
-    """A backend of threads with shared memory, as on these hosts. The threads are one process, which can map its own."""
+    """Backend of threads that share memory, placed on these hosts. All threads are in one process."""
     backend.hosts = hosts
     backend.world = backend.world.placed(backend.rank, hosts)
     shared = factory._share_memory(backend, "shm")
@@ -98,7 +98,7 @@ def test_two_ranks_have_the_bits_of_gloo(pool):
 
 
 def interleaved(backend):
-    """Several under way, in place and not; each rank waits in an order of its own, and asks for others' rows between."""
+    """Several operations at once, in place and not; each rank waits in its own order, and exchanges vectors between."""
     generator = torch.Generator().manual_seed(backend.rank)
     buffers = [backend.new_buffer(1000 + n, torch.float32, CPU) for n in range(4)]
     for step in range(30):
@@ -117,7 +117,7 @@ def interleaved(backend):
             work.wait()
             want = sum(rank + n + step for rank in range(backend.size))
             assert bool((tensors[n] == want).all())
-    rows = backend.exchange_short([backend.rank] * 1000)  # longer than the place for rows
+    rows = backend.exchange_short([backend.rank] * 1000)  # longer than the buffer for vectors
     assert rows == [[rank] * 1000 for rank in range(backend.size)]
 
 
@@ -158,7 +158,7 @@ def test_memory_is_given_back_and_has_no_name(shared):
 
 
 def late(backend):
-    """Rank 0 does not come."""
+    """Rank 0 does not make the call."""
     backend.timeout = 1.0
     tensor = torch.ones(3)
     if backend.rank == 0:
@@ -218,7 +218,7 @@ def test_inference_mode_is_left_as_it_was(shared):
 
 
 def here_a_buffer(backend):
-    """The tensor of a public call may be a part of a buffer on one rank, and none on the others."""
+    """The tensor of a public call may be part of a shared buffer on one rank only."""
     buffer = backend.new_buffer(1000, torch.float32, CPU)
     tensor = buffer[:3] if backend.rank == 0 else torch.empty(3)
     tensor.fill_(backend.rank + 1)
@@ -243,7 +243,7 @@ def test_different_comparisons_are_an_error_on_all_ranks_which_go_on(shared):
 
 
 def sums_another(backend, name, count):
-    """One rank's sum is another one than the others'."""
+    """One rank starts another sum than the others."""
     backend = shares(backend, (0,) * backend.size)
     mine = backend.rank == backend.size - 1
     tensor = torch.ones(count if mine else 3)
@@ -278,7 +278,7 @@ def test_more_operations_under_way_than_there_are_places():
 
 
 def group_between(backend):
-    """One rank ends the sum before its group's call, the others after it."""
+    """One rank waits for the sum before its group's call, the others after it."""
     group = backend.group(range(backend.size))
     tensor = torch.ones(5)
     work = backend.start_sum(tensor, "t")

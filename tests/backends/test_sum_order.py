@@ -43,9 +43,10 @@ def sums(backend, cases):
         for _ in range(2):  # buffers are used again
             mine = order.ranges[backend.rank]
             for shard in mine:
-                wire.copy_(rows[shard])
                 if shard != mine[-1]:
-                    partial.add_shard()
+                    partial.add_shard(lambda target, add, row=rows[shard]: (target.add_ if add else target.copy_)(row))
+                else:
+                    wire.copy_(rows[shard])
             partial.start(f"sum of {shards}", 0.75, min(2, numel)).wait()
         results.append(wire.clone().numpy())
     return results
@@ -123,9 +124,9 @@ def too_many_shards(backend):
     partial = ShardSums(backend, torch.zeros(3), sum_order(4, backend.size))
     with pytest.raises(RuntimeError, match="this rank has 2 shards in a step, and was given 1"):
         partial.start("sum", 1.0, 0)
-    partial.add_shard()
+    partial.add_shard(lambda target, add: None)
     with pytest.raises(RuntimeError, match="this rank has 2 shards in a step, and was given more"):
-        partial.add_shard()
+        partial.add_shard(lambda target, add: None)
 
 
 def test_a_rank_gives_each_of_its_shards_once():

@@ -25,7 +25,7 @@ from tests.short_waits import short_waits
 from tests.test_pool import await_end
 from tests.threads import run_threads
 
-CONTRACT_SECONDS = 30.0  # half the time that a call which nobody ends would wait
+CONTRACT_SECONDS = 30.0  # half of the timeout of a call that never ends
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def doomed(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 def survive(backend, call):
-    """Calls until it fails: the error, the seconds since the last success, and those until a second call fails."""
+    """Call until it fails; return the error, the seconds since the last success, and those until a second call failed."""
     success = time.monotonic()
     with pytest.raises(BackendError) as caught:  # noqa: PT012 - which of the calls fails first is open
         for _ in range(100_000):
@@ -142,7 +142,7 @@ def test_a_wait_for_a_rank_that_has_left_is_an_error(typical):
 
 
 def misses_a_call(backend):
-    """Rank 0 does not come; the others, which wait too, are not named."""
+    """Rank 0 does not make the call; the other ranks, which wait too, are not named."""
     backend.barrier()
     backend.timeout, before = 4.0, backend.timeout
     try:
@@ -285,7 +285,7 @@ def test_a_report_that_comes_with_the_handshake_is_received():
 
 
 def receives_waits(backend):
-    """Rank 0 passes on what rank 1 waits for."""
+    """Rank 0 forwards which operation rank 1 waits for."""
     watch = Watch(backend, "127.0.0.1")
     if backend.rank == 1:
         watch.report_wait("a")

@@ -1,7 +1,7 @@
 """Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are stand-ins.
 
-A set-up takes a second, needs no network and compiles nothing. The stand-ins write down what they are called with, and
-files of the test's say what they answer.
+A set-up takes a second, needs no network and compiles nothing. The stand-ins record their arguments, and
+files of the test say what they answer.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from tests.pool import ROOT
 
 SECONDS = 60.0
 
-# As python3: `-m venv` makes bin/python of the same file; `-m pip` does what the file "pip" says; the facts of torch are
+# The interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the facts of torch are
 # in the file "torch"; all else is Python's. pip's wheel of Horovod keeps the variables of its build in the file "build".
 PYTHON = """#!/bin/bash
 here={folder}
 case "$1 $2" in
   "-m venv")
-    mkdir -p "$3/bin"; cp "$0" "$3/bin/python"
-    printf '%s\\n' '#!/bin/sh' "cat $here/horovod" >"$3/bin/horovodrun"
-    chmod +x "$3/bin/horovodrun" ;;
+    mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-m pip")
     shift 2
     echo "$*" >>"$here/calls"
@@ -35,15 +33,15 @@ case "$1 $2" in
     for each; do
       case $previous in
         --constraint) cp "$each" "$here/constraints" ;;
-        --wheel-dir | --dest | --target) place=$each ;;
+        --wheel-dir | --target) place=$each ;;
       esac
       previous=$each
     done
     if [ -e "$here/pip" ]; then . "$here/pip"; fi
     if [ "$asked" = wheel ]; then env >"$here/build"; echo >"$place/horovod-0-cp-linux.whl"; fi
-    if [ "$asked" = download ]; then cp "$here/horovod-0.28.1.tar.gz" "$place"; fi
     case "$*" in *nvidia-cuda-nvcc*) mkdir -p "$place/nvidia"; cp -r "$here/toolkit" "$place/nvidia/cu13" ;; esac ;;
-  "-c "*torch.version.cuda*) cat "$here/torch" ;;
+  "-c "*torch/version.py*) cat "$here/torch" ;;
+  "-c "*--check-build*) cat "$here/horovod" ;;
   *) exec {real} "$@" ;;
 esac
 """
@@ -68,6 +66,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.venv = folder / "venv"
         self.cache = folder / "cache"
+        self.root = ROOT
         self._folder = folder
         self._started: list[subprocess.Popen[str]] = []
         python = folder / "python"
@@ -92,10 +91,10 @@ class Setup:
         """Set the parts that `horovodrun --check-build` shows."""
         (self._folder / "horovod").write_text("".join(f"[X] {part}\n" for part in parts))
 
-    def torch(self, build: str, cuda: str = "none", architectures: str = "80,90") -> None:
+    def torch(self, build: str, cuda: str = "none", architectures: str = "80,90", abi: int = 1) -> None:
         """Set the build of torch in the environment. That for CUDA brings headers, libcudart and NCCL."""
         packages = self._folder / "packages"
-        (self._folder / "torch").write_text(f"cpython-311-x86_64 {build} {cuda} {architectures} {packages}\n")
+        (self._folder / "torch").write_text(f"cpython-311-x86_64 {build} {cuda} {abi} {architectures} {packages}\n")
         if cuda == "none":
             return
         for file in ("nccl/include/nccl.h", "nccl/lib/libnccl.so.2"):
@@ -133,7 +132,7 @@ class Setup:
         return found
 
     def start(self, *prefix: str, **env: str) -> subprocess.Popen[str]:
-        command = [*prefix, "bash", str(ROOT / "launch" / "setup.sh")]
+        command = [*prefix, "bash", str(self.root / "launch" / "setup.sh")]
         process = subprocess.Popen(
             command, env=self.env | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )

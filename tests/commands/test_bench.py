@@ -6,6 +6,7 @@ import dataclasses
 import random
 import sys
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from dualtrain.bench import measure, pace, start_contender
 from dualtrain.bench.__main__ import main
 from dualtrain.bench.bench_charts import picture
 from dualtrain.bench.bench_page import page
-from dualtrain.bench.contenders import alone
+from dualtrain.bench.contenders import alone, trainers
 from dualtrain.bench.measure import Plan, Results, Sample, sample_of
 from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
@@ -33,6 +34,7 @@ from dualtrain.bench.plan import (
     ROUNDS,
     SIZES,
     TUNED,
+    VIRTUAL,
     jobs_of,
 )
 from dualtrain.bench.rows import rows_of, sweep_of
@@ -61,7 +63,7 @@ def test_the_interval_holds_the_median_and_lies_within_the_values():
     found = estimate(values)
     assert found.value == 1.2
     assert min(values) <= found.low < 1.2 < found.high <= max(values)
-    # Of 7 values, an end is the smallest or largest in less than 2.5 of 100 draws.
+    # A resample of 7 values has the smallest, or largest, as its median in less than 2.5 % of draws.
     assert found.low > 0.9
     assert found.high < 9.0
 
@@ -82,7 +84,7 @@ def test_one_pair_has_no_width():
 
 
 def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
-    """Seven rounds in which every contender takes its seconds, and the slower the later, alike for all."""
+    """Seven rounds of contenders that take these ``seconds``; all become slower by the same factor from round to round."""
     found = Results(missing=missing or {}, step_fractions=[1.0] * ROUNDS)
     for name, value in seconds.items():
         name = name.replace("_", "-")
@@ -339,6 +341,18 @@ def test_the_generated_samples_are_in_mnists_format(tmp_path):
     assert (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").read_bytes() == before
 
 
+@pytest.mark.parametrize("option", ["local/native//2", "local/native/virtual/2"])
+def test_the_trainer_takes_the_steps_of_a_task(option):
+    contender = trainers.start(option, CPU)
+    assert (contender.size, contender.parts, contender.virtual_ranks) == (1, 2, 2 if "virtual" in option else None)
+    task = Task("tiny", CPU, 0.5)
+    before = [p.detach().clone() for p in task.model().parameters()]
+    model = contender.train(task)
+    contender.close()
+    assert task.step_seconds() > 0
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 # -- launching ----------------------------------------------------------------------------------------------------
 
 
@@ -453,6 +467,31 @@ def test_a_launcher_that_starts_no_gloo_measures_horovod_over_mpi(tmp_path, monk
         assert plans[-1].rounds == ROUNDS
 
 
+def test_the_cost_of_virtual_ranks_is_measured_only_on_request(tmp_path, monkeypatch, capsys):
+    plans = []
+    monkeypatch.setattr(bench, "measure", lambda one, *_: plans.append(one) or Results())
+    monkeypatch.setattr(bench, "_conclude", lambda *_: None)
+    for flags in ([], ["--quick"], ["--jobs", "virtual"], ["--jobs", "virtual", "--launch", "env"]):
+        assert main(["--out", str(tmp_path), *flags]) == 0
+    ordinary, quick, virtual, launched = plans
+    virtual_only = {name for name, entry in ENTRIES.items() if entry.steps == VIRTUAL}
+    assert not virtual_only & {*ordinary.entries, *quick.entries}
+    here = {name for name in virtual_only if not ENTRIES[name].needs or find_spec(ENTRIES[name].needs)}
+    assert (set(virtual.entries), virtual.jobs) == (here, VIRTUAL)
+    assert launched.entries == ["plain", "virtual"]
+    assert "4 virtual ranks: left out: its number of ranks is 1, whatever --launch starts" in capsys.readouterr().err
+
+
+def test_a_contender_may_have_its_own_number_of_ranks(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        start_contender, "run_program", lambda program, starter, spec, meet: started.append(spec.ranks) or ""
+    )
+    for name in ("virtual-1", "virtual", "virtual-3"):
+        start_contender.run_entry(ENTRIES[name], ["virtual-mlp"], LaunchSpec(2, "cpu", tmp_path), 1.0)
+    assert started == [1, 2, 3]
+
+
 def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
     line = {"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}
     ends: list[object] = [LaunchError("no luck"), [line]]
@@ -480,9 +519,9 @@ def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
 
 
 def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
-    """The step fractions and samples of rounds of three contenders that take so many seconds each, by a clock of its own.
+    """Run rounds of three contenders on a simulated clock; return the step fractions and the samples.
 
-    ``step`` is of the workload ``resnet18``, whose steps are ``plan.LENGTHS``, as it is in each round, or the last one's.
+    ``step`` is the seconds of one step of ``resnet18``: in every round, or one value for each round, the last one repeated.
     """
     clock = [0.0]
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""The doctor: healthy worlds, and broken ones of which it says what is wrong and how to mend it."""
+"""The doctor on healthy worlds, and on broken ones, for which it names the problem and the cure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pool import ROOT, free_port
 
 DOCTOR = ("-m", "dualtrain.doctor")
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-# Horovod as if it were not there, for a whole process.
+# Hide Horovod from a whole process.
 WITHOUT_HOROVOD = """
 import sys
 class Missing:
@@ -60,7 +60,7 @@ def test_alone_as_text_and_as_json(tmp_path):
 
 
 def both_are_reached(said, chosen):
-    """Asserts that two ranks found both backends well, and which of them a run would take."""
+    """Assert that both backends work on two ranks, and which of them a run would use."""
     assert f"a run with --backend {chosen} would work" in said
     assert said.count("a run with") == 1
     assert "torch (gloo, cpu)" in said

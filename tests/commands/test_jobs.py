@@ -72,7 +72,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(backend, tmp_path):
         assert "failing_step" in end.stderr  # the traceback
 
 
-# One after the other in the same processes. Those that answer to a mistyped flag do not wait for a launcher here.
+# All cases one after another in the same processes. Patched: other ranks print the error of a mistyped flag at once.
 REFUSED = """
 import sys
 from types import SimpleNamespace
@@ -96,7 +96,7 @@ def test_a_refusal_is_said_by_every_rank_that_it_concerns(backend, tmp_path):
     assert "the local backend is rank 0 of 1" in local
     assert "--data-dir 'missing'" in data
     assert "infinite or not a number in step" in diverged
-    # A rank that no launcher has stopped meanwhile has a line of its own to say.
+    # No launcher has stopped rank 1 meanwhile, so it prints the error too.
     lr, local = second.stderr.splitlines()
     assert "(rank 1 of 2): --lr must be" in lr
     assert "the local backend is rank 0 of 1" in local

@@ -1,4 +1,4 @@
-"""launch/k8s: the manifests are what the operators take, as far as can be said without a cluster.
+"""launch/k8s: the manifests are valid for the operators, as far as can be checked without a cluster.
 
 Always: the rules of the operators' own types and validation (training-operator's v1, mpi-operator's v2beta1), written
 out here. Where the package kubeflow-training is installed, also its models: each field's name and type, down to the pods'.
@@ -118,7 +118,7 @@ def test_a_start_and_a_restart_have_the_same_command_without_a_shell(pod):
 
 
 def known(value: Any, kind: str, models: Any, core: Any) -> None:
-    """Asserts that ``value`` is of an OpenAPI type: each field is one of the model's, and what it holds is of its type."""
+    """Assert that ``value`` is of an OpenAPI type: the model has each of its fields, with a value of the field's type."""
     inner = re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind)
     if inner:
         for each in value.values() if isinstance(value, dict) else value:
@@ -141,6 +141,6 @@ def test_the_published_models_have_all_fields():
     from kubernetes import client
 
     known(JOBS["PyTorchJob"], "KubeflowOrgV1PyTorchJob", models, client)
-    # The package has v1 of MPIJob alone: of v2beta1's, the parts that both share.
+    # The package has MPIJob in v1 only: check the parts that v2beta1 has in common with it.
     known(JOBS["MPIJob"]["spec"]["runPolicy"], "KubeflowOrgV1RunPolicy", models, client)
     known(replicas("MPIJob"), "dict(str, KubeflowOrgV1ReplicaSpec)", models, client)

@@ -15,7 +15,7 @@ SCRIPTS = ["torchrun", "horovodrun", "mpirun"]
 
 
 def start(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    # The environment of this very interpreter, wherever the scripts would look for one.
+    # The scripts use the virtual environment of this interpreter, and do not look for another.
     env = {**os.environ, "DUALTRAIN_VENV": str(Path(sys.executable).parent.parent), **variables}
     command = ["bash", str(ROOT / "launch" / f"{name}.sh"), *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)

@@ -23,7 +23,7 @@ def test_a_run_ends_well_and_says_what_came_out(tmp_path):
     end = run((*MAIN, "--max-steps", "3"), tmp_path, env=ENV, cwd=tmp_path)
     assert (end.returncode, end.stderr) == (0, "")
     assert "val accuracy" in end.stdout.splitlines()[-1]
-    assert "\r" not in end.stdout  # no bar where nobody looks
+    assert "\r" not in end.stdout  # no progress bar without a terminal
 
 
 def test_a_terminal_gets_a_bar(tmp_path):
@@ -145,7 +145,7 @@ def test_rank_0_answers_a_mistyped_flag_and_another_rank_if_it_is_not_stopped_th
         parse(["--lr", "x"])
 
 
-# A signal that comes again while the run, which has saved its state for the first one, is about to end.
+# The run has saved its state for a signal, and gets the signal again before it exits.
 STOPPED_TWICE = """
 import os, signal, sys
 import dualtrain.main, dualtrain.training.loop
@@ -172,7 +172,7 @@ def test_a_second_signal_does_not_silence_a_run_that_ends_for_the_first(tmp_path
     assert (end.returncode, end.stderr) == (128 + number, "dualtrain: error: saved in step 3\n")
 
 
-# Sends itself SIGUSR1 when main imports the first of its larger modules, and says what would happen at its end.
+# Sends itself SIGUSR1 when main imports the first of its larger modules, and prints how SIGUSR1 is handled at exit.
 SAVED_EARLY = """
 import os, runpy, signal, sys
 for name in [name for name in sys.modules if name.partition(".")[0] == "dualtrain"]:

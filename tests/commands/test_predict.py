@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the digits that has learned them, with normalization."""
     folder = tmp_path_factory.mktemp("predict") / "run"
     with connect("local") as backend, pytest.MonkeyPatch.context() as patch:
-        # On a machine that other tests are busy on, two threads for a tiny batch mostly wait for each other.
+        # Use one thread: on a busy machine, two threads of a tiny batch mostly wait for each other.
         patch.setattr(loop, "threads", lambda backend: 1)
         loop.train(parse(["--epochs", "4", "--normalize", "dataset", "--run-dir", str(folder)]), backend)
     task = {"shape": [1, 8, 8], "classes": 10, "kind": "classes", "class_names": None}
@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test may change."""
     return shutil.copytree(trained, tmp_path / "run")
 
 

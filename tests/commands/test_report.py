@@ -10,8 +10,10 @@ from typing import Any
 
 from PIL import Image
 
+from dualtrain.compare import COLUMNS, table
 from dualtrain.report.__main__ import main
 from dualtrain.report.runs import differing_settings, read_runs, results, same_weights
+from dualtrain.run_table import read_summary
 
 SUMMARY = {
     "backend": "torch",
@@ -124,7 +126,7 @@ def test_a_run_that_has_not_finished_shows_how_far_it_has_come(tmp_path):
         file.write('{"step": 41, "kind": "st')
     head, row = results(read_runs([str(folder)])).rows
     cells = dict(zip(head, row, strict=True))
-    assert (cells["state"], cells["steps"], cells["val accuracy"], cells["seconds"]) == (
+    assert (cells["state"], cells["steps"], cells["accuracy"], cells["seconds"]) == (
         "not finished",
         "40",
         "0.9000",
@@ -181,3 +183,12 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([good]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_compare_and_report_show_the_same_cells(tmp_path):
+    folder = Path(make(tmp_path / "run", {**SUMMARY, "amp": "bf16"}))
+    head, cells = results(read_runs([str(folder)])).rows
+    shown = dict(zip(head, cells, strict=True))
+    lines = table([("run", read_summary(folder))]).splitlines()
+    assert [cell.strip() for cell in lines[2].split("  ") if cell] == ["run", *(shown[name] for name in COLUMNS)]
+    assert (shown["backend"], shown["precision"]) == ("torch (gloo)", "bf16")

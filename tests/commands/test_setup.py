@@ -1,12 +1,13 @@
-"""launch/setup.sh: what it installs for whom, and that the next call repairs what was interrupted.
+"""launch/setup.sh: what it installs for each purpose, and that the next call repairs an interrupted one.
 
-A stand-in for the interpreter makes the environment, so that a set-up takes a second and needs no network. It writes down
-pip's arguments, and a file of the test's says what pip does.
+A stand-in for the interpreter makes the environment, so that a set-up takes a second and needs no network.
+It records pip's arguments, and a file of the test says what pip does.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -83,6 +84,23 @@ def test_a_failed_build_is_reported_with_its_last_lines_and_the_next_call_builds
     assert setup.run()[0] == 0
 
 
+def test_a_wheel_of_another_recipe_is_not_used(setup, tmp_path):
+    setup.root = tmp_path / "tree"
+    shutil.copytree(ROOT / "launch", setup.root / "launch")
+    for name in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, setup.root)
+    outputs = []
+    for line in ("", "", "# another recipe"):
+        with (setup.root / "launch" / "build_horovod.sh").open("a") as file:
+            file.write(line)
+        (setup.venv / "setup.done").unlink(missing_ok=True)
+        status, output, errors = setup.run(DUALTRAIN_WITH="none")
+        assert status == 0, errors
+        outputs.append(output)
+    assert ["was built before" in output for output in outputs] == [False, True, False]
+    assert len(list((setup.cache / "wheels").iterdir())) == 2
+
+
 def test_nothing_of_the_build_outlives_a_step_that_failed(setup, tmp_path):
     build = 'echo $$ >"$here/pid"; exec sleep 600'
     setup.pip(
@@ -94,7 +112,7 @@ def test_nothing_of_the_build_outlives_a_step_that_failed(setup, tmp_path):
     until(lambda: not state.exists() or ") Z " in state.read_text())
 
 
-# The command that fails says so, or it is a later one whose output there is no room for.
+# The failing step prints the error, or a later one whose output the disk has no room for.
 @pytest.mark.parametrize(("rest", "step"), [("|| exit 1", "torch "), ("", "Horovod's build")])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
 def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup):
@@ -106,9 +124,9 @@ def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup)
 
     if subprocess.run([*on_a_disk_of("1m"), "true"], capture_output=True, timeout=SECONDS).returncode != 0:
         pytest.skip("needs a mount namespace, and this root may make none")
-    # It appends: a second command that began the file anew would make room, in which the build beside it may end.
+    # Append: truncating the file would free space, with which the build that runs beside it might succeed.
     setup.pip(f'case "$*" in *torch*) head -c 200000 /dev/zero >>{setup.venv}/half {rest} ;; esac')
-    # The second call has room. In the same mount namespace: the disk is gone with it.
+    # The second call has room. Same mount namespace, because the disk ends with it.
     script = f'"$@"; mount -o remount,size=9m {setup.venv}; exec "$@"'
     status, output, errors = setup.run(*on_a_disk_of("64k"), "sh", "-c", script, "sh")
     assert status == 0, errors

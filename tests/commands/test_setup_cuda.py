@@ -1,17 +1,15 @@
 """launch/setup.sh: which torch it installs, and Horovod with NCCL from a CUDA toolkit or from wheels alone.
 
-No CUDA version here exists, so that no toolkit of this machine fits.
+The CUDA versions are invented (13.77), so that no toolkit of this machine has one of them.
 """
 
 from __future__ import annotations
 
-import io
-import tarfile
+import re
 
 import pytest
 
 NCCL = {"DUALTRAIN_GPU": "nccl", "DUALTRAIN_WITH": "none"}
-CMAKE = 'COMMAND ${PY_EXE} -c "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)"'
 
 
 def refusal(setup, **env):
@@ -27,8 +25,9 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     setup.torch("2.15.0+cu1377", "13.77", "75,90")
     setup.toolkit("13.77", complete=False)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # While Horovod is built, the libraries have the names that its CMake files look for.
+    # While Horovod is built, the libraries have the names that its CMake files look for, which ask torch itself.
     found = '[ -e "$CUDA_HOME/lib64/libcudart.so" ] && [ -e "$HOROVOD_NCCL_LIB/libnccl.so" ]'
+    found += ' && [ ! -e "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" ]'
     setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')
     status, output, errors = setup.run(**NCCL)
     assert status == 0, errors
@@ -43,7 +42,8 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     assert build["CUDA_HOME"] == build["CUDAToolkit_ROOT"] == build["HOROVOD_CUDA_HOME"]
     assert build["PATH"].startswith(f"{build['CUDA_HOME']}/bin:")
     (wheel,) = (setup.cache / "wheels").iterdir()
-    assert wheel.name.endswith("cpython-311-x86_64-torch2.15.0+cu1377-openmpi4.1.8-nccl-sm75,90")
+    name = r"horovod.*-cpython-311-x86_64-torch2.15.0\+cu1377-openmpi4.1.8-recipe[0-9a-f]{8}-nccl-sm75,90"
+    assert re.fullmatch(name, wheel.name)
     assert not list(setup.venv.glob("build.*"))
 
 
@@ -229,15 +229,35 @@ def test_a_torch_that_the_index_lacks_is_requested_by_its_version(setup):
     assert (status, "the package index has no torch==2.99.0 for this Python; is" in line) == (2, True)
 
 
-def test_without_gpu_operations_horovod_looks_for_no_toolkit(setup, tmp_path):
-    with tarfile.open(tmp_path / "horovod-0.28.1.tar.gz", "w:gz") as archive:
-        entry = tarfile.TarInfo("horovod-0.28.1/cmake/Modules/FindPytorch.cmake")
-        entry.size = len(CMAKE)
-        archive.addfile(entry, io.BytesIO(CMAKE.encode()))
-    setup.torch("2.15.0+cu1377", "13.77")
-    setup.pip('for file in $*; do cp "$file"/cmake/Modules/* "$here" 2>/dev/null || true; done')
+@pytest.mark.parametrize("abi", [1, 0])
+def test_without_gpu_operations_horovod_imports_no_torch_and_looks_for_no_toolkit(abi, setup, tmp_path):
+    setup.torch("2.15.0+cu1377", "13.77", abi=abi)
+    setup.pip('case "$1" in wheel) cp "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" "$here" ;; esac')
     status, output, errors = setup.run(DUALTRAIN_WITH="none")
     assert status == 0, errors
     assert "with MPI and Gloo for torch 2.15.0+cu1377 beside" in output
-    assert (tmp_path / "FindPytorch.cmake").read_text() == CMAKE.replace("(torch.version.cuda is not None)", "False")
+    found = (tmp_path / "FindPytorch.cmake").read_text()
+    assert 'set(Pytorch_VERSION "2.15.0+cu1377")' in found
+    assert "set(Pytorch_CUDA FALSE)" in found
+    assert f"_GLIBCXX_USE_CXX11_ABI={abi}" in found
+    assert f"set(torch [[{tmp_path}/packages/torch]])" in found
     assert "CUDA_HOME" not in setup.build()
+
+
+def test_the_build_begins_before_torchs_dependencies_are_there_or_with_nccl_after(setup):
+    # The dependencies' installation ends only when the build has begun.
+    wait = 'until [ -e "$here/began" ]; do sleep 0.02; done'
+    setup.pip(f"""case "$*" in wheel*) touch "$here/began" ;;
+      *--no-deps*) ;; "install --disable-pip-version-check torch=="*) {wait} ;; esac""")
+    assert setup.run(DUALTRAIN_WITH="none")[0] == 0
+    (whole,) = (call for call in setup.calls() if call == "install --disable-pip-version-check torch==2.15.0")
+    setup.torch("2.15.0+cu1377", "13.77")
+    setup.toolkit("13.77", complete=False)
+    setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
+    setup.pip("")
+    assert setup.run(**NCCL)[0] == 0
+    calls = setup.calls()
+    first, compiler, build = (
+        next(i for i, call in enumerate(calls) if part in call) for part in (whole, "nvidia-cuda-nvcc", "wheel --no")
+    )
+    assert first < compiler < build

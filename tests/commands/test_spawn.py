@@ -55,7 +55,7 @@ class Job(Forked):
         assert holds(lambda: len(self.pids) == count), self.errors
 
     def ended_by(self, number: int) -> bool:
-        """Whether this signal ends the job soon. Two that come before the first is handled are one: ask again."""
+        """Whether this signal ends the job soon. Sends it again: two that arrive before the first is handled are one."""
         self.send_signal(number)
         return holds(lambda: self.poll() is not None, 2)
 
@@ -168,7 +168,7 @@ def test_a_sigusr1_before_the_first_rank_is_there_is_passed_on(start):
     assert job.wait(SECONDS) == 0, job.errors
 
 
-# The rest of the program runs in a terminal, in which Ctrl-C is pressed once both ranks are there.
+# The program runs in a pseudo-terminal; Ctrl-C is sent once both ranks have started.
 TERMINAL = """
 import pty
 pid, terminal = pty.fork()

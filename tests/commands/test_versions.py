@@ -1,7 +1,7 @@
 """tests/versions.sh: which versions it refuses, what it makes once, and its table.
 
-A stand-in for the interpreter makes the environments, so that a run takes a second and needs no network. It writes down
-pip's arguments, and files of the test's say what pip, pytest and torchrun do.
+A stand-in for the interpreter makes the environments, so that a run takes a second and needs no network. It records
+pip's arguments. A test writes what pip, pytest and torchrun shall do, as shell code, into files of these names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.pool import ROOT
 SECONDS = 60.0
 INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
-# As python3: `-m venv` makes bin/python of the same file; pip, pytest and torchrun do what the files of these names say.
+# The stand-in: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
 PYTHON = """#!/bin/bash
 here={folder}
 case "$(basename "$0") $1 $2" in
@@ -183,7 +183,7 @@ def test_an_interpreter_that_does_not_run_is_refused_in_one_line(versions):
     assert "does not run; install Python 3.11 or newer" in errors
 
 
-def test_the_tests_run_on_all_that_belongs_to_the_tree(versions):
+def test_the_tests_run_on_a_copy_of_all_tracked_files(versions):
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout.split()

@@ -71,7 +71,10 @@ def test_each_file_of_cifar_holds_whole_images(tmp_path):
     write_cifar(tmp_path)
     first, second = (tmp_path / "cifar-10-batches-bin" / f"data_batch_{number}.bin" for number in (1, 2))
     whole = first.read_bytes()
-    for of_first, of_second in ((1000, 2073), (len(whole), 0)):  # bytes cut off: together they are whole rows
+    for of_first, of_second in (
+        (1000, 2073),
+        (len(whole), 0),
+    ):  # bytes cut off each file: together they have whole images again
         first.write_bytes(whole[: len(whole) - of_first])
         second.write_bytes(whole[: len(whole) - of_second])
         with pytest.raises(UserError, match=r"data_batch_1\.bin' is damaged: delete .*cifar-10-batches-bin' and unpack"):

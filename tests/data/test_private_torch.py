@@ -1,4 +1,4 @@
-"""The private parts of torch's DataLoader by which workers are stopped: a torch without them is named here."""
+"""Private attributes of torch's DataLoader that stop workers: the failure names what another torch lacks."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def sharded(backend, shards, dtype):
     optimizer = DistributedOptimizer(
         inner, model.named_parameters(), backend=backend, sum_order=order, unused="none", extra=1
     )
-    optimizer.reducer.prepare()
+    optimizer.reducer.begin_shards()
     mine = order.ranges[backend.rank]
     for shard in mine:
         optimizer.extra[0] = 1 / (shard + 3)
@@ -129,7 +129,7 @@ def unfrozen(backend):
     mine = order.ranges[backend.rank]
     for step in range(2):
         optimizer.zero_grad()
-        optimizer.reducer.prepare()
+        optimizer.reducer.begin_shards()
         for shard in mine:
             with optimizer.no_sync():
                 vector_loss(model, shard).backward()
@@ -159,7 +159,7 @@ def one_leaves(backend):
     mine = order.ranges[backend.rank]
 
     def step():
-        optimizer.reducer.prepare()
+        optimizer.reducer.begin_shards()
         for shard in mine:
             with optimizer.no_sync():
                 vector_loss(model, shard).backward()
@@ -177,6 +177,41 @@ def one_leaves(backend):
 
 def test_a_layout_that_one_rank_leaves_is_an_error_on_all():
     run_threads(3, one_leaves)
+
+
+def begun_twice(backend):
+    """Return the gradients of a step, after one that ended in an error after this rank's first shard."""
+    model = perceptron()
+    order = sum_order(4, backend.size)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, sum_order=order)
+    reducer, mine = optimizer.reducer, order.ranges[backend.rank]
+    for failing in (True, False):
+        optimizer.zero_grad()
+        reducer.begin_shards()
+        for shard in mine:
+            with optimizer.no_sync():
+                vector_loss(model, shard + 10 * failing).backward()
+            if shard != mine[-1]:
+                reducer.add_shard()
+            if failing:
+                break
+    optimizer.step()
+    optimizer.close()
+    return [p.grad.numpy().tobytes() for p in model.parameters()]
+
+
+def test_the_shards_of_a_step_that_failed_are_not_part_of_the_next_one():
+    parts = [own_vector_gradients(shard) for shard in range(4)]
+    means = [(tree([part[i] for part in parts]) * 0.25).numpy().tobytes() for i in range(len(parts[0]))]
+    for size in (1, 2, 4):
+        assert run_threads(size, begun_twice) == [means] * size
+
+
+def own_vector_gradients(shard):
+    model = perceptron()
+    vector_loss(model, shard).backward()
+    return [p.grad for p in model.parameters()]
 
 
 def test_options_that_have_no_fixed_order_are_refused():

@@ -40,7 +40,7 @@ def check(actual, expected, **tolerance):
 
 
 def of_every_rank(backend, loss):
-    """The oracle's list: ``loss(model, rank)`` for each rank."""
+    """The loss ``loss(model, rank)`` of each rank, for the expected gradients."""
     return [lambda model, rank=rank: loss(model, rank) for rank in range(backend.size)]
 
 
@@ -166,7 +166,7 @@ def test_strided_transposed_scalar_and_empty_parameters(typical):
 
 
 def several_hooks(backend, numel):
-    """Each finds this rank's own gradient, whatever another has done with it: a second reducer, and the user."""
+    """Every hook gets this rank's own gradient, also if another hook has changed it: a second reducer's, and the user's."""
     p, seen = nn.Parameter(torch.zeros(numel)), []
     halves = Transfer(before=0.5, after=2.0 / backend.size)
     reducers = [GradientReducer([("p", p)], backend, transfer=halves) for _ in range(2)]
@@ -284,7 +284,7 @@ def unused_somewhere(backend, unused):
     plans = [["common", "left"] if rank == 0 else ["common"] for rank in range(backend.size)]
     expected = mean_gradients(model, [lambda m, names=names: m.loss(names) for names in plans])
     optimizer = sgd(model, backend, momentum=0, unused=unused)
-    for _ in range(3):  # also when the left-over gradients of the last pass were the buffer's views
+    for _ in range(3):  # also if the gradients of the last pass are still views of the buffer
         optimizer.zero_grad()
         model.loss(plans[backend.rank]).backward()
         check([model.common.grad, model.left.grad], expected[:2])
@@ -343,7 +343,7 @@ def test_a_rank_without_backward_counts_as_zeros_at_step(spmd, unused):
 
 
 def skipped_then_idle(backend, zero_grad):
-    """A step that all skip (a scaler does so), then one without backward on the last rank."""
+    """A step that all ranks skip, as a scaler may, then one in which the last rank has no backward."""
     model = perceptron()
     expected = mean_gradients(model, [*of_every_rank(backend, vector_loss)[:-1], None])
     model.unused = nn.Parameter(torch.ones(2))  # has no gradient
@@ -397,11 +397,11 @@ def frozen(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_frozen_parameters_are_left_alone_until_they_are_thawed(typical):
+def test_frozen_parameters_are_left_alone_until_they_are_unfrozen(typical):
     typical(frozen)
 
 
-def all_frozen_then_thawed(backend):
+def all_frozen_then_unfrozen(backend):
     model = perceptron().requires_grad_(False)
     optimizer = sgd(model, backend, momentum=0)
     optimizer.step()  # nothing to do
@@ -414,8 +414,8 @@ def all_frozen_then_thawed(backend):
         check(gradients(model), expected)
 
 
-def test_a_model_that_is_frozen_as_a_whole_may_be_thawed(typical):
-    typical(all_frozen_then_thawed)
+def test_a_model_that_is_frozen_as_a_whole_may_be_unfrozen(typical):
+    typical(all_frozen_then_unfrozen)
 
 
 def frozen_later(backend, unused):
@@ -522,7 +522,7 @@ class Lookup(nn.Module):
 
 
 def words(step, rank, size):
-    """What rank looks up: repeated words, words of its own, on the last rank (of several) nothing at all."""
+    """Words that ``rank`` looks up: repeated ones, some of its own, and none on the last of several ranks."""
     if size > 1 and rank == size - 1:
         return None
     return torch.tensor([0, rank, 5, 5, step])
@@ -706,7 +706,7 @@ def retained(backend):
         check(gradients(model), once)
 
 
-# Not by the ranks: those that are threads have the filters in common.
+# Set once, not by each rank: ranks that are threads share the warning filters.
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
 def test_a_graph_may_be_used_twice(typical):
     typical(retained)
@@ -759,7 +759,7 @@ def test_activation_checkpointing(typical, reentrant):
 
 
 class Segments(nn.Module):
-    """All that is trained lies inside of checkpointed segments, the last of them in two of them, one in the other."""
+    """All trained layers are inside of checkpointed segments; the last layer is in a segment within a segment."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -829,7 +829,7 @@ def test_numbers_of_the_caller_are_summed_with_the_gradients(typical, unused):
 
 
 def carries_alone(backend):
-    """With sparse parameters only, there is no bucket of gradients for the numbers to travel behind."""
+    """With sparse parameters only, there is no bucket of gradients behind which the numbers could be sent."""
     table = seeded(nn.Embedding(4, 2, sparse=True))
     optimizer = sgd(table, backend, momentum=0, extra=1)
     for _ in range(2):
@@ -858,7 +858,7 @@ def differing(backend, how):
     optimizer = sgd(model, backend)
     with pytest.raises(BackendError, match=r"same parameters: number 0 is 1\.weight .* on rank 0 and 1\.weight .* on rank"):
         sum((p * p).sum() for p in model.parameters()).backward()
-    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size  # the backend is as good as before
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size  # the backend still works
     with pytest.raises(BackendError, match=r"1\.weight"):
         optimizer.step()
 
@@ -904,7 +904,7 @@ class Fragile(nn.Module):
 
 
 def fails_in_backward(backend, sizes, passes):
-    """On all ranks, in the same place; with small buckets after one of them was sent."""
+    """Backward fails on all ranks in the same place; with small buckets, after the first was sent."""
     model = Fragile()
     losses = of_every_rank(backend, lambda m, rank: passes * vector_loss(m, rank))
     with small_buckets(sizes):

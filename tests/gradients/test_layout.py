@@ -30,7 +30,7 @@ def test_gradients_lie_back_to_back_in_the_strides_of_their_parameters():
     assert (found.dtype, found.device) == (torch.float32, torch.device("cpu"))
 
 
-def test_a_gradient_with_gaps_gets_a_place_without():
+def test_a_parameter_with_gaps_in_memory_gets_a_place_without_gaps():
     (found,) = lay_out([torch.zeros(4, 4)[:, ::2]])
     assert found.numel == 8
     assert found.places[0].strides == (2, 1)
@@ -93,7 +93,7 @@ def test_no_parameters_need_no_bucket_unless_scalars_are_sent():
 
 
 class Fake:
-    """A bucket of ``count`` gradients, as far as the schedule looks at it."""
+    """Stand-in for a bucket of ``count`` gradients: the two attributes that the schedule reads."""
 
     def __init__(self, count):
         self.slots = [None] * count

@@ -68,7 +68,7 @@ def test_what_is_dropped_is_freed_and_its_model_cannot_train_on(alone, make):
     assert [ref() for ref in refs] == [None] * 5 + [model]
     with pytest.raises(RuntimeError, match=r"gradient of '2\.bias' is not averaged any more.*or call its close\(\)"):
         vector_loss(model, 0).backward()
-    # Unless another one does it now.
+    # Unless another reducer averages it now.
     again = sgd(model, alone)
     vector_loss(model, 0).backward()
     again.close()

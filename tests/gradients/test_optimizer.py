@@ -215,7 +215,7 @@ def hooked_for_all(backend):
     seen = []
 
     def note(when):
-        # Ranks that are threads have hooks for all in common.
+        # Ranks that are threads share global hooks.
         return lambda opt, args, kwargs: seen.append((when, opt)) if opt in (optimizer, optimizer.optimizer) else None
 
     handles = register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))
@@ -228,7 +228,7 @@ def hooked_for_all(backend):
 
 
 def hooked_with_other_arguments(backend):
-    """A hook before a step may give the step's arguments anew."""
+    """A step pre-hook may replace the arguments of the step."""
     model, oracle = perceptron(), perceptron()
     optimizer, expected = sgd(model, backend), sgd(oracle, backend)
     seen = []
@@ -345,7 +345,7 @@ FUSED = {
 
 
 def unscaled_by_the_step(backend):
-    """A fused step unscales, and skips a step with overflow, by itself. The last rank's overflow in the second step."""
+    """A fused step unscales, and skips itself after an overflow: the last rank has one in the second step."""
     for title, (build, options) in FUSED.items():
         for clip in (False, True):
             model, oracle = perceptron(), perceptron()
@@ -500,7 +500,7 @@ def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical, as_numb
 
 
 def closure_of_sgd(backend):
-    """What a closure may return: a loss, which is averaged, or anything else, if all ranks return such."""
+    """A closure may return a loss, which is averaged, or something else, if all ranks do."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     losses = [
@@ -569,7 +569,7 @@ def test_mistakes_are_refused(typical):
 
 
 def parts_of_a_model(backend):
-    """The names of the whole model will do for an optimizer of a part of it; the rest is left alone."""
+    """An optimizer of a part of a model accepts the names of the whole model; other parameters are ignored."""
     model = perceptron()
     inner = torch.optim.SGD(model[2].parameters(), lr=0.1)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend)

@@ -1,4 +1,4 @@
-"""The same bits from everyone: our two backends, torch's DDP and Horovod's own optimizer."""
+"""Equal bits on both backends, with torch's DDP, and with Horovod's own optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_optimizer(name, model):
 
 
 def of_two_ranks(worlds):
-    """One addition gives the same bits whoever does it, in whatever order; the additions of three numbers do not."""
+    """With two ranks there is one addition, which is commutative. With three, the order changes the bits."""
     chosen = [(name, size) for name, size in worlds if size == 2]
     return {"argvalues": chosen, "ids": [f"{name}-{size}" for name, size in chosen]}
 
@@ -72,7 +72,7 @@ def horovods(backend, case):
 
 
 def whole_batch(size, steps):
-    """What one process makes of all ranks' samples."""
+    """Weights of one process that trains on all ranks' samples."""
     model = conv_net()
     optimizer = make_optimizer("sgd", model)
     for step in range(steps):
@@ -126,7 +126,7 @@ def our_hash(spmd, case, hashes):
 )
 def test_torch_and_horovod_give_the_same_bits(real, case, hashes, pool):
     digest = our_hash(real, case, hashes)
-    if real.name != "torch":  # whose worlds come first, so that its hash is here already
+    if real.name != "torch":  # the worlds of torch run first, so their hash is known
         assert digest == our_hash(Spmd("torch", real.size, pool), case, hashes)
 
 

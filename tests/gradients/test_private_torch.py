@@ -1,4 +1,4 @@
-"""Private parts of torch that gradients, optimizers and ``dualtrain.hvd`` use: a version without one is named here.
+"""Private parts of torch that gradients, optimizers and ``dualtrain.hvd`` use: the failure names what a version lacks.
 
 Each is used in one place, with a comment that says why no public name does.
 """

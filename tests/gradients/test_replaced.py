@@ -1,4 +1,4 @@
-"""Gradients and parameters that the user replaces: averaged all the same, or refused by name on every rank."""
+"""Gradients and parameters that the user replaces are averaged too, or refused by name on every rank."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def reshape(model, optimizer):
 
 
 def refused(backend, change):
-    """On one rank only: it is an error on all of them, none is left waiting, and they can go on."""
+    """A change on one rank is an error on all ranks: none is left waiting, and all can go on."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -215,8 +215,8 @@ def test_a_parameter_that_changed_is_refused_by_name_on_every_rank(change):
     run_threads(2, refused, change)
 
 
-def thawed(backend):
-    """A frozen parameter is appended, and thawed steps later, by one rank."""
+def unfrozen(backend):
+    """A frozen parameter is appended, and some steps later unfrozen, by one rank."""
     model = perceptron()
     optimizer = sgd(model, backend)
     late = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -230,11 +230,11 @@ def thawed(backend):
     optimizer.close()
 
 
-def test_a_parameter_that_is_appended_frozen_and_thawed_later_is_refused():
-    run_threads(2, thawed)
+def test_a_parameter_that_is_appended_frozen_and_unfrozen_later_is_refused():
+    run_threads(2, unfrozen)
 
 
-def thaw_late(optimizer, late):
+def unfreeze_late(optimizer, late):
     late.requires_grad_(True)
 
 
@@ -243,7 +243,7 @@ def add_late(optimizer, late):
 
 
 def leaves_layout(backend, change):
-    """By one rank alone it is refused on all of them at once; by all of them it changes no number."""
+    """A change of the layout on one rank is refused on all ranks at once; on all ranks it changes no result."""
     model = perceptron()
     late = nn.Parameter(torch.zeros(3), requires_grad=False)
     inner = torch.optim.SGD([*model.parameters(), late], lr=0.1)
@@ -259,7 +259,7 @@ def leaves_layout(backend, change):
         optimizer.zero_grad(set_to_none=False)
     if backend.rank == backend.size - 1:
         change(optimizer, late)
-    with pytest.raises(BackendError, match=rf"^rank {backend.size - 1}: parameters were thawed, or added to the optimizer"):
+    with pytest.raises(BackendError, match=rf"^rank {backend.size - 1}: parameters were unfrozen, or added to the opt"):
         loss().backward()
     if backend.rank != backend.size - 1:
         change(optimizer, late)
@@ -268,20 +268,20 @@ def leaves_layout(backend, change):
     loss().backward()
     for p, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, grad)
-    if change is thaw_late:
+    if change is unfreeze_late:
         assert late.grad.tolist() == [(backend.size + 1) / 2] * 3
     optimizer.step()
     assert same_on_all(backend, list(model.parameters()))
     optimizer.close()
 
 
-@pytest.mark.parametrize("change", [thaw_late, add_late])
+@pytest.mark.parametrize("change", [unfreeze_late, add_late])
 def test_a_layout_that_one_rank_changes_alone_is_refused_at_once(many, change):
     many(leaves_layout, change)
 
 
 def reshaped(backend, shape):
-    """Of a parameter that has a gradient, on one rank."""
+    """One rank changes the shape of a parameter that has a gradient."""
     model = nn.Module()
     model.q = nn.Parameter(torch.ones(1, 6))
     optimizer = sgd(model, backend)
@@ -301,7 +301,7 @@ def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
 
 
 def sparse_and_cast(backend):
-    """Nothing travels but indices and values, and a flag."""
+    """Only indices, values and a flag are sent."""
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = sgd(seeded(table), backend, momentum=0)
     for step in range(2):
@@ -412,8 +412,8 @@ def test_hvd_refuses_it_for_every_operation(real, change):
     real(refused_by_called, change)
 
 
-def thawed_by_called(backend):
-    """As in buckets: a parameter that is thawed is reduced from then on, one that is frozen gets nothing."""
+def unfrozen_by_called(backend):
+    """As in buckets: a parameter that is unfrozen is reduced from then on, one that is frozen gets nothing."""
     with library(backend) as hvd:
         model = perceptron()
         model[0].requires_grad_(False)
@@ -431,12 +431,12 @@ def thawed_by_called(backend):
 
 
 @OURS_2
-def test_hvd_reduces_thawed_parameters_for_every_operation(real):
-    real(thawed_by_called)
+def test_hvd_reduces_unfrozen_parameters_for_every_operation(real):
+    real(unfrozen_by_called)
 
 
 def tied_later(backend):
-    """A parameter in the place of another one of the same optimizer: the user ties them. And one that returns."""
+    """The user ties two parameters of one optimizer, and puts a replaced parameter back."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = sgd(seeded(model), backend)
     own = model[1].weight

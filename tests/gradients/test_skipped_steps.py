@@ -1,4 +1,4 @@
-"""A backward pass whose step was skipped, gradients zeroed unnoticed, then a rank without backward: never without it."""
+"""A step is skipped, gradients are zeroed unnoticed, then one rank runs no backward: all ranks get an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """As a GPU's gradients that are zeroed in place, which the host does not look at."""
+    """As on a GPU, where the host does not notice that gradients are zeroed in place."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
@@ -72,7 +72,7 @@ def test_a_step_that_some_ranks_skip_is_an_error_on_all():
 
 
 def synchronizes_without_backward(backend, zero, op):
-    """Horovod's: every synchronize() and step() has all ranks take part."""
+    """As with Horovod, all ranks take part in every synchronize() and step()."""
     with library(backend) as hvd:
         model = perceptron()
         expected = mean_gradients(model, [lambda m: vector_loss(m, 0), None])

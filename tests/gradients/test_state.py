@@ -1,4 +1,4 @@
-"""The same start on every rank: parameters, optimizer state, buffers; and the hash that tells whether they are equal."""
+"""Broadcast of parameters and optimizer state, averages of buffers, and the hash of the weights."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_every_dtype_and_layout(typical, dtype):
 
 
 def mixed_layouts(backend):
-    """Ranks may differ in layout, not in shape; odd bytes in between shift what follows."""
+    """Ranks may differ in layout, not in shape. Tensors with an odd number of bytes shift the ones behind them."""
     layout = torch.channels_last if backend.rank % 2 else torch.contiguous_format
     tensors = OrderedDict(
         flag=torch.tensor([backend.rank == 0]),
@@ -159,7 +159,7 @@ def test_nothing_to_send(typical):
 
 
 def in_chunks(backend):
-    """More than one message: tensors larger than a chunk, and chunks that fill up."""
+    """Several chunks: tensors larger than a chunk, and chunks that become full."""
     tensors = [torch.full((n,), backend.rank + i, dtype=torch.float32) for i, n in enumerate((3, 100, 1, 20, 20, 50))]
     broadcast_parameters(tensors, backend, backend.size - 1)
     check(tensors, [torch.full_like(t, backend.size - 1 + i) for i, t in enumerate(tensors)])
@@ -255,7 +255,7 @@ def test_of_a_fresh_optimizer_only_the_options_change(typical, kind, wrapped):
 
 
 def resumes(backend, kind, wrapped, everywhere):
-    """State on the root alone (the usual way to resume), or on all ranks, each its own."""
+    """Only the root has a state, as usual when resuming; or each rank has one of its own."""
     root = backend.size - 1
     model, oracle = perceptron(), perceptron()
     if backend.rank == root or everywhere:

@@ -86,7 +86,7 @@ def test_two_optimizers_in_one_backward_that_ranks_use_in_part(many):
 
 
 class Branched(nn.Module):
-    """A branch that only even ranks use lies behind a normed part that all use."""
+    """All ranks use a part with norms; only even ranks use the branch behind it."""
 
     def __init__(self):
         super().__init__()
@@ -157,7 +157,7 @@ def test_closed_reducers_need_no_agreement():
     assert [order.may_send(n) for n in (0, 1)] == [
         False,
         True,
-    ]  # second synchronized last, and alone: now its buckets go first
+    ]  # the second reducer exchanged last, alone: now its buckets are sent first
     first.reducer.close()
     first.reducer.close()
     assert len(order._members) == 1

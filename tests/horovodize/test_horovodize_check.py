@@ -9,7 +9,7 @@ import pytest
 
 from dualtrain.horovodize.check import check, findings
 from dualtrain.horovodize.rules import RULES
-from dualtrain.horovodize.rules.calls import discarded_result
+from dualtrain.horovodize.rules.single_calls import discarded_result
 from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 

@@ -121,7 +121,7 @@ def test_joined_ranks_send_zeros_once_all_others_know_of_it():
     assert desk.answers(3, "do") == []
     desk.say(2, "join", divide_by="initial")  # rank 2 joins too, and does not request
     desk.answers(2, "do"), desk.answers(3, "do")
-    desk.say(1, **request)  # the ranks that have begun are told of the join, and request again
+    desk.say(1, **request)  # the ranks that have begun learn of the join, and request again
     for joined in (2, 3):
         assert desk.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
     assert desk.answers(1, "do") == [("absent",)] * 2

@@ -1,4 +1,4 @@
-"""What a reader or an editor finds of ``dualtrain.hvd.mpi_ops``: a definition of each function, by its name."""
+"""Definitions of ``dualtrain.hvd.mpi_ops``: a search for ``def NAME`` finds every function."""
 
 from __future__ import annotations
 

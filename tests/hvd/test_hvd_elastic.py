@@ -1,4 +1,4 @@
-"""``hvd.elastic`` in one process: what is saved, restored, split and retried. Other ranks are played by patches."""
+"""``hvd.elastic`` in one process: what is saved, restored, split and retried. Patches stand for other ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def world(size=1, rank=0, module=sampler):
 
 @pytest.fixture
 def sent():
-    """What this rank, the root of a world of one, hands to the functions that broadcast."""
+    """Objects that this rank, the root of a world of one, broadcasts."""
     calls = []
 
     def call(name):
@@ -192,7 +192,7 @@ UPDATES = common.HostUpdateResult
         ([(1, UPDATES.no_update)], False),
         ([(1, UPDATES.removed), (2, UPDATES.removed)], True),
         ([(1, UPDATES.removed), (2, UPDATES.added)], False),
-        ([(2, UPDATES.removed), (1, UPDATES.added)], True),  # the later update came first
+        ([(2, UPDATES.removed), (1, UPDATES.added)], True),  # the later update arrives first
         ([(0, UPDATES.added)], None),
     ],
 )
@@ -261,7 +261,7 @@ def test_a_reset_forgets_updates_and_calls_back_in_order():
 
 
 def recorded(fail_in_sync=()):
-    """A state that says what ``run`` does with it."""
+    """A state that records what ``run`` does with it."""
     held = mock.Mock()
     held.sync.side_effect = [*fail_in_sync, *[None] * 9]
     return held
@@ -355,7 +355,7 @@ def test_updates_reach_the_state_that_is_trained(resets, sent):
     train(held)
     assert epochs == [0, 1, 2]
     resets.init.assert_called_once_with()
-    common.notification_manager.handle_hosts_updated(2, UPDATES.added)  # nobody trains any more
+    common.notification_manager.handle_hosts_updated(2, UPDATES.added)  # no training listens any more
     assert interrupted(held) is None
 
 
@@ -635,7 +635,7 @@ def test_more_may_be_recorded_than_there_is():
     with world(4, 1):
         sampler = elastic.ElasticSampler(range(10))
         assert len(sampler) == 3
-        for number, batch in enumerate((2, 2)):  # the second says its nominal size
+        for number, batch in enumerate((2, 2)):  # the second one records the nominal batch size
             sampler.record_batch(number, batch)
         assert sampler.processed_num == 16  # as Horovod counts
         sampler.load_state_dict(sampler.state_dict())
@@ -657,7 +657,7 @@ def test_an_epoch_is_gone_through_once_although_the_world_changes():
         saved = sampler.state_dict()
     assert saved["processed_num"] >= samples
     assert set(seen) == set(range(samples))
-    assert len(seen) == samples + 1  # the last deal was 7 samples for 2 ranks
+    assert len(seen) == samples + 1  # the last split was 7 samples over 2 ranks
 
 
 def test_the_next_epoch_begins_with_all_samples_in_another_order():

@@ -61,7 +61,7 @@ def test_adasum_equals_another_implementation(real):
 
 
 def steps_of_deltas(backend, optimizer_class, options):
-    """Each rank steps on its own gradient; the changes of the weights are combined. The result, and what it must be."""
+    """Each rank steps on its own gradient; the changes of the weights are combined. Return result and expectation."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         weights = torch.nn.Parameter(torch.linspace(-1, 1, 6))

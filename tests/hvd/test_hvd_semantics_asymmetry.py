@@ -15,7 +15,7 @@ def wrapped(hvd, lr=1.0, name="p"):
 
 
 def uneven_backwards(backend, kind):
-    """Some losses are there on some ranks only, or are one loss on another rank; one exchange a step all the same."""
+    """Some ranks lack a loss, or add two up to one; every step still has one exchange."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
@@ -42,7 +42,7 @@ def test_ranks_may_run_backward_in_different_numbers(real, kind):
 
 
 def any_order(backend):
-    """Two optimizers whose ranks take turns differently, and a call before or after backward."""
+    """Ranks run two optimizers in different orders, and make a call before or after backward."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         pairs = [wrapped(hvd, lr=1.0, name=f"order.{i}") for i in range(2)]
@@ -87,7 +87,7 @@ def test_an_optimizer_of_one_rank_alone_is_in_nobodys_way(real):
 
 
 def many_optimizers(backend):
-    """Optimizers that are gone give their channels back: each has sockets and threads."""
+    """The channels of freed optimizers are closed: each has sockets and threads."""
     with library(backend) as hvd:
         for _ in range(24):
             p, optimizer = wrapped(hvd, name="passing")
@@ -102,7 +102,7 @@ def test_channels_of_optimizers_that_are_gone_are_closed(real):
 
 
 def other_threshold(backend):
-    """HOROVOD_FUSION_THRESHOLD of one rank alone: its buckets would be others."""
+    """HOROVOD_FUSION_THRESHOLD is set on one rank only, which would have other buckets."""
     with library(backend, HOROVOD_FUSION_THRESHOLD="0" if backend.rank == 0 else "1000") as hvd:
         p, optimizer = wrapped(hvd, name="threshold")
         p.sum().backward()

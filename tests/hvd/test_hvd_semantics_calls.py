@@ -6,7 +6,7 @@ from math import inf
 
 import torch
 
-from dualtrain.hvd.reductions import Average, finished, scaled
+from dualtrain.hvd.arithmetic import Average, finished, scaled
 from tests.hvd.worlds import EVERY, PAIR, check, library, mean_of_ranks, same, sum_of_ranks
 
 FLOATS = [torch.float16, torch.float32, torch.float64]
@@ -43,7 +43,7 @@ def defaults(backend):
         pairs = zip([hvd.Min, hvd.Max, hvd.Product], [1, size, [1, 2, 6][size - 1]], strict=True)
         for op, wanted in pairs:
             assert hvd.allreduce(kept, name=f"op {op}", op=op).item() == wanted
-        # In a process set's numbering and in the world's: all of one host here.
+        # All ranks are on one host, so local ranks equal ranks.
         places = [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.mpi_ops.is_homogeneous()]
         assert places == [me, size, 0, 1, True]
         assert hvd.gloo_built()
@@ -125,7 +125,7 @@ def without_a_dimension(backend):
             ("allgather", lambda: hvd.allgather(x, name="0"), "IndexError", [r + 1.0 for r in range(size)]),
             same("reducescatter", lambda: hvd.reducescatter(x, name="0"), "ValueError"),
         )
-        if backend.name != "horovod":  # which ends the process
+        if backend.name != "horovod":  # Horovod ends the process here
             check(hvd, ("alltoall", lambda: hvd.alltoall(x), None, "ValueError"))
             check(hvd, ("alltoall", lambda: hvd.alltoall(x, [1] * size), None, "ValueError"))
         assert hvd.allreduce(torch.ones(0), name="empty").shape == (0,)

@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.19, 2.20: waits that are too long, ends, new beginnings, and the timeline."""
+"""SEMANTICS.md 2.19, 2.20: stall reports, shutdown, a second ``init``, and the timeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.short_waits import short_waits
 
 
 class Lines(logging.Handler):
-    """What the logger of ``dualtrain.hvd`` was told."""
+    """Messages of the logger ``dualtrain.hvd``."""
 
     def __init__(self):
         super().__init__()
@@ -182,14 +182,14 @@ def traced(backend, folder):
             path = f"{folder}/{title}.json"
             if title != "env":
                 hvd.start_timeline(path, mark_cycles=mark)
-                hvd.barrier()  # a call that another rank has made before is not in it
+                hvd.barrier()  # no rank calls allreduce before all have started the timeline
             for i in range(2):
                 hvd.allreduce(torch.ones(2), name=f"{title}.{i}", op=hvd.Sum)
             hvd.broadcast(torch.ones(2), 0, name="weights")
             hvd.barrier()
             hvd.stop_timeline()
             hvd.stop_timeline()
-            hvd.barrier()  # a call of a rank that is ahead would be in it
+            hvd.barrier()  # no rank calls allreduce before all have stopped the timeline
             hvd.allreduce(torch.ones(2), name="not seen")
             if hvd.rank() == 0:
                 with open(path, encoding="utf-8") as file:

@@ -12,7 +12,7 @@ from tests.hvd.worlds import EVERY, OURS_3, library, mean_of_ranks, sum_of_ranks
 
 @pytest.fixture
 def fresh(real):
-    """Backward makes unnamed calls, which Horovod matches by a counter: one that other tests have left apart."""
+    """Backward makes unnamed calls, which Horovod matches by a counter, and other tests may have left it unequal."""
     if real.name == "horovod":
         real.leave()
     return real
@@ -76,7 +76,7 @@ def table(backend):
             if found != pytest.approx(expected):
                 wrong[title] = found, expected
         assert not wrong
-        if backend.name != "horovod":  # whose gradient of rows that were not sent lacks them
+        if backend.name != "horovod":  # Horovod's gradient lacks the rows that were not sent
             kept = gradient(lambda x: hvd.alltoall(x, [1] * size)[0], torch.ones(size + 2), me + 1.0)
             assert kept == [*rows, 0, 0]
             assert gradient(hvd.allgather, torch.tensor(1.0), me + 1.0) == mean
@@ -119,7 +119,7 @@ def test_gradients_in_a_process_set(real):
 
 
 def through_a_model(backend):
-    """Autograd goes through a call in the middle; integer results are left out of it."""
+    """Autograd goes through a call in the middle of a model, but not through integer results."""
     with library(backend) as hvd:
         size = hvd.size()
         weight = torch.ones(2, 2, requires_grad=True)

@@ -13,7 +13,7 @@ FAILS = "HorovodInternalError"
 
 
 def identities(backend):
-    """The last rank joins; what the others get for 5, 6, …"""
+    """The last rank joins; return the results of the others, whose inputs are 5, 6, …"""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         if me == size - 1:
@@ -32,7 +32,7 @@ def identities(backend):
             same("sum", reduce(x, "sum", op=hvd.Sum), [total]),
             same("factors", reduce(x, "factors", op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0), [6 * total]),
             same("integers", reduce(x.int(), "ints", op=hvd.Sum), [total]),
-            # Horovod's stand-in is zero whatever the operation.
+            # Horovod contributes zeros to every operation.
             ("min", reduce(x, "min", op=hvd.Min), [0], [5]),
             ("max", reduce(-x, "max", op=hvd.Max), [0], [-5]),
             ("product", reduce(x, "product", op=hvd.Product), [0], [product]),
@@ -65,11 +65,11 @@ def test_joined_ranks_contribute_what_changes_nothing(real):
     assert last == last[:1] * real.size
     assert last[0] < real.size - 1
     if real.name == "horovod":
-        real.leave()  # its unnamed calls hang from now on
+        real.leave()  # Horovod's unnamed calls hang from now on
 
 
 def afterwards(backend):
-    """Several rounds; who was last; unnamed calls after it; the divisor."""
+    """Several rounds of joining: the last rank, unnamed calls afterwards, and the divisor of averages."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.tensor([me + 1.0])
@@ -87,7 +87,7 @@ def afterwards(backend):
         else:
             assert hvd.allreduce(x, op=hvd.Sum).item() == sum_of_ranks(size)
             hvd.join()
-        # Those who were there from the start, or those who are left.
+        # The divisor counts all ranks, or those that have not joined.
         for divide_by, divisor in [("initial", size), ("active", size - 1)]:
             if me == 0:
                 hvd.join(divide_by=divide_by)
@@ -107,7 +107,7 @@ def test_calls_after_join(real):
 
 def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
     """Rank r has 2 + r batches; the others' steps go on with zeros from those that have none."""
-    # On GPUs the host does not look at what has travelled, unless a rank has joined.
+    # On GPUs the host reads the extra scalar only if a rank has joined.
     with library(backend) as hvd, mock.patch("dualtrain.hvd.channel_reducer._are_on_cpu", return_value=on_cpu):
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))
@@ -153,7 +153,7 @@ def test_optimizers_step_while_a_rank_has_joined(real, divide_by, op, passes, on
 
 
 def before_any_step(backend):
-    """A rank without any data: the others' first exchange, in which layouts are compared, finds it joined."""
+    """A rank without data joins before the first exchange of the others, in which layouts are compared."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))

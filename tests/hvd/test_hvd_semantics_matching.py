@@ -142,7 +142,7 @@ def mismatches(backend):
                 f"alltoall {what}": lambda t=t: hvd.alltoall(t, [0] * size, name="m"),
                 f"reducescatter {what}": lambda t=t: hvd.reducescatter(t, name="m", op=hvd.Sum),
             }
-        if backend.name != "horovod":  # where a group of another size waits for the rest of it, for ever
+        if backend.name != "horovod":  # Horovod waits for ever for the rest of a group of another size
             cases["number of tensors"] = lambda: hvd.grouped_allreduce([x] * (2 + first), name="m", op=hvd.Sum)
         wrong = []
         for title, call in cases.items():
@@ -233,7 +233,7 @@ def asymmetric(backend):
             hvd.allgather(x, process_set=alone)
             hvd.barrier(process_set=alone)
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == total
-        # A different kind on one rank, pending while the others go on.
+        # One rank makes a call of a different kind, which stays pending while the others go on.
         handle = hvd.allgather_async(x) if me == 0 else None
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == total
         assert hvd.broadcast(x, 1).tolist() == [2, 2]

@@ -81,7 +81,7 @@ CASES = {
 def train(backend, cases):
     """The weights after a few steps with each set of options.
 
-    Horovod hangs where a group has a parameter that only some ranks use: there, all of them use it.
+    Horovod hangs if only some ranks use a parameter of a group, so with groups all ranks use all parameters.
     """
     with library(backend) as hvd:
         me, found = hvd.rank(), {}
@@ -149,7 +149,7 @@ def test_every_option_on_three_ranks(real):
 
 
 def adversaries(backend):
-    """Two networks that freeze each other by turns; gradients only of those that are not frozen."""
+    """Two networks that train in turns: in each step one is frozen, and only the other gets gradients."""
     with library(backend) as hvd:
         me = hvd.rank()
         torch.manual_seed(0)
@@ -209,7 +209,7 @@ def test_a_parameter_that_is_frozen_later_stays(real):
 
 
 def scaled(backend, overflow):
-    """Mixed precision as Horovod's users must write it, and as others do. Whose gradient is infinite?"""
+    """Mixed precision, as Horovod's documentation has it; the gradient of rank ``overflow`` is infinite in one step."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.ones(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)])

@@ -107,8 +107,10 @@ def rules(backend):
         optimizer.add_param_group({"params": [r], "lr": 1.0})
         ((p.sum() + r.sum()) * (me + 1)).backward()
         optimizer.step()
-        assert r.item() == (-me - 1 if theirs else -mean_of_ranks(size))  # Horovod's ranks part, without an error
-        # A parameter that nobody uses is decayed all the same.
+        assert r.item() == (
+            -me - 1 if theirs else -mean_of_ranks(size)
+        )  # Horovod's ranks get different values, without an error
+        # Weight decay applies to a parameter that no rank uses, too.
         s, t = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
         decay = hvd.DistributedOptimizer(torch.optim.SGD([s, t], 0.1, weight_decay=1.0), [("s", s), ("t", t)])
         s.sum().backward()
@@ -162,14 +164,14 @@ def mixed_precision_trap(backend):
         scaler.scale((p * (float("inf") if hvd.rank() == 0 else 1.0)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        if backend.name != "horovod" or hvd.rank() == 0:  # which has skipped its step
+        if backend.name != "horovod" or hvd.rank() == 0:  # rank 0 of Horovod has skipped its step
             optimizer.synchronize()
         return p[0].item(), scaler.get_scale()
 
 
 @THEIRS
 def test_scaling_losses_without_synchronize_is_horovods_trap(real):
-    assert real(mixed_precision_trap) == [(0, 2), (float("-inf"), 4)]  # weights and loss scales have parted
+    assert real(mixed_precision_trap) == [(0, 2), (float("-inf"), 4)]  # weights and loss scales differ between the ranks
 
 
 def scaled_too_early(backend):
@@ -278,7 +280,7 @@ def line_search(backend):
             single = torch.optim.LBFGS([alone], **options)
 
             def loss_of(x, rank):
-                # Far from convex, and another one on each rank.
+                # Not convex, and different on each rank.
                 values = (x - rank * 2).square() * torch.tensor([1.0, 10.0 + rank, 100.0]) + (4 * x).cos()
                 return values.sum() * (rank + 1)
 
@@ -309,7 +311,7 @@ def test_lbfgs_searches_by_the_loss_of_all_ranks(real):
     first, *others = real(line_search)
     assert others == [first] * len(others)
     if real.name == "horovod":
-        real.leave()  # which refuses the second evaluation, and has gradients under way
+        real.leave()  # Horovod refused the second evaluation while gradients were in flight
 
 
 def only_ours(backend):

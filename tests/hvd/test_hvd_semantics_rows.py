@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.7, 2.8: calls that cut, join or deal rows, and those of several tensors."""
+"""SEMANTICS.md 2.7, 2.8: calls that gather, split or exchange rows, and calls of several tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def deals(backend):
         int32 = torch.tensor(splits, dtype=torch.int32)
         rows = torch.arange(size) + 10 * me
         mine = [10 * r + me for r in range(size)]
-        # The last rank's share is left out; everyone keeps one row of its own.
+        # Nothing is sent to the last rank; every rank keeps one row.
         partial = [1] * (size - 1) + [0]
         some = [10 * r + me for r in range(size)] if me < size - 1 else []
         check(
@@ -171,7 +171,7 @@ def test_sparse_allreduce(real):
 
 
 def in_a_set(backend):
-    """Roots are numbered as in the world, shares as in the set."""
+    """Roots are ranks of the world; rows are split by the ranks in the set."""
     with library(backend) as hvd:
         me = hvd.rank()
         pair = hvd.add_process_set([2, 0])

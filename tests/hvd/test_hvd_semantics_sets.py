@@ -77,7 +77,7 @@ def more_of_sets(backend):
         # Ranks that disagree on a set make none.
         with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="ranks"):
             hvd.add_process_set([me])
-        # A call that not all have made fails when the set goes.
+        # A call that some ranks have not made fails when the set is removed.
         handle = hvd.allreduce_async(x, name="left", process_set=sets[0]) if me == 0 else None
         assert hvd.remove_process_set(sets[0])
         if handle is not None:
@@ -162,7 +162,7 @@ def optimizer_of_a_set(backend):
         (p.sum() * (me + 2)).backward()
         factor.step()
         assert p.tolist() == [-7.0, -7.0]
-        hvd.barrier()  # groups are made by all ranks, of the set or not: none may leave before
+        hvd.barrier()  # all ranks make groups together, so none may leave before
 
 
 @OURS_3

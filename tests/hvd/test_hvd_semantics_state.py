@@ -84,7 +84,7 @@ def sent_objects(backend):
         assert array.tolist() == [0, 2, 4]
         mine = argparse.Namespace(rank=me, text="x" * me)
         assert hvd.allgather_object(mine, name="all") == [argparse.Namespace(rank=r, text="x" * r) for r in range(size)]
-        # Refused on one rank is refused on all: none waits for the others, and the next call is as good as ever.
+        # An object that one rank cannot send is an error on all ranks: none is left waiting, and later calls work.
         code, optimizer = OfTheUser() if me == 1 else 1, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
         optimizer.param_groups[0]["own"] = code
         check(
@@ -159,7 +159,7 @@ def test_states_of_fresh_optimizers(real):
     if real.name == "torch":
         assert first == second == dict.fromkeys(("SGD", "AdamW", "SGD stateless"), (1, 0.1))
         return
-    # Horovod steps, each rank with its own learning rate: weights move, and part.
+    # Horovod steps, each rank with its own learning rate: the weights change, and differ.
     assert first["SGD"][0] == pytest.approx(0.99)
     assert second["SGD"][0] == pytest.approx(0.98)
     assert second["AdamW"] == pytest.approx((0.98, 0.1))

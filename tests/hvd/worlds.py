@@ -29,7 +29,9 @@ THEIRS = worlds(("horovod", 2))
 
 def ours() -> Any:
     """``dualtrain.hvd`` on torch, whatever world this process was in before."""
-    with mock.patch.dict(os.environ, {"DUALTRAIN_BACKEND": "torch"}):  # its import says where the process is: undone
+    with mock.patch.dict(
+        os.environ, {"DUALTRAIN_BACKEND": "torch"}
+    ):  # the import sets HOROVOD_RANK and the like: undo that
         return importlib.import_module("dualtrain.hvd")
 
 
@@ -56,7 +58,7 @@ def is_horovod(hvd: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Tensors as lists, so that they can be compared and sent home."""
+    """Tensors as lists, so that they can be compared, and returned by the pool."""
     if isinstance(value, torch.Tensor):
         return value.detach().tolist()
     return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value
@@ -71,7 +73,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def check(hvd: Any, *rows: tuple[str, Callable[[], Any], Any, Any]) -> None:
-    """Each row: a title, a call, what comes of it on Horovod, what comes of it on ours."""
+    """Check rows: a title, a call, its outcome with Horovod, its outcome with ours."""
     wrong = []
     for title, call, theirs, our in rows:
         found, wanted = outcome(call), theirs if is_horovod(hvd) else our

@@ -94,10 +94,10 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
         yield cluster
 
 
-def on_one_host(folder: Path, ranks: int) -> Path:
+def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
     """Run the same job on one host with the native transport, which sums as between hosts; return the run's folder."""
     require_hosts()
-    flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder)]
+    flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder), *more]
     end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)])
     assert end.returncode == 0, end.stderr
     return folder
@@ -109,25 +109,29 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return on_one_host(tmp_path_factory.mktemp("alone") / "run", 2)
 
 
-@pytest.fixture(scope="module")
-def four_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of four ranks."""
-    return on_one_host(tmp_path_factory.mktemp("four") / "run", 4)
+#: On four ranks, three have two partial sums each.
+VIRTUAL = ("--virtual-ranks", "13")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "backend", "interface"),
-    [("mpirun", "torch", "eth0"), ("horovodrun", "torch", "eth0")],
+    ("launcher", "backend", "interface", "ranks", "more", "transport"),
+    [
+        ("mpirun", "torch", "eth0", 1, (*VIRTUAL, "--transport", "shm"), "shm+gloo"),
+        ("horovodrun", "torch", "eth0", 4, (), "gloo"),
+    ],
+    ids=["virtual ranks", "plain"],
 )
-def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, cluster, four_alone, tmp_path):
-    # Two ranks on each host: sums inside a host and between hosts.
+def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, ranks, more, transport, cluster, tmp_path):
+    # Two ranks on each host: sums inside a host and between hosts. With virtual ranks one host has one rank.
+    alone = on_one_host(tmp_path / "alone", ranks, *more[:2])
     folder = tmp_path / "run"
-    flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder)]
+    flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder), *more]
     job = Job(cluster, tmp_path, launcher, *flags, IFACE=interface, NPROC="2")
     job.until(lambda: job.ended() or job.ranks() == {"hosta": {0, 1}, "hostb": {2, 3}}, START_SECONDS)
     assert job.statuses() == [0], job.output()
-    assert summary(folder)["world_size"] == 4
-    assert summary(folder)["weights_sha256"] == summary(four_alone)["weights_sha256"]
+    assert (summary(folder)["world_size"], summary(folder)["transport"]) == (4, transport)
+    for name in ("weights_sha256", "val_loss", "val_accuracy", "train_loss")[: 4 if more else 1]:
+        assert summary(folder)[name] == summary(alone)[name]
 
 
 @pytest.mark.parametrize("own", ["127.0.1.1"])  # what Debian's installer writes

@@ -9,28 +9,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import require_horovod
-from tests.launch.jobs import ENV, horovodrun, processes, rank_of, run, summary, torchrun
+from tests.launch.jobs import ENV, horovodrun, processes, rank_of, summary, torchrun
 from tests.pool import ROOT
-
-DEFAULT_JOBS = {
-    "horovodrun": lambda *a: horovodrun(4, *a),
-    "torchrun": lambda *a: torchrun(4, "--backend", "torch", *a),
-}
-
-
-@pytest.mark.parametrize("job", DEFAULT_JOBS)
-def test_the_default_job_on_four_ranks(job, folder):
-    end = run(DEFAULT_JOBS[job]("--run-dir", str(folder)))
-    assert end.returncode == 0, end.stderr
-    result = summary(folder)
-    assert result["val_accuracy"] >= 0.97
-    assert result["world_size"] == 4
-    assert end.stdout.count("epoch 1/") == 1  # only rank 0 prints
-
 
 #: Each launcher with the rank to kill; tests/commands/ tests other combinations without a launcher.
 LONG_JOBS = {
@@ -66,21 +51,32 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
     assert f"stopping, since rank {victim} died" in log.read_text()
 
 
+def script(folder: Path, name: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a copy of a launch script with an empty set-up: the real one would install this tree into the environment."""
+    (folder / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / name, folder / "launch")
+    (folder / "launch" / "setup.sh").write_text('echo "with $DUALTRAIN_WITH"\n')
+    env = {**ENV, "PYTHONPATH": str(ROOT), "RUNS": str(folder / "runs"), "DUALTRAIN_VENV": sys.prefix, **variables}
+    command = ["bash", str(folder / "launch" / name), *flags]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+
+
 def test_the_demo_ends_with_a_table(tmp_path):
     require_horovod()
-    # A copy whose set-up does nothing: the real one would install this tree into the environment of the tests.
-    (tmp_path / "launch").mkdir()
-    shutil.copy(ROOT / "launch" / "demo.sh", tmp_path / "launch")
-    (tmp_path / "launch" / "setup.sh").write_text('echo "with $DUALTRAIN_WITH"\n')
-    env = {**ENV, "PYTHONPATH": str(ROOT), "RUNS": str(tmp_path / "demo"), "DUALTRAIN_VENV": sys.prefix}
-    end = subprocess.run(
-        ["bash", str(tmp_path / "launch" / "demo.sh"), "--epochs", "1"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    end = script(tmp_path, "demo.sh", "--epochs", "1")
     assert end.returncode == 0, end.stderr
     assert end.stdout.splitlines()[0] == "with tree"
     assert end.stdout.splitlines()[-1].startswith("same weights: yes")
-    assert {"horovod", "torch"} == {path.name for path in (tmp_path / "demo").iterdir()}
+    assert {"horovod", "torch"} == {path.name for path in (tmp_path / "runs").iterdir()}
+
+
+def test_the_default_job_has_one_result_on_four_ranks_and_on_one(tmp_path):
+    require_horovod()
+    end = script(tmp_path, "one_result.sh", "--epochs", "12", RANKS="4", WAYS="torchrun-native horovodrun-gloo")
+    assert end.returncode == 0, end.stdout + end.stderr
+    assert end.stdout.splitlines()[-1] == "3 runs, 1 hash"
+    for name, launcher in (("torchrun-native-4", "torchrun"), ("horovodrun-gloo-4", "horovodrun --gloo")):
+        result = summary(tmp_path / "runs" / name)
+        assert (result["world_size"], result["launcher"]) == (4, launcher)
+        assert result["val_accuracy"] >= 0.97
+        assert (tmp_path / "runs" / f"{name}.log").read_text().count("epoch 1/") == 1  # only rank 0 prints

@@ -41,7 +41,7 @@ def train(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
 
 
 def best_of(folder: Path) -> tuple[int | None, int | None]:
-    """The steps that the files of the best evaluation are of."""
+    """Steps of the two files of the best evaluation."""
     return checkpoint.step_in(folder / "checkpoints" / checkpoint.BEST), step_of(folder / "model-best.safetensors")
 
 
@@ -366,7 +366,7 @@ def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_pat
     flags = ["--dataset", "imagefolder", "--data-dir", str(images), "--image-size", "8", "--batch-size", "2", "--workers"]
     flags += ["1", "--model", "convnet", "--lr", "0.01", "--epochs", "2"]
     step = loop.Run._step
-    for first, last in ((2, 3), (3, 2), (2, 2)):  # the steps that the helper processes and this one get SIGTERM before
+    for first, last in ((2, 3), (3, 2), (2, 2)):  # the steps before which the helper processes, and this one, get SIGTERM
 
         def signalled(run: loop.Run, first: int = first, last: int = last) -> list[float]:
             if run.cursor.step + 1 == first:

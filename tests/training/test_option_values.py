@@ -1,4 +1,4 @@
-"""Values of ``--optimizer-options``: those that YAML read before, all the same; and how a text is refused."""
+"""Values of ``--optimizer-options``: which texts mean what they meant when PyYAML read them, and which are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAME = [
     *(".inf", ".Inf", "-.INF", "+.inf", ".nan", ".NaN", "0:0", "0.9:0.999", "1e-6:50", "0.5:1.2", "0.9:0.95:0.999"),
     *("original", "match_rms_adamw", '"original"', "'original'", '"0.5"', "'0.5'", "a b", "x=y", "'", "5x"),
 ]
-#: What YAML 1.1 read, and what is read now.
+#: Text: (what PyYAML read, what is read now).
 OTHERWISE = {
     "1:30": (90, (1.0, 30.0)),  # a number to the base of 60
     "010": (8, 10.0),  # octal

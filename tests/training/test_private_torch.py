@@ -1,4 +1,4 @@
-"""Private parts of torch that the trainer and the bench use: a version without one of them is named here."""
+"""Private parts of torch that the trainer and the bench use: the failure names what a version lacks."""
 
 from __future__ import annotations
 

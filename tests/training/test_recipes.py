@@ -77,7 +77,7 @@ def flags(case: str, places: dict[str, str], run: Path) -> list[str]:
 
 
 def train(backend, arguments: list[str], stop_after: int | None = None, by: int = signal.SIGTERM) -> dict[str, Any] | str:
-    """The summary, or what a run says that a signal on the last rank ended after some steps."""
+    """Train; return the summary, or the error of a run that a signal on the last rank has ended."""
     step = loop.Run._step
 
     def step_and_stop(run: loop.Run) -> list[float]:
@@ -132,7 +132,7 @@ def test_the_frozen_resnet_trains_its_head_alone(tmp_path, monkeypatch):
 
 
 def test_ranks_are_interrupted_together_and_go_on_to_the_same_bits(processes, places, tmp_path):
-    # BatchNorm and dropout: what each rank has of its own must come back to it.
+    # BatchNorm and dropout: each rank must get its own statistics and random state back.
     whole = processes(train, flags("dropout", places, tmp_path / "whole"))[0]
     part = flags("dropout", places, tmp_path / "part")
     said = processes(train, part, 3)

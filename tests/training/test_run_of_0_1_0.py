@@ -41,7 +41,7 @@ def test_it_is_resumed_and_ends_as_it_did(tmp_path):
         assert summary[name] == pytest.approx(old[name], abs=1e-4)
     lines, kept = ((path / "metrics.jsonl").read_text().splitlines() for path in (folder, OLD))
     assert [json.loads(line)["step"] for line in lines] == [json.loads(line)["step"] for line in kept]
-    assert lines[0] == kept[0]  # of before step 6, as it was
+    assert lines[0] == kept[0]  # the line before step 6 is not written again
     (newest, *_) = checkpoint.found(folder / "checkpoints")
     first = checkpoint.load(OLD / "checkpoints" / "step-00000006.safetensors")
     assert checkpoint.load(newest)["cursor"].keys() == first["cursor"].keys()

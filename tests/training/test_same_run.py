@@ -1,4 +1,4 @@
-"""Ranks that were started for different runs: refused on all of them before the first step, and named."""
+"""Ranks that were started with different settings or data: all refuse before the first step, and name them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def alike(answers: list[Any]) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
-    """Another value of the setting; where it may be ``None``, one that is not."""
+    """Another value of the setting; not ``None``."""
     kind = SETTINGS[name].kind
     if kind is bool:
         return not value
@@ -201,7 +201,7 @@ class Pairs:
 
 
 def drawn() -> float:
-    """Out of the generators of the process, which threads have in common."""
+    """Draw from the global generators, which threads share."""
     return torch.rand(()).item() + random.random() + numpy.random.rand()
 
 
@@ -220,7 +220,7 @@ class Streamed(Source):
 
 
 class Duck:
-    """As much of a source as a run needs, without its class."""
+    """A source with only what a run needs, not a subclass of Source."""
 
     __len__, stream, close = Streamed.__len__, Streamed.stream, Source.close
     offset = 0
@@ -299,7 +299,7 @@ def test_a_file_that_is_no_file_is_not_waited_for(tmp_path):
 
 
 def own_generators(backend) -> str:
-    # Not the same draws on two ranks, and not twice the same.
+    # Other draws on each rank, and at each reading.
     return message(same_run.compare_task, wrap(Pairs(random.Random(backend.rank).random), Pairs()), backend)
 
 

@@ -1,4 +1,4 @@
-"""Trainers that are given something else on one rank: refused on all, and named; the same in other words is not."""
+"""Trainers with other arguments on one rank: all ranks refuse and name them. Equal arguments in another form pass."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def groups(model: nn.Sequential, decay: float, *, swapped: bool = False) -> SGD:
 
 
 def stepped(optimizer: torch.optim.Optimizer, value: float) -> torch.optim.Optimizer:
-    """With a state, as after a checkpoint was loaded."""
+    """An optimizer with a state, as after loading a checkpoint."""
     for parameter in optimizer.param_groups[0]["params"]:
         optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, value)
     return optimizer
@@ -242,7 +242,7 @@ def make(backend, arguments: dict[str, Any]) -> str:
 
 
 def make_equal(backend) -> list[str]:
-    """In processes of their own, with other addresses and another order of sets."""
+    """Run in processes of their own, which have other addresses and another order of sets."""
     known = capturing(0.1, names={"one", "two", "three"}, other=dict.fromkeys({"four", "five", "six"}))
     cases = [case for case, part in CASES.values() if not part]
     cases += [

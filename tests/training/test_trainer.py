@@ -1,4 +1,4 @@
-"""The trainer against what one process, or torch itself, does; as a library, with a user's own model and loader."""
+"""``Trainer`` compared with one process and with torch; and used as a library, with a user's own model and loader."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def part_of(backend, tensors, uneven: bool = True):
 def steps_of(
     model: nn.Module, optimizer, steps: int, change=lambda model: None, loss=functional.cross_entropy
 ) -> nn.Module:
-    """What one process does with all samples at once."""
+    """Weights of one process that takes all samples at once."""
     inputs, targets = data()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -187,7 +187,7 @@ def own_loader(backend, folder: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = lr_scheduler.StepLR(optimizer, 2)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, schedule=schedule)
-    # The ranks have 17 and 3 samples, or so: some run out of batches before the others.
+    # The ranks have about 17 and 3 samples: some run out of batches before others.
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
     history = trainer.fit(loader, epochs=2)
     trainer.save(f"{folder}/state.safetensors")
@@ -240,7 +240,7 @@ def test_a_loss_of_torchs_means_what_torch_means(loss, shape):
 
 
 class Margin:
-    """An objective of no class of ours: the mean over the samples that count, and the sums."""
+    """An objective that is none of our classes: it returns the mean over the counted samples, and the sums."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counts = targets != 0
@@ -319,7 +319,7 @@ def bad_loss(backend) -> str:
     return str(stop.value)
 
 
-def test_a_loss_that_is_not_finite_is_laid_at_its_ranks_door(typical):
+def test_a_loss_that_is_not_finite_is_attributed_to_its_rank(typical):
     messages = typical(bad_loss)
     assert set(messages) == {"the loss became infinite or not a number on rank 0"}
 
@@ -464,7 +464,7 @@ def trains_compiled_as_plain(tmp_path):
 
 
 def in_segments(backend, reentrant):
-    """All that is trained lies inside of checkpointed segments."""
+    """All trained layers are inside of checkpointed segments."""
     layers = [seeded(nn.Linear(6, 6), number) for number in range(4)]
 
     def forward(x):
@@ -491,7 +491,7 @@ def test_reentrant_checkpointing_changes_neither_counts_nor_weights():
 
 
 def refuses_what_cannot_be_compiled():
-    """An error of the compiler is refused in one line; one of the model's own stays what it is."""
+    """An error of the compiler becomes one line; an error of the model itself passes through."""
 
     def failing(graph, inputs):
         raise RuntimeError("no C++ compiler\nand more")

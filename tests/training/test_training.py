@@ -28,7 +28,7 @@ SUMMARY_KEYS = {
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that other tests are busy on, two threads for a tiny batch mostly wait for each other."""
+    """Use one thread: on a busy machine, two threads of a tiny batch mostly wait for each other."""
     monkeypatch.setattr(loop, "threads", lambda backend: 1)
 
 
@@ -69,7 +69,9 @@ def test_every_rank_gives_the_same_summary(processes, tmp_path):
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("batch", ["60", "50"])  # dealt evenly to no world and to some: the last batch is short too
+@pytest.mark.parametrize(
+    "batch", ["60", "50"]
+)  # 60 can be split evenly over ranks and 50 cannot always; the last batch of an epoch is short
 def test_the_world_size_does_not_change_the_training(processes, tmp_path, batch):
     flags = ("--max-steps", "40", "--global-batch-size", batch)
     alone = train_alone(*flags, "--run-dir", str(tmp_path / "alone"))
@@ -147,7 +149,9 @@ def test_an_earlier_checkpoint_may_be_gone_on_from(tmp_path):
     again = train_alone("--max-steps", "6", "--resume", str(earlier), "--run-dir", str(tmp_path))
     assert again["weights_sha256"] == first["weights_sha256"]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert [name for name in names if name.endswith(".aside")]  # the other course is kept, and not gone on from
+    assert [
+        name for name in names if name.endswith(".aside")
+    ]  # checkpoints of the earlier attempt are kept, and never resumed
     assert names[-1].startswith("step-00000006")
     with pytest.raises(UserError, match="holds another run"):
         train_alone("--max-steps", "6", "--resume", str(earlier), "--run-dir", str(train_into(tmp_path / "other")))
@@ -178,7 +182,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         train_alone("--run-dir", str(tmp_path / "file" / "run"))
 
 
-def test_runs_without_a_folder_do_not_meet(tmp_path, monkeypatch):
+def test_runs_without_a_run_dir_get_a_folder_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         train_alone("--max-steps", "1")
@@ -266,4 +270,4 @@ def test_runs_are_compared(tmp_path, capsys):
     assert "summary.json" in capsys.readouterr().err
     assert compare([]) == 2
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert len({len(line.split()) for line in table([summary]).splitlines()[2:3]}) == 1
+    assert len({len(line.split()) for line in table([("a", summary)]).splitlines()[2:3]}) == 1

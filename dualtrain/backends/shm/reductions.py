@@ -123,7 +123,7 @@ class SharedMemory:
             work = _Reduction(self, flat, region, op, name, factor, tail, tree)
             if self._failure is not None:
                 self._raise_failure(work.what)
-            # Posts are in the order of the operations: don't post behind one that has posts of its own left.
+            # Posts must be in the order of the operations: wait while an earlier one has not made all of its posts.
             if region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending)):
                 self.post_ready(work)
             self._pending.append(work)
@@ -158,7 +158,7 @@ class SharedMemory:
                 self._raise_failure(until.what)
 
     def finish(self) -> None:
-        """Block until all operations have ended: while this rank waits for the library, it does not progress them."""
+        """Block until all operations have ended. Call it before a wait for the library, which does not progress them."""
         with self._lock:
             if self._pending:
                 self.advance(self._pending[-1])

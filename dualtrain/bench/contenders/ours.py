@@ -24,7 +24,7 @@ class Ours(Contender):
 
     def __init__(self, option: str, device: torch.device) -> None:
         name, _, transport = option.partition("/")
-        self.backend = _connect(name, transport, device)
+        self.backend = connected(name, transport, device)
         self.rank, self.size, self.device = self.backend.rank, self.backend.size, self.backend.device
 
     def train(self, task: Task) -> torch.nn.Module:
@@ -126,7 +126,12 @@ def _by_trainer(backend: Backend) -> Callable[[Tensors], object]:
     return lambda batch: trainer.step([batch], backend.size)
 
 
-def _connect(name: str, transport: str, device: torch.device) -> Backend:
+def connected(name: str, transport: str, device: torch.device) -> Backend:
+    """Connect to the other ranks. Collective.
+
+    Raises:
+        UserError: they cannot share memory, which ``transport`` asks for.
+    """
     backend = dualtrain.connect(name, device=device, groups=False, transport=transport)
     if device.type == "cpu":
         dualtrain.keep_freed_memory()

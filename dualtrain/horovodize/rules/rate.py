@@ -16,8 +16,8 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
     for value in _rates(source):
         if sizes.grows(value):
             message = (
-                "the learning rate is multiplied by the number of ranks, here as on Horovod; this fits averaged gradients "
-                "of a batch as many times as large, with a warm-up; another number of ranks gives a different training"
+                "the learning rate is multiplied by the number of ranks, here as on Horovod; that suits averaged gradients "
+                "with a warm-up, but the training then depends on the number of ranks"
             )
             yield Finding(value.lineno, "trap", message)
 

@@ -1,4 +1,4 @@
-"""``hvd.elastic``: training that survives a failed collective and a change of hosts, as far as the processes do.
+"""``hvd.elastic``: training that survives a failed collective or a change of hosts in processes that go on.
 
 torchrun restarts all workers when one fails, and what is committed here is in their memory: write checkpoints too.
 """
@@ -34,7 +34,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     stays as it is. Both times Horovod is shut down and initialised again, the state's reset callbacks run, and it
     starts over. Any other exception goes through.
 
-    ``train`` starts with no collective of its own: ranks that start over would sync meanwhile.
+    ``train`` must not begin with a collective: ranks that start over may still be syncing.
     """
     return run_fn(func, _reset)
 

@@ -192,7 +192,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[...,
     """Wrap ``func(state, ...)`` so that it goes on after failed collectives and changes of hosts.
 
     Args:
-        func: trains from where its first argument, the :class:`State`, is. Starts with no collective of its own.
+        func: trains from where its first argument, the :class:`State`, is. It must not begin with a collective.
         reset: leaves the world and joins the new one.
     """
 

@@ -1,4 +1,4 @@
-"""Which samples a rank still has to see in this epoch, also when the world changes in the middle of it."""
+"""Sampler that goes on within an epoch after the world has changed: no sample is processed again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dualtrain.hvd.mpi_ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Deals out the samples of an epoch that no rank has processed yet, in Horovod's order.
+    """Splits the samples of an epoch that no rank has processed yet among the ranks, in Horovod's order.
 
     After each batch: ``record_batch``. At the **end** of each epoch: ``set_epoch`` with the next one's number. Kept in
-    a :class:`TorchState`, it deals the rest of the epoch out again whenever the world is joined anew.
+    a :class:`TorchState`, it splits the rest of the epoch again whenever the world is joined anew.
 
-    Every rank gets equally many: where the samples do not suffice, the first of them are dealt twice.
+    Every rank gets equally many: where the samples do not suffice, the first of them are used twice.
 
     Args:
         dataset: anything with a constant length.
@@ -34,7 +34,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.epoch = 0
         #: How many samples all ranks together have processed in this epoch.
         self.processed_num = 0
-        #: What this rank went through when it was iterated last.
+        #: This rank's samples in the last iteration.
         self.indices: list[int] = []
         self.reset()
 
@@ -49,7 +49,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that every rank has processed ``batch_size`` samples, which the next :meth:`reset` leaves out."""
-        # As Horovod counts: with a short last batch, or samples that were dealt twice, more than there are.
+        # As in Horovod: after a short last batch, or with samples used twice, this exceeds the number of samples.
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:

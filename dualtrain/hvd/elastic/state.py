@@ -25,7 +25,7 @@ from dualtrain.state import load_optimizer_state
 
 
 class StateHandler:
-    """How one object of a :class:`TorchState` is saved, restored and synced: what a handler of one's own overrides."""
+    """Base class of handlers, which save, restore and sync one object of a :class:`TorchState`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -53,7 +53,7 @@ class StateHandler:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Whatever hands out its state and takes it back, as learning-rate schedulers and gradient scalers do."""
+    """Object with a ``state_dict``, such as a learning-rate scheduler or a gradient scaler."""
 
     def state_dict(self) -> Any:
         """Return the state."""
@@ -112,12 +112,12 @@ class OptimizerStateHandler(StateDictHandler):
 
 
 class SamplerStateHandler(StateDictHandler):
-    """What is left of the epoch."""
+    """The rest of the epoch, in an elastic sampler."""
 
     _saved_sampler_state = property(lambda self: self._saved)
 
     def reset(self) -> None:
-        """Split it among the new ranks, who are not synced if hosts were only removed."""
+        """Split it among the new ranks, which are not synced if hosts were only removed."""
         self.value.reset()
 
 
@@ -206,7 +206,7 @@ class TorchState(ObjectState):
         if name in vars(self).get("_handlers", {}):
             self._handlers[name].set_value(value)
         elif name in vars(self).get("_saved_state", {}) and (handler := _get_handler(value)):
-            # Copied like a plain object, a model would come back as another one than the optimizer's.
+            # Not as a plain object: a copy of the model would be restored, whose parameters the optimizer does not have.
             self._handlers[name] = handler
             del self._saved_state[name]
         super().__setattr__(name, value)

@@ -17,7 +17,7 @@ SIZE = 224
 MARGIN = 256 / 224  # side of the resized image over side of the centre crop, in evaluation
 
 
-def load_files(folder: str | None, options: Options) -> Task:
+def load_image_folder(folder: str | None, options: Options) -> Task:
     """Load the images below ``folder``; worker processes read them.
 
     Raises:

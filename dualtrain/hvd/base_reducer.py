@@ -33,7 +33,7 @@ def as_horovod_errors() -> Iterator[None]:
 
 
 def _failure(error: BackendError) -> HorovodInternalError:
-    """Return ``error`` as Horovod's, with the reason if the world has ended: the ranks that knew it closed first."""
+    """Return ``error`` as Horovod's, with the reason if the world has ended: it may arrive a little later."""
     engine, deadline = basics.engine(), time.monotonic() + _REASON_SECONDS
     while engine.down is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -67,6 +67,11 @@ class HorovodReducer(ABC):
         self._generation = 0
 
     @property
+    def set_id(self) -> int:
+        """The number of the process set; 0 is the world."""
+        return self.process_set.process_set_id or 0
+
+    @property
     @abstractmethod
     def refusals(self) -> Refusals:
         """The checks before an exchange."""
@@ -89,7 +94,7 @@ class HorovodReducer(ABC):
 
     @abstractmethod
     def renew(self) -> None:
-        """Let ``reduce`` start from ``param.grad`` next."""
+        """Make the next ``reduce`` read ``param.grad`` again."""
 
     @abstractmethod
     def reduce(self) -> None:
@@ -100,7 +105,7 @@ class HorovodReducer(ABC):
         """
 
     def rest(self) -> None:
-        """Allow as many passes as before: the gradients are synchronized."""
+        """Count backward passes from zero again: the gradients are synchronized."""
         if not self.dirty:
             return  # no backward since the last time
         self.dirty, self.ready = False, 0
@@ -117,11 +122,11 @@ class HorovodReducer(ABC):
         self.hooks.add(self, named_parameters)
         self.layout_changed()
 
-    def add_thawed(self) -> None:
+    def add_unfrozen(self) -> None:
         """Add the parameters that were frozen and are not any more."""
-        thawed = self.hooks.take_thawed()
-        if thawed:
-            self.add(thawed)
+        unfrozen = self.hooks.take_unfrozen()
+        if unfrozen:
+            self.add(unfrozen)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to go on once ``optimizer`` has parameters that were not added here."""

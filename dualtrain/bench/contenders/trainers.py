@@ -1,0 +1,44 @@
+"""dualtrain's ``Trainer``, with virtual ranks and without: what one result on any number of ranks costs."""
+
+from __future__ import annotations
+
+import torch
+
+import dualtrain
+from dualtrain.bench.contenders import Contender
+from dualtrain.bench.contenders.ours import connected
+from dualtrain.bench.workloads import Task
+
+
+class OfTrainer(Contender):
+    """A step of the trainer: ``parts`` batches on each rank, as backward passes of one part, or as virtual ranks.
+
+    Args:
+        option: "backend/transport", then "/virtual" or "/", then "/" and the number of batches if it is not 1.
+        device: of the rank.
+    """
+
+    def __init__(self, option: str, device: torch.device) -> None:
+        name, transport, virtual, parts, *_ = [*option.split("/"), "", ""]
+        self.parts = int(parts or 1)
+        self.backend = connected(name, transport, device)
+        self.rank, self.size, self.device = self.backend.rank, self.backend.size, self.backend.device
+        self.virtual_ranks = self.parts * self.size if virtual else None
+
+    def train(self, task: Task) -> torch.nn.Module:
+        """See the base class."""
+        model = task.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
+        trainer = dualtrain.Trainer(model, optimizer, backend=self.backend, virtual_ranks=self.virtual_ranks)
+        for inputs, targets in task.batches(self.rank):
+            trainer.step([(inputs, targets)] * self.parts, self.parts * self.size * len(targets))
+        return model
+
+    def close(self) -> None:
+        """See the base class."""
+        self.backend.close()
+
+
+def start(option: str, device: torch.device) -> Contender:
+    """See the package."""
+    return OfTrainer(option, device)

@@ -1,0 +1,229 @@
+"""The same bits of a training on any number of ranks, over every backend and transport."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dualtrain import Trainer, connect, weights_sha256
+from tests.hvd.worlds import worlds
+from tests.models_for_tests import conv_net, images, seeded, vectors
+from tests.threads import run_threads
+from tests.training.virtual import CASES, evaluate, step, trained, trainer_of
+
+ALL = tuple(CASES)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The hashes of the trainings on one rank."""
+    with connect("local") as backend:
+        return trained(backend, ALL)
+
+
+@worlds(("torch", 2), ("torch", 3), ("torch", 4), ("horovod", 2), ("horovod", 3), ("horovod", 4), ("shm", 2), ("shm", 3))
+def test_one_result_in_every_world(real, alone):
+    for found in real(trained, ALL):
+        assert found == alone
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_one_result_on_any_number_of_threads(size, alone):
+    names = ("branches", "narrow", "double")  # without random numbers: threads share the generators
+    for found in run_threads(size, trained, names):
+        assert found == {name: alone[name] for name in names}
+
+
+# -- against torch ----------------------------------------------------------------------------------------------------
+
+
+def as_ddp(backend):
+    """Return the hashes of the weights of raw DDP, and of two virtual ranks."""
+    hashes = []
+    for ddp in (True, False):
+        model = conv_net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
+        if ddp:
+            backend.make_default_group()
+            replica = DistributedDataParallel(model)
+        else:
+            trainer = Trainer(model, optimizer, backend=backend, virtual_ranks=2)
+        for number in range(10):
+            inputs, targets = images(2 * number + backend.rank)
+            if ddp:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(replica(inputs), targets).backward()
+                optimizer.step()
+            else:
+                trainer.step([(inputs, targets)], 2.0 * len(targets))
+        if ddp:
+            torch.distributed.destroy_process_group()
+        hashes.append(weights_sha256(model))
+    return hashes
+
+
+@worlds(("torch", 2))
+def test_two_virtual_ranks_have_the_bits_of_raw_ddp(real):
+    assert len({each for hashes in real(as_ddp) for each in hashes}) == 1
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def drawn():
+    """Return what the program draws from each global generator."""
+    return torch.rand(()).item(), float(numpy.random.random()), random.random()
+
+
+def draws(backend):
+    """Return what forward draws, by step and shard, and what the program draws between the steps."""
+    case, found, between = CASES["drawing"], {}, []
+    trainer = trainer_of(backend, case)
+    seen = []
+    trainer.model.register_forward_hook(lambda model, *_: seen.append(tuple(model.drawn.tolist())))
+    for number in range(3):
+        seen.clear()
+        step(trainer, case, 0)
+        found.update({(number, shard): mine for shard, mine in zip(trainer.shards, seen, strict=True)})
+        between.append(drawn())
+        evaluate(trainer, case)
+        between.append(drawn())
+    trainer.close()
+    return found, between
+
+
+@pytest.fixture(scope="module")
+def draws_alone():
+    with connect("local") as backend:
+        return draws(backend)
+
+
+@worlds(("torch", 2), ("horovod", 3), ("shm", 3), ("torch", 4))
+def test_random_numbers_are_those_of_the_step_and_the_shard(real, draws_alone):
+    found, between = draws_alone
+    together = real(draws)
+    assert {key: value for mine, _ in together for key, value in mine.items()} == found
+    for each in range(3):  # torch, numpy, Python
+        assert len({value[each] for value in found.values()}) == 9
+        assert len({value[each] for value in between}) == 6
+    assert [mine for _, mine in together] == [between] * real.size
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------------
+
+
+class Buffers(nn.Module):
+    """A linear layer whose forward calls ``change(self, inputs)``."""
+
+    def __init__(self, change, **buffers):
+        super().__init__()
+        self.linear, self.change = seeded(nn.Linear(4, 3)), change
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x):
+        if self.training:
+            self.change(self, x)
+        return self.linear(x)
+
+
+def vector_batch(samples=12):
+    return vectors(7, samples), torch.arange(samples) % 3
+
+
+def trainer_with(model, backend, shards=3):
+    return Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, virtual_ranks=shards)
+
+
+def changed_buffers(backend):
+    """Return the buffers after three steps: constant ones, a mean, a count, and a flag."""
+
+    def change(model, x):
+        model.mean = 0.5 * model.mean + x.mean(0)  # replaced, not changed in place
+        model.count += 1
+        model.ready.fill_(True)
+
+    constant = torch.linspace(0.1, 1.7, 999)
+    zeros = {"mean": torch.zeros(4), "count": torch.tensor(0), "ready": torch.tensor(False)}
+    model = Buffers(change, constant=constant.clone(), table=torch.arange(5), empty=torch.zeros(0), **zeros)
+    trainer = trainer_with(model, backend)
+    for _ in range(3):
+        trainer.step(trainer.split(vector_batch()), 12.0)
+    assert torch.equal(model.constant, constant)
+    assert torch.equal(model.table, torch.arange(5))
+    assert model.count == 3
+    assert model.ready
+    trainer.close()
+    return model.mean.tolist()
+
+
+def test_buffers_are_averaged_counted_or_kept():
+    x = vector_batch()[0]
+    mean = torch.zeros(4)
+    for _ in range(3):
+        mean = 0.5 * mean + torch.stack([part.mean(0) for part in x.tensor_split(3)]).mean(0)
+    for size in (1, 2, 3, 4):
+        for found in run_threads(size, changed_buffers):
+            torch.testing.assert_close(torch.tensor(found), mean)
+
+
+def refused_buffer(backend, name, message):
+    def change(model, x):
+        if name == "table":
+            model.table[1] += 1
+        elif name == "samples":
+            model.samples += len(x)
+        elif name == "largest":
+            model.largest += int(x[0, 0] > x.new_tensor(0.0)) + 1
+        elif name == "wave":
+            model.wave += 1
+        elif name == "cache":
+            model.cache = torch.zeros(len(x) + 9)
+
+    tensors = {"table": torch.arange(3), "samples": torch.tensor(0), "largest": torch.tensor(0)}
+    tensors |= {"wave": torch.zeros(1, dtype=torch.complex64), "cache": torch.zeros(2)}
+    model = Buffers(change, **{name: tensors[name]})
+    trainer = trainer_with(model, backend)
+    inputs, targets = vector_batch(10)  # shards of 4, 3 and 3
+    with pytest.raises(ValueError, match=message):
+        trainer.step(trainer.split((inputs, targets)), 10.0)
+    assert torch.equal(getattr(model, name), tensors[name])
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("table", r"buffer 'table' \(torch.int64\) changes in forward, and has no mean over virtual ranks"),
+        ("wave", r"buffer 'wave' \(torch.complex64\) changes in forward"),
+        ("samples", "buffer 'samples' was changed in forward by other amounts in some shards than in shard 0"),
+        ("largest", "buffer 'largest' was changed in forward by other amounts"),
+        ("cache", "buffer 'cache' changes its shape in forward"),
+    ],
+)
+def test_buffers_without_a_common_value_are_refused_by_name(name, message):
+    with connect("local") as backend:
+        refused_buffer(backend, name, message)
+
+
+def counted_evaluations(backend):
+    model = Buffers(lambda model, x: None, calls=torch.zeros(1))
+
+    def count(model, _):  # in evaluation too
+        model.calls.add_(1)
+
+    model.register_forward_pre_hook(count)
+    trainer = trainer_with(model, backend)
+    trainer.evaluate([[vector_batch(2)] for _ in trainer.shards])
+    trainer.close()
+    return model.calls.item()
+
+
+def test_evaluation_leaves_buffers_alone():
+    for size in (1, 2, 4):
+        assert run_threads(size, counted_evaluations) == [0.0] * size

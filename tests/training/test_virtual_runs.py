@@ -1,0 +1,156 @@
+"""Runs of the command line with ``--virtual-ranks``: one result on any number of ranks, also interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+import dualtrain.training.loop as loop
+from dualtrain import connect
+from dualtrain.config import parse
+from dualtrain.errors import StoppedError, UserError
+from dualtrain.training import checkpoint
+from tests.conftest import Spmd, require_horovod
+from tests.hvd.worlds import worlds
+from tests.training.virtual import hash_of
+
+TEXT = "the quick brown fox jumps over the lazy dog . " * 40
+COMMON = ("--log-every", "1", "--checkpoint-every", "1000", "--workers", "0")
+RUNS = {
+    # The last batch of an epoch has 1 sample: three shards of four are empty.
+    "digits": (
+        *("--model", "tests.training.virtual:dropping", "--batch-size", "359", "--accumulate", "2", "--epochs", "3"),
+        *("--virtual-ranks", "4", "--ema", "0.9", "--momentum", "0.9", "--lr", "0.02", "--lr-scale", "linear"),
+    ),
+    # An evaluation of several batches for each of two shards.
+    "evaluation": (
+        *("--model", "tests.training.virtual:relative", "--batch-size", "70", "--max-steps", "3", "--virtual-ranks", "2"),
+    ),
+    "text": (
+        *("--recipe", "bert-mlm", "--model", "tests.training.virtual:text", "--text-file", "{text}", "--vocabulary", "60"),
+        *(
+            "--sequence-length",
+            "16",
+            "--batch-size",
+            "3",
+            "--max-steps",
+            "5",
+            "--warmup-steps",
+            "2",
+            "--virtual-ranks",
+            "3",
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("texts") / "words.txt"
+    file.write_text(TEXT)
+    return str(file)
+
+
+def arguments(name, texts, folder):
+    return [flag.format(text=texts) for flag in (*RUNS[name], *COMMON)] + ["--run-dir", str(folder)]
+
+
+def train(backend, flags, stop_after=None):
+    """Train, or until after a step in which the last rank gets SIGTERM; return the weights' hash, or what it says then."""
+    step = loop.Run._step
+
+    def step_and_stop(run):
+        if run.cursor.step + 1 == stop_after and backend.rank == backend.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(run)
+
+    loop.Run._step = step_and_stop
+    try:
+        return loop.train(parse(flags), backend)["weights_sha256"]
+    except StoppedError as stopped:
+        return str(stopped)
+    finally:
+        loop.Run._step = step
+
+
+def result(folder):
+    """Return all that a run leaves but what depends on time and place: metrics, summary, and the last checkpoint."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    records = [{k: v for k, v in line.items() if k not in ("samples_per_second", "time")} for line in lines]
+    names = ("steps", "train_loss", "val_loss", "val_accuracy", "weights_sha256")
+    last = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return records, {name: summary[name] for name in names}, hash_of(checkpoint.load(last)["trainer"])
+
+
+def train_alone(flags, stop_after=None):
+    with connect("local") as backend:
+        return train(backend, flags, stop_after)
+
+
+@pytest.fixture(scope="module")
+def alone(texts, tmp_path_factory):
+    """What each run leaves on one rank."""
+    found = {}
+    for name in RUNS:
+        folder = tmp_path_factory.mktemp("alone") / "run"
+        train_alone(arguments(name, texts, folder))
+        found[name] = result(folder)
+    return found
+
+
+@worlds(("torch", 2), ("horovod", 3), ("torch", 4))
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_has_one_result(real, name, texts, tmp_path, alone):
+    hashes = real(train, arguments(name, texts, tmp_path))
+    assert hashes == [alone[name][1]["weights_sha256"]] * real.size
+    assert result(tmp_path) == alone[name]
+
+
+CHAIN = [("torch", 4), ("local", 1), ("horovod", 3), ("shm", 2)]
+
+
+@pytest.mark.parametrize("name", ["digits", "text"])
+def test_an_interrupted_run_goes_on_anywhere(name, pool, texts, tmp_path, alone):
+    """Stopped by a signal to the last rank, which in the world of four has no shard of three."""
+    require_horovod()
+    flags = arguments(name, texts, tmp_path)
+    for number, (world, size) in enumerate(CHAIN, 1):
+        last = number == len(CHAIN)
+        spmd = Spmd(world, size, None if world == "local" else pool)
+        for said in spmd(train, flags, None if last else number):
+            assert last or f"SIGTERM ended the run after step {number} of" in said
+        flags = [*arguments(name, texts, tmp_path), "--resume"]
+    assert result(tmp_path) == alone[name]
+
+
+def test_another_number_of_virtual_ranks_is_not_resumed(texts, tmp_path):
+    flags = arguments("text", texts, tmp_path)
+    assert "after step 1 of" in train_alone(flags, 1)
+    other = [*flags, "--resume", "--virtual-ranks", "4"]
+    with pytest.raises(UserError, match=r"made with .*--virtual-ranks 3.*, and this run has .*--virtual-ranks 4"):
+        train_alone(other)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--compress", "fp16"], "--compress rounds what each rank sends, and with --virtual-ranks 4"),
+        (["--compile"], "--compile is not known to give equal bits"),
+        (["--data-parallel"], "--data-parallel splits batches over GPUs by itself"),
+        (["--sync-batchnorm"], "with --virtual-ranks 4 it needs as many ranks, and this job has 1: start 4"),
+    ],
+)
+def test_settings_that_depend_on_the_ranks_are_refused(more, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        train_alone(["--virtual-ranks", "4", "--batch-size", "100", "--run-dir", str(tmp_path / "run"), *more])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", ["0", "4097", "2.5"])
+def test_a_number_of_virtual_ranks_out_of_bounds_is_refused(value):
+    with pytest.raises((UserError, SystemExit)):
+        parse(["--virtual-ranks", value])

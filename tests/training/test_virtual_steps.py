@@ -1,0 +1,258 @@
+"""Steps of a trainer with virtual ranks that fail, or are refused, and what ranks without shards contribute."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dualtrain import BackendError, Trainer, UserError, connect
+from dualtrain.batchnorm import SyncBatchNorm, synchronize_norms
+from dualtrain.errors import DivergedError
+from tests.hvd.worlds import worlds
+from tests.models_for_tests import perceptron, seeded, small_buckets, vectors
+from tests.threads import run_threads
+from tests.training.virtual import CASES, Statistics, digest, step, trainer_of
+
+
+def samples(number=12):
+    return vectors(7, number), torch.arange(number) % 3
+
+
+def trainer_with(model, backend, shards=4, **options):
+    return Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, virtual_ranks=shards, **options)
+
+
+# -- steps that fail --------------------------------------------------------------------------------------------------
+
+
+class Stumbling(nn.Module):
+    """Forward raises where the first input is 99."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Statistics()
+
+    def forward(self, x):
+        out = self.inner(x)
+        if x[0, 0] == 99:
+            raise RuntimeError("this sample is bad")
+        return out
+
+
+def tried(backend, bad, value, error):
+    """Fail in shard ``bad`` of four, then take the step with good samples; return the hash of all state."""
+    model = seeded(Stumbling())
+    with small_buckets((1 << 3, 1 << 4)):
+        trainer = trainer_with(model, backend)
+        trainer.step(trainer.split(samples()), 12.0)
+        before = digest(trainer)
+        for at in bad:
+            inputs, targets = samples()
+            inputs[3 * at, 0] = value
+            with pytest.raises(type(error), match=str(error)):
+                trainer.step(trainer.split((inputs, targets)), 12.0)
+            assert digest(trainer) == before
+        trainer.step(trainer.split(samples()), 12.0)
+    trainer.close()
+    return digest(trainer)
+
+
+def test_a_step_whose_forward_raised_can_be_repeated():
+    error = RuntimeError("this sample is bad")
+    with connect("local") as backend:
+        untroubled = tried(backend, [], 0, error)
+        for shard in range(4):
+            assert tried(backend, [shard, shard], 99, error) == untroubled
+
+
+@pytest.mark.parametrize("shard", range(4))
+def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_the_rank(shard):
+    untroubled = run_threads(1, tried, [], 0, None)[0]
+    for size in (1, 2, 3, 5):
+        rank = {1: [0, 0, 0, 0], 2: [0, 0, 1, 1], 3: [0, 0, 1, 2], 5: [0, 1, 2, 3]}[size][shard]
+        error = DivergedError(rf"infinite or not a number on (rank {rank}$|all ranks)")
+        assert run_threads(size, tried, [shard], math.inf, error) == [untroubled] * size
+
+
+def partly_sent(backend):
+    """The last shard's backward raises after a bucket was sent."""
+    model = perceptron()
+    with small_buckets((1 << 3, 1 << 4)):
+        trainer = trainer_with(model, backend)
+        trainer.step(trainer.split(samples()), 12.0)
+        seen = []
+
+        def stumble(gradient):
+            seen.append(gradient)
+            if len(seen) == 4:
+                raise RuntimeError("backward is bad")
+
+        handle = model[0].weight.register_hook(stumble)
+        with pytest.raises(RuntimeError, match="backward is bad"):
+            trainer.step(trainer.split(samples()), 12.0)
+        handle.remove()
+        model.register_forward_hook(lambda *_: pytest.fail("a shard was computed, whose sums would be in the buffers"))
+        with pytest.raises(BackendError, match="after some of its gradients had been sent"):
+            trainer.step(trainer.split(samples()), 12.0)
+    trainer.close()
+
+
+def test_a_step_after_one_that_was_partly_sent_is_refused():
+    with connect("local") as backend:
+        partly_sent(backend)
+
+
+# -- ranks without shards ---------------------------------------------------------------------------------------------
+
+
+def flagged(backend):
+    trainer = trainer_with(perceptron(), backend, shards=2)
+    for sender in range(backend.size):
+        flags = (float(backend.rank == sender), 1.0, 0.0)
+        done = trainer.step(trainer.split(samples()), 12.0, flags)
+        assert done.control_flags == [1.0, float(backend.size), 0.0]
+        assert done.totals[1] == 12
+    trainer.close()
+    return trainer.shards
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_control_flags_of_every_rank_arrive_on_all(size, caplog):
+    with caplog.at_level(logging.WARNING, "dualtrain"):
+        shards = run_threads(size, flagged)
+    assert sum(map(len, shards)) == 2
+    said = [record.getMessage() for record in caplog.records if "nothing to compute" in record.getMessage()]
+    idle = {1: [], 2: [], 3: ["rank 2 has"], 5: ["ranks 2 to 4 have"]}[size]
+    assert [text.partition(" nothing")[0] for text in said] == idle
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(backend):
+    model = perceptron()
+    with pytest.raises(ValueError, match="virtual_ranks and compress exclude each other"):
+        trainer_with(model, backend, compress="fp16")
+    with pytest.raises(ValueError, match="the number of shards must be 1 or more, not 0"):
+        trainer_with(model, backend, shards=0)
+    trainer = trainer_with(model, backend)
+    mine = trainer.split(samples())
+    with pytest.raises(ValueError, match=r"fit\(\) is given each rank's own batches"):
+        trainer.fit([samples()])
+    for wrong in (mine[1:], [*mine, None]):
+        with pytest.raises(ValueError, match=rf"this rank has shards .*given batches for {len(wrong)} shards"):
+            trainer.step(wrong, 12.0)
+        with pytest.raises(ValueError, match=rf"this rank has shards .*given batches for {len(wrong)} shards"):
+            trainer.evaluate([[] for _ in wrong])
+    with pytest.raises(TypeError, match=r"was given a tensor: give step\(\) a list"):
+        trainer.step(samples() * (len(trainer.shards) // 2), 12.0)
+    trainer.close()
+    plain = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+    with pytest.raises(ValueError, match="only a trainer with virtual_ranks has shards"):
+        plain.split(samples())
+    for one, other, message in (
+        (trainer, plain, "is of a trainer with virtual_ranks=4: give it too"),
+        (trainer, trainer_with(model, backend, shards=2), "virtual_ranks=4, not 2: give virtual_ranks=4"),
+    ):
+        with pytest.raises(UserError, match=message):
+            other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_has_no_common_result_is_refused(size):
+    run_threads(size, refused)
+
+
+def sparse(backend):
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    trainer = trainer_with(model, backend)
+    tokens = torch.arange(24).view(12, 2) % 9
+    with pytest.raises(BackendError, match=r"the gradient of '0\.weight' is sparse.*leave sum_order \(virtual_ranks\) out"):
+        trainer.step(trainer.split((tokens, samples()[1])), 12.0)
+    trainer.close()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_sparse_gradients_are_refused(size):
+    run_threads(size, sparse)
+
+
+def loaded(backend, kind):
+    """Train with the batches of a loader, which are lists; or with those of ``split``."""
+    trainer = trainer_with(perceptron(), backend, shards=2)
+    inputs, targets = samples(4)
+    batches = trainer.split((inputs, targets))
+    if kind == "loader":
+        batches = list(DataLoader(TensorDataset(inputs, targets), batch_size=2))[: len(batches)]
+    trainer.step(batches, 4.0)
+    trainer.close()
+    return digest(trainer)
+
+
+def test_a_batch_may_be_a_list_of_inputs_and_targets():
+    with connect("local") as backend:
+        assert loaded(backend, "loader") == loaded(backend, "split")
+
+
+# -- BatchNorm over all ranks -----------------------------------------------------------------------------------------
+
+
+def synchronized(backend):
+    """Return a hash of a model whose BatchNorm has the statistics of all ranks, as many as there are shards."""
+    generator = torch.Generator().manual_seed(1)
+    layers = nn.Linear(6, 300), nn.BatchNorm1d(300), nn.Tanh(), nn.Linear(300, 3)
+    model = seeded(nn.Sequential(*layers))
+    synchronize_norms(model, backend)
+    trainer = trainer_with(model, backend, shards=backend.size)
+    for _ in range(4):
+        batch = torch.randn(5 * backend.size, 6, generator=generator), torch.arange(5 * backend.size) % 3
+        trainer.step(trainer.split(batch), float(len(batch[1])))
+    trainer.close()
+    return digest(trainer)
+
+
+@worlds(("torch", 3), ("horovod", 3), ("shm", 3), ("torch", 4), ("horovod", 4))
+def test_synchronized_statistics_have_the_same_bits_over_every_transport(real):
+    assert real(synchronized) == run_threads(real.size, synchronized)
+
+
+def unsynchronized(backend):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    synchronize_norms(model, backend)
+    with pytest.raises(ValueError, match=rf"'1' needs the statistics of all shards.* start 3 ranks, not {backend.size}"):
+        trainer_with(model, backend, shards=3)
+    for kind in (SyncBatchNorm, nn.SyncBatchNorm):
+        with pytest.raises(ValueError, match="'1' needs the statistics of all shards at once"):
+            trainer_with(nn.Sequential(nn.Linear(4, 3), kind(3)), backend, shards=backend.size)
+
+
+def test_synchronized_statistics_need_a_rank_for_each_shard():
+    run_threads(2, unsynchronized)
+
+
+# -- saved and resumed ------------------------------------------------------------------------------------------------
+
+
+def continued(backend, path, first, steps):
+    """Go on from ``path``, unless it is the start; save the state there; return the hash of all state."""
+    case = CASES["narrow"]
+    trainer = trainer_of(backend, case)
+    if first:
+        trainer.resume(path)
+    for number in range(first, first + steps):
+        step(trainer, case, number)
+    trainer.save(path)
+    trainer.close()
+    return digest(trainer)
+
+
+def test_a_saved_state_goes_on_at_any_number_of_ranks(tmp_path):
+    whole = run_threads(2, continued, str(tmp_path / "whole"), 0, 6)[0]
+    for number, size in enumerate((4, 1, 3, 2, 6, 5)):
+        found = run_threads(size, continued, str(tmp_path / "chain"), number, 1)
+    assert found == [whole] * 5
