@@ -42,7 +42,7 @@ class Writer:
         self._kept = kept
         self._report = report
         self._timeout = timeout
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # that writes
         self._bug: Exception | None = None
         self._best: _Best | None = None
         self.failed: OSError | None = None  # the error of the last write
@@ -59,24 +59,24 @@ class Writer:
         self.wait()
         if best is not None:
             self._best = _Best(step, state, best)
-        self._thread = threading.Thread(target=self._write, args=(step, state), name="dualtrain-checkpoint", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._write, args=(step, state), name="dualtrain-checkpoint", daemon=True)
+        self.thread.start()
 
     @property
     def busy(self) -> bool:
         """Whether a write is in progress, so that the next one would wait."""
-        return self._thread is not None and self._thread.is_alive()
+        return self.thread is not None and self.thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the write in progress, if there is one. Raises UserError after the timeout."""
-        if self._thread is not None:
-            self._thread.join(self._timeout)
-            if self._thread.is_alive():
+        if self.thread is not None:
+            self.thread.join(self._timeout)
+            if self.thread.is_alive():
                 raise UserError(
                     f"a checkpoint has been written to {str(self._checkpoints)!r} for {self._timeout:g} s: the disk "
                     "hangs or is slow; choose another --run-dir, or a longer --timeout"
                 )
-            self._thread = None
+            self.thread = None
         if self._bug is not None:
             raise self._bug
 

@@ -34,6 +34,7 @@ from dualtrain.training.assemble import (
 )
 from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.cursor import Cursor
+from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.machine import platform_of, threads, use_threads, warn_of_another
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
@@ -42,7 +43,7 @@ from dualtrain.training.passes import Tensors
 from dualtrain.training.records import Records, check_tensorboard, opening
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
 from dualtrain.training.resume import adopted, restore_best, set_aside
-from dualtrain.training.run_dir import claim
+from dualtrain.training.run_dir import claim, lock_existing
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.save_clock import SaveClock
 from dualtrain.training.signals import SAVE, SIGNALS, Signals
@@ -64,12 +65,17 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
         StoppedError: a signal asked for it; a checkpoint was saved.
     """
     with enough_memory("choose smaller samples, a smaller model, or a smaller --batch-size"):
-        return _train(config, backend)
+        lock = FolderLock()
+        try:
+            return _train(config, backend, lock)
+        finally:
+            lock.release()
 
 
-def _train(config: Config, backend: Backend) -> dict[str, Any]:
+def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]:
     settings = config.plain()
     compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
+    on_rank_zero(backend, "run folder", lambda: lock_existing(config.output, lock, config.run.timeout))
     start = start_of(config, backend)
     if start.summary is not None:
         return start.summary
@@ -87,9 +93,12 @@ def _train(config: Config, backend: Backend) -> dict[str, Any]:
             model = make_model(config.model, task, config.step.seed, backend)
             on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
             run = Run(config, backend, task, model)
-            run.open(start)
-            with Signals() as signals:
-                return run.train(signals)
+            run.open(start, lock)
+            try:
+                with Signals() as signals:
+                    return run.train(signals)
+            finally:
+                lock.release(run.writer.thread)
     finally:
         task.close()
 
@@ -135,13 +144,13 @@ class Run:
             **make_computation(config.run, config.model, step.label_smoothing, model, backend),
         }
 
-    def open(self, start: Start) -> None:
-        """Restore a checkpoint, if there is one, and claim the run's folder. Collective."""
+    def open(self, start: Start, lock: FolderLock) -> None:
+        """Restore a checkpoint, if there is one, and claim the run's folder with ``lock``. Collective."""
         config, output, saved = self.config, self.config.output, start.saved
         if saved is not None:
             self._resume(saved)
         content = {**config.plain(), "platform": self.platform}
-        folder = on_rank_zero(self.backend, "run folder", lambda: claim(output, config.run.recipe, content))
+        folder = on_rank_zero(self.backend, "run folder", lambda: claim(output, config.run.recipe, content, lock))
         self.folder = Path(folder)
 
         def prepare() -> None:

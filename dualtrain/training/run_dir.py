@@ -1,4 +1,4 @@
-"""The folder of a run: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``task.json``,
+"""The folder of a run: ``.lock``, ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``task.json``,
 ``model.safetensors``, ``model-best.safetensors``, ``summary.json``."""
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,69 @@ import safetensors
 import safetensors.torch
 import torch
 
-from dualtrain.config import OutputSection
+from dualtrain.config import AUTO, OutputSection
 from dualtrain.errors import UserError
 from dualtrain.files import link_whole, parse_json, read_text, readable_path, remove_temporary, write_json, write_whole
+from dualtrain.training.folder_lock import WAIT_SECONDS, FolderLock
 
 BEST_WEIGHTS = "model-best.safetensors"
 _NAMES = re.compile(r"(config|task|summary)\.json|metrics\.jsonl|model(-best)?\.safetensors")
 
 
-def claim(output: OutputSection, recipe: str, content: Mapping[str, Any]) -> str:
+def lock_existing(output: OutputSection, lock: FolderLock, timeout: float) -> None:
+    """Lock the run's folder, if it exists; make it with ``--resume auto``. On rank 0 only.
+
+    A start that resumes waits for a process that is about to end, up to ``WAIT_SECONDS`` and half of ``timeout``.
+
+    Raises:
+        UserError: it cannot be written, or another process uses it.
+    """
+    if output.run_dir is None:
+        return
+    folder = Path(output.run_dir)
+    with _written(folder):
+        if output.resume == AUTO:
+            folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_dir():
+            lock.take(folder, 0.0 if output.resume is None else min(WAIT_SECONDS, timeout / 2))
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): choose a folder that you may write"
+        ) from error
+
+
+def claim(output: OutputSection, recipe: str, content: Mapping[str, Any], lock: FolderLock) -> str:
     """Make the run's folder, or find the one to resume in, write ``config.json``, and return its path. On rank 0 only.
 
     Args:
         output: names the folder.
         recipe: begins the name of a new folder, where ``output`` names none.
         content: of ``config.json``.
+        lock: locks the folder, unless it has.
 
     Raises:
-        UserError: it cannot be written, or holds another run.
+        UserError: it cannot be written, holds another run, or is used by another process.
     """
     if output.run_dir is None:
         folder = _new_folder(Path("runs"), f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     else:
         folder = Path(output.run_dir)
-    try:
+    with _written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.take(folder)
         if _holds_another_run(folder, output):
             raise UserError(
                 f"--run-dir {str(folder)!r} holds another run: choose a new folder, or go on with that run (--resume auto)"
             )
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "checkpoints").mkdir(exist_ok=True)
         remove_temporary(folder, _NAMES)
         write_json(folder / "config.json", dict(content))
-    except OSError as error:
-        raise UserError(
-            f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): choose a folder that you may write"
-        ) from error
     return str(folder)
 
 

@@ -106,7 +106,7 @@ def _look(folder: Path, config: Config, backend: Backend) -> dict[str, Any]:
     had, has = in_words(unlike), in_words({name: settings[name] for name in unlike})
     cure = f"give {had}, or another --run-dir"
     return {
-        "exists": folder.is_dir(),
+        "exists": bool(written),
         "files": files,
         "other": f"it holds a run with {had}, and this run has {has}: {cure}" if unlike else "",
         "summary": summary if written and _has_ended(folder, summary, settings, backend.size) else None,
@@ -136,8 +136,8 @@ def _say_who_sees(folder: Path, exists: Sequence[bool], rank: int) -> None:
     if rank == 0 and any(exists) and not all(exists):
         ranks = ", ".join(str(number) for number, there in enumerate(exists) if there)
         log.warning(
-            "--run-dir %r exists only for rank %s of %d: the others are sent the checkpoint; a disk that all hosts share "
-            "keeps it when that host is lost",
+            "--run-dir %r holds the run only for rank %s of %d: the others are sent the checkpoint; a disk that all hosts "
+            "share keeps it when that host is lost",
             str(folder),
             ranks,
             len(exists),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dualtrain.config import parse
 from tests.pool import ROOT
 
 KINDS = {"PyTorchJob": "pytorchReplicaSpecs", "MPIJob": "mpiReplicaSpecs"}
@@ -98,6 +99,22 @@ def test_the_ranks_share_memory(kind):
         mounted = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+def pod_command(container: dict[str, Any]) -> list[str]:
+    return [*container["command"], *container["args"]]
+
+
+@pytest.mark.parametrize("pod", ["PyTorchJob-Master", "PyTorchJob-Worker", "MPIJob-Launcher"])
+def test_a_start_and_a_restart_have_the_same_command_without_a_shell(pod):
+    (container,) = PODS[pod]["containers"]
+    command = pod_command(container)
+    assert command[-4:] == ["--run-dir", "$(RUN)", "--resume", "auto"]
+    assert all(isinstance(word, str) for word in command)
+    assert "RUN" in [each["name"] for each in container["env"]]
+    own = command[command.index("dualtrain.main") + 1 :]
+    config = parse([word.replace("$(RUN)", "/runs/one") for word in own])
+    assert (config.output.run_dir, config.output.resume) == ("/runs/one", "auto")
 
 
 def known(value: Any, kind: str, models: Any, core: Any) -> None:

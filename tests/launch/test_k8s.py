@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.commands.test_k8s import replicas
+from tests.commands.test_k8s import pod_command, replicas
 from tests.conftest import require_horovod
 from tests.launch.jobs import BIN
 from tests.pool import ROOT, free_port
@@ -19,8 +20,9 @@ def start(container: dict[str, Any], run: Path, **variables: str) -> subprocess.
     env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     env |= {each["name"]: each["value"] for each in container["env"] if "value" in each}
     env |= {"RUN": str(run), "HOME": str(run.parent), "DUALTRAIN_SECRET": "0" * 64, **variables}
-    command = [*container["command"], container["args"][0].replace('"$@"', '--epochs 2 "$@"')]
-    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    # Kubernetes replaces $(NAME) in commands by the variable.
+    command = [re.sub(r"\$\((\w+)\)", lambda name: env[name[1]], word) for word in pod_command(container)]
+    return subprocess.Popen([*command, "--epochs", "2"], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_pods_of_a_pytorchjob_train_together(tmp_path):

@@ -150,7 +150,7 @@ def script(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Comp
 def test_the_script_passes_on_flags_and_a_new_secret(tmp_path):
     end = script(tmp_path, "--lr", "0.1", SLURM_JOB_ID="7")
     assert end.stdout == (
-        "secret of 64: --kill-on-bad-exit=0 python -m dualtrain.main --lr 0.1 --run-dir runs/slurm-7\n"
+        "secret of 64: --kill-on-bad-exit=0 python -m dualtrain.main --lr 0.1 --run-dir runs/slurm-7 --resume auto\n"
     ), end.stderr
     assert "secret of 3:" in script(tmp_path, SLURM_JOB_ID="7", DUALTRAIN_SECRET="abc").stdout
     end = script(tmp_path, SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2", NPROC="3")
@@ -158,13 +158,22 @@ def test_the_script_passes_on_flags_and_a_new_secret(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--run-dir {}", "--run-dir={}"])
-def test_only_a_requeued_job_with_a_checkpoint_resumes(flag, tmp_path):
+def test_a_job_and_a_requeued_one_have_the_same_flags(flag, tmp_path):
     flags = flag.format(tmp_path).split()
-    assert "--resume" not in script(tmp_path, *flags, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").stdout
+    first = script(tmp_path, *flags, SLURM_JOB_ID="7").stdout
+    assert first.endswith(f"{flags[-1]} --resume auto\n")
+    assert script(tmp_path, *flags, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").stdout == first
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--resume earlier", "--resume=earlier"])
+def test_a_job_with_a_resume_of_its_own_goes_on_from_its_checkpoints_once_it_has_some(flag, tmp_path):
+    flags = ["--run-dir", str(tmp_path), *flag.split()]
+    variables = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    assert script(tmp_path, *flags, **variables).stdout.endswith(f"{flag}\n")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-00000001.safetensors").touch()
-    assert "--resume" not in script(tmp_path, *flags, SLURM_JOB_ID="7").stdout
-    assert script(tmp_path, *flags, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").stdout.endswith(f"{flags[-1]} --resume\n")
+    assert script(tmp_path, *flags, SLURM_JOB_ID="7").stdout.endswith(f"{flag}\n")
+    assert script(tmp_path, *flags, **variables).stdout.endswith(f"{flag} --resume auto\n")
 
 
 def test_the_scripts_help_is_its_head_comment():

@@ -40,7 +40,6 @@ COMPARED = {
     *("momentum", "weight_decay", "label_smoothing", "clip_norm", "amp", "compress", "ema", "seed", "lr", "lr_scale"),
     *("lr_batch", "schedule", "warmup_steps", "lr_step", "lr_milestones", "lr_gamma", "lr_power", "lr_min", "epochs"),
     *("max_steps", "early_stop", "checkpoint_every", "checkpoint_seconds", "checkpoint_epochs", "keep", "best"),
-    "virtual_ranks",
 }
 MAY_DIFFER = {
     *("device", "data_dir", "text_file", "weights", "run_dir", "resume", "workers", "log_every", "tensorboard"),

@@ -77,7 +77,7 @@ def test_all_ranks_save_after_the_same_steps_and_no_bit_changes(processes, tmp_p
 
 def test_a_save_by_time_does_not_wait_for_the_write_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr(SaveClock, "due", True)
-    monkeypatch.setattr(Writer, "busy", property(lambda writer: writer._thread is not None))
+    monkeypatch.setattr(Writer, "busy", property(lambda writer: writer.thread is not None))
     assert steps_of(tmp_path) == [1, 8]
 
 

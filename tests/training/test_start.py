@@ -14,7 +14,7 @@ import dualtrain.training.loop as loop
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import UserError
-from dualtrain.training import checkpoint
+from dualtrain.training import checkpoint, folder_lock
 
 #: An evaluation every two steps.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--log-every", "1", "--workers", "0")
@@ -50,6 +50,10 @@ def steps_trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return trained
 
 
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != folder_lock.NAME]
+
+
 def test_it_begins_goes_on_and_does_not_train_again(tmp_path, capsys, monkeypatch):
     whole, folder = alone(tmp_path / "whole", 3), tmp_path / "run"
     trained = steps_trained(monkeypatch)
@@ -61,10 +65,10 @@ def test_it_begins_goes_on_and_does_not_train_again(tmp_path, capsys, monkeypatc
     assert first_line(capsys) == f"--resume auto: going on from step 4, since {path} is the newest good checkpoint"
     assert trained == [1, 2, 3, 4, 5, 6]
     assert ended["weights_sha256"] == whole["weights_sha256"]
-    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    files = {path: path.stat().st_mtime_ns for path in files_of(folder)}
     assert auto(folder, 3) == ended
     assert trained == [1, 2, 3, 4, 5, 6]
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == files
+    assert {path: path.stat().st_mtime_ns for path in files_of(folder)} == files
     ends, done = capsys.readouterr().out.splitlines()[-2:]
     assert ends == f"--resume auto: the run in {folder} has ended after step 6: nothing is left to train"
     assert done.startswith("done: val accuracy")
@@ -100,12 +104,12 @@ def test_other_settings_are_refused_and_nothing_is_changed(tmp_path, gone):
     alone(tmp_path, 1)
     if gone:
         shutil.rmtree(tmp_path / gone)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
     with pytest.raises(UserError, match="--seed 0, and this run has --seed 1: give --seed 0, or another --run-dir"):
         auto(tmp_path, 1, "--seed", "1")
     with pytest.raises(UserError, match="--global-batch-size 720" if not gone else "holds"):
         auto(tmp_path, 1, "--global-batch-size", "360", *(("--optimizer", "adam") if gone else ()))
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
 
 def test_without_a_config_the_checkpoint_says_its_settings(tmp_path):
@@ -168,7 +172,7 @@ def test_the_rank_that_has_the_newest_checkpoint_sends_it(processes, tmp_path):
     assert {one["steps"] for one, _ in found} == {6}
     assert found[0][0]["best"]["step"] == whole["best"]["step"]
     assert found[0][0]["val_accuracy"] == pytest.approx(whole["val_accuracy"], abs=0.02)
-    warnings = [[text for text in said if "exists only for rank" in text] for _, said in found]
+    warnings = [[text for text in said if "holds the run only for rank" in text] for _, said in found]
     assert [len(texts) for texts in warnings] == [1, *[0] * (len(found) - 1)]
     assert checkpoint.step_in(other / "checkpoints" / "step-00000004.safetensors") == 4
     assert not list(last.glob("summary.json"))

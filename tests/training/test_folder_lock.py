@@ -1,0 +1,206 @@
+"""One process at a time uses a run's folder: a second one is refused, or waits for the end of the first."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dualtrain.training.loop as loop
+from dualtrain.backends import connect
+from dualtrain.config import parse
+from dualtrain.errors import UserError
+from dualtrain.training import folder_lock, run_dir
+from dualtrain.training.checkpoint_writer import Writer
+from dualtrain.training.folder_lock import NAME, FolderLock
+from tests.forked import Forked, holds
+
+FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0")
+COMMAND = ("-m", "dualtrain.main", "--backend", "local", *FLAGS)
+
+
+def train(folder: Path, *more: str) -> dict[str, Any]:
+    with connect("local") as backend:
+        return loop.train(parse([*FLAGS, "--run-dir", str(folder), *more]), backend)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A folder that another open file has locked."""
+    lock = FolderLock()
+    lock.take(folder)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def content(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"], ["--resume", "auto"]])
+def test_a_second_job_is_refused_and_changes_nothing(tmp_path, monkeypatch, caplog, resume):
+    monkeypatch.setattr(run_dir, "WAIT_SECONDS", 0.2)
+    train(tmp_path)
+    with locked(tmp_path):
+        before = content(tmp_path)
+        with pytest.raises(UserError, match=f"is used by process {os.getpid()} on .* since .*: wait for its end") as caught:
+            train(tmp_path, *resume, "--epochs", "2")
+        assert caught.value.shared  # every rank ends with it, and rank 0 prints it
+        assert content(tmp_path) == before
+    # A start that resumes may be a restart, whose old process is about to end.
+    assert ["waiting up to 0.2 s" in record.getMessage() for record in caplog.records] == ([True] if resume else [])
+
+
+def test_a_restart_waits_for_the_end_of_the_old_process(tmp_path):
+    train(tmp_path)
+    lock = FolderLock()
+    lock.take(tmp_path)
+    ends = threading.Timer(0.3, lock.release)
+    ends.start()
+    assert train(tmp_path, "--resume", "auto", "--epochs", "2")["epochs"] == 2
+
+
+def test_the_lock_ends_with_the_run_and_with_an_error(tmp_path, monkeypatch):
+    train(tmp_path)
+    train(tmp_path, "--resume")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "_step", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path, "--resume", "--epochs", "2")
+    train(tmp_path, "--resume", "--epochs", "2")
+
+
+def test_the_lock_is_kept_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    go_on = threading.Event()
+    write = Writer._write
+
+    def slow(writer: Writer, *arguments: Any) -> None:
+        go_on.wait(60)
+        write(writer, *arguments)
+
+    monkeypatch.setattr(run_dir, "WAIT_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "_write", slow)
+        patch.setattr(Writer, "wait", lambda writer: (_ for _ in ()).throw(KeyboardInterrupt) if writer.thread else None)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path)
+    with pytest.raises(UserError, match="is used by"):
+        train(tmp_path, "--resume", "auto")
+    go_on.set()
+    monkeypatch.setattr(run_dir, "WAIT_SECONDS", 60.0)
+    train(tmp_path, "--resume", "auto")
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path):
+    lock = FolderLock()
+    lock.take(tmp_path)
+    reader, writer = os.pipe()
+    started, begun = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        os.write(begun, b"1")
+        os.read(reader, 1)  # until the parent closes it
+        os._exit(0)
+    os.close(reader)
+    os.read(started, 1)
+    try:
+        with pytest.raises(UserError):  # the parent still has it, although the child has closed the file
+            FolderLock().take(tmp_path)
+        lock.release()
+        with locked(tmp_path):
+            pass
+    finally:
+        for descriptor in (writer, started, begun):
+            os.close(descriptor)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_a_warning_is_all(tmp_path, monkeypatch, caplog, number):
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    train(tmp_path)
+    train(tmp_path, "--resume")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{str(tmp_path)!r} cannot be locked ({os.strerror(number)}): nothing keeps a second job out of it"
+    ] * 2
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "other").touch()
+    (tmp_path / NAME).symlink_to("other")
+    with pytest.raises(UserError, match="cannot be written"):
+        train(tmp_path)
+    assert (tmp_path / "other").read_bytes() == b""
+
+
+def test_the_process_is_named_as_far_as_it_is_known(tmp_path):
+    for text in ("", "{", "[]", '{"process": 1}', "\xff"):
+        with locked(tmp_path):
+            (tmp_path / NAME).write_text(text)
+            with pytest.raises(UserError, match="is used by another process"):
+                FolderLock().take(tmp_path)
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
+def test_of_many_starts_in_one_folder_one_trains(tmp_path, resume):
+    expected = train(tmp_path / "alone")["weights_sha256"]
+    folder = tmp_path / "run"
+    flags = ["--run-dir", str(folder), "--checkpoint-every", "1", *resume]
+    started = [Forked((*COMMAND, *flags), tmp_path / f"{number}") for number in range(6)]
+    ends = [process.end(120) for process in started]
+    trained = [end for end in ends if "epoch 1/1" in end.stdout]
+    assert len(trained) == 1
+    for end in ends:
+        if end is not trained[0] and end.returncode:
+            assert end.returncode == 2
+            errors = [line for line in end.stderr.splitlines() if "error" in line]
+            assert len(errors) == 1
+            assert "is used by" in errors[0] or "holds another run" in errors[0]
+        elif end is not trained[0]:
+            assert resume  # it came after the end, and says what the run ended with
+            assert "nothing is left to train" in end.stdout
+    assert json.loads((folder / "summary.json").read_text())["weights_sha256"] == expected
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+def test_a_stopped_process_keeps_its_folder_until_its_end(tmp_path):
+    first = Forked((*COMMAND, "--epochs", "100000", "--run-dir", str(tmp_path / "run")), tmp_path / "first")
+    try:
+        assert holds(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")))
+        first.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        before = content(tmp_path / "run")
+        second = Forked((*COMMAND, "--run-dir", str(tmp_path / "run")), tmp_path / "second").end(60)
+        assert second.returncode == 2
+        assert f"is used by process {first.pid} on" in second.stderr
+        assert content(tmp_path / "run") == before
+    finally:
+        first.kill()
+    third = Forked((*COMMAND, "--resume", "auto", "--run-dir", str(tmp_path / "run")), tmp_path / "third")
+    end = third.end(60)
+    assert end.returncode == 0, end.stderr
+    assert "going on from step" in end.stdout.splitlines()[0]
+
+
+def test_two_names_of_one_lock_are_one(tmp_path):
+    with locked(tmp_path):
+        (tmp_path / "link").symlink_to(tmp_path)
+        with pytest.raises(UserError):
+            folder_lock.FolderLock().take(tmp_path / "link")
