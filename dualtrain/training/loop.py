@@ -76,7 +76,7 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     settings = config.plain()
     compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
     on_rank_zero(backend, "run folder", lambda: lock_existing(config.output, lock, config.run.timeout))
-    start = start_of(config, backend)
+    start = start_of(config.output, settings, backend)
     if start.summary is not None:
         return start.summary
     if start.saved is not None:

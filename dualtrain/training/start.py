@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.backends import Backend
-from dualtrain.config import AUTO, Config
+from dualtrain.config import AUTO, OutputSection, StepSection
 from dualtrain.console import show
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
@@ -52,32 +52,32 @@ class _File:
     identity: Sequence[int]
 
 
-def start_of(config: Config, backend: Backend) -> Start:
+def start_of(output: OutputSection, settings: Mapping[str, Any], backend: Backend) -> Start:
     """Find where the run starts, as ``--resume`` asks for. Collective; blocks.
+
+    Args:
+        output: names the run's folder, and what to go on from.
+        settings: all settings of this run by name.
+        backend: the ranks.
 
     Raises:
         UserError: on every rank; the checkpoint cannot be used, or is of a run with other settings.
     """
-    if config.output.resume is None:
+    if output.resume is None:
         return Start()
-    if config.output.resume == AUTO:
-        return _find_start(config, backend)
-    return Start(on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(config.output, config.plain())))
+    if output.resume == AUTO:
+        assert output.run_dir is not None
+        return _find_start(Path(output.run_dir), settings, backend)
+    return Start(on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(output, settings)))
 
 
-def _find_start(config: Config, backend: Backend) -> Start:
-    """Find the newest good checkpoint of the run in ``--run-dir`` that any rank sees; print what was found. Collective.
-
-    Args:
-        config: of the run; ``output.run_dir`` names the folder.
-        backend: the ranks.
+def _find_start(folder: Path, settings: Mapping[str, Any], backend: Backend) -> Start:
+    """Find the newest good checkpoint of the run in ``folder`` that any rank sees; print what was found. Collective.
 
     Raises:
         UserError: on every rank, if a rank's folder holds a run with other settings.
     """
-    assert config.output.run_dir is not None
-    folder, settings = Path(config.output.run_dir), config.plain()
-    seen = backend.allgather_object(_look(folder, config, backend), name="run folder")
+    seen = backend.allgather_object(_look(folder, settings, backend.size), name="run folder")
     _say_who_sees(folder, [one["exists"] for one in seen], backend.rank)
     for rank, one in enumerate(seen):
         if one["other"]:
@@ -92,7 +92,7 @@ def _find_start(config: Config, backend: Backend) -> Start:
     return _go_on(folder, files, settings, backend)
 
 
-def _look(folder: Path, config: Config, backend: Backend) -> dict[str, Any]:
+def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return what this rank sees of a run in ``folder``, as plain values."""
     files = []
     for path in checkpoint.found(folder / "checkpoints"):
@@ -101,7 +101,7 @@ def _look(folder: Path, config: Config, backend: Backend) -> dict[str, Any]:
             identity = [status.st_ino, status.st_size, status.st_mtime_ns]
             files.append((checkpoint.step_of_name(path), path.name, identity))
     written, summary = _read(folder / "config.json"), _read(folder / "summary.json")
-    settings = adopted(config.plain(), written)
+    settings = adopted(settings, written)
     unlike = differences(written, settings) if written and (files or summary) else {}
     had, has = in_words(unlike), in_words({name: settings[name] for name in unlike})
     cure = f"give {had}, or another --run-dir"
@@ -109,7 +109,7 @@ def _look(folder: Path, config: Config, backend: Backend) -> dict[str, Any]:
         "exists": bool(written),
         "files": files,
         "other": f"it holds a run with {had}, and this run has {has}: {cure}" if unlike else "",
-        "summary": summary if written and _has_ended(folder, summary, settings, backend.size) else None,
+        "summary": summary if written and _has_ended(folder, summary, settings, size) else None,
     }
 
 
@@ -124,9 +124,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> bool:
     """Return whether a run was completed as these settings ask; ``False`` for summaries of older versions."""
+    step = StepSection(batch_size=settings["batch_size"], global_batch_size=settings["global_batch_size"])
     return (
         summary.get("planned") == {name: settings[name] for name in PLANNED}
-        and summary.get("global_batch") == Config.of(settings).step.global_batch(settings["virtual_ranks"] or size)
+        and summary.get("global_batch") == step.global_batch(settings["virtual_ranks"] or size)
         and {"steps", "val_accuracy", "samples_per_second", "weights_sha256"} <= summary.keys()
         and (folder / "model.safetensors").is_file()
     )
