@@ -279,3 +279,14 @@ def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
     every = "|".join(_VARIABLES.values())
     names = (name for name in sorted(env) if re.fullmatch(every, name) and not re.fullmatch(own, name))
     return {name: env[name] for name in names if name not in used}
+
+
+def torchrun_is_parent() -> bool:
+    """Return whether torchrun's agent itself started this process, and no program between: it added the variables."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+            return b"TORCHELASTIC_RUN_ID=" not in file.read()
+    except OSError:
+        return False

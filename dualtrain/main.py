@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from dualtrain.config import Config, parse
 from dualtrain.console import leave, loading, logging_to_stderr, print_error, refuse_on_all, show
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError
-from dualtrain.launchers import World, detect_world
+from dualtrain.launchers import World, detect_world, torchrun_is_parent
+from dualtrain.processes import signal_at_parents_end
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend
@@ -55,6 +56,8 @@ def _run(config: Config, world: World) -> int:
     # When a peer has exited, torch's C++ code logs stack traces; we print one line instead.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # GC settings are changed only in a process of our own.
+    if __name__ == "__main__" and torchrun_is_parent():
+        signal_at_parents_end(signal.SIGTERM)  # an agent that is killed leaves its ranks: save, and end
     with loading() if __name__ == "__main__" else nullcontext():
         from dualtrain.backends import connect
         from dualtrain.heap import keep_freed_memory

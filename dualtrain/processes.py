@@ -6,6 +6,7 @@ and the fork server must survive the signal, since the last batches are read by 
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import shutil
@@ -20,7 +21,13 @@ from types import FrameType
 #: The signals that only ranks act on: save and stop (the first two), save (the last one).
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
+_PR_SET_PDEATHSIG = 1
 _OWN_FOLDER = "dualtrain own folder"
+
+
+def signal_at_parents_end(number: int) -> None:
+    """Ask the kernel to send this process the signal ``number`` when its parent, the thread that started it, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def start_tracker() -> None:

@@ -6,7 +6,6 @@ ends the remaining ones when one has failed. The ranks detect and report a faile
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import secrets
@@ -23,7 +22,7 @@ from dualtrain.console import print_error
 from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
 from dualtrain.launchers import spawned
-from dualtrain.processes import release, start_tracker
+from dualtrain.processes import release, signal_at_parents_end, start_tracker
 from dualtrain.training.signals import ignore_late_requests, note_early_requests, take_early_request
 
 # torch and what imports it come later: a rank imports this file before it is tied to its parent.
@@ -37,7 +36,6 @@ END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
 REPORT_SECONDS = 0.5  # to wait for the exit status of a rank that was killed before the failed one
 REPEAT_SECONDS = 2.0  # a signal to a process and to its group arrives twice at once; a person repeats it later
 RANKS_PER_CORE = 16
-_PR_SET_PDEATHSIG = 1
 
 
 def spawn(body: Body, arguments: Sequence[str], nproc: int) -> int:
@@ -252,6 +250,6 @@ def _rank(body: Body, arguments: list[str], parent: int) -> None:
 
 def _die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent exits, for whatever reason."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the parent exited before the call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -102,3 +103,41 @@ def test_the_folder_of_the_parent_program_is_kept(tmp_path):
         process.communicate(timeout=60)
         assert gone(helpers)
     assert above.exists()
+
+
+#: Starts a child with torchrun's variable, if sys.argv[2] is its value, through a shell, if sys.argv[3] is one, and waits.
+AGENT = """
+import os, subprocess, sys
+program, run_id, shell = sys.argv[1:]
+command = [sys.executable, "-c", program]
+if shell:
+    command = [shell, "-c", '"$@"; exit 1', "-", *command]
+child = subprocess.Popen(command, env={**os.environ, **({"TORCHELASTIC_RUN_ID": run_id} if run_id else {})})
+child.wait()
+"""
+RANK = """
+import os, signal, time
+from dualtrain.launchers import torchrun_is_parent
+from dualtrain.processes import signal_at_parents_end
+if torchrun_is_parent():
+    signal_at_parents_end(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(143)))
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("run_id", "shell", "ends"), [("none", "", True), ("", "", False), ("none", "/bin/sh", False)])
+def test_a_rank_ends_with_torchruns_agent_and_with_no_other_parent(run_id, shell, ends):
+    command = [sys.executable, "-c", AGENT, RANK, run_id, shell]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as agent:
+        assert agent.stdout is not None
+        rank = int(agent.stdout.readline())
+        agent.kill()
+        agent.wait()
+        if not ends:
+            os.kill(rank, 0)  # it is there: the signal would have been sent by now
+            assert not select.select([agent.stdout], [], [], 0.3)[0]
+            os.kill(rank, signal.SIGTERM)
+        assert agent.stdout.read() == "saved\n"

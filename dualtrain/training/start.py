@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.backends import Backend
-from dualtrain.config import AUTO, OutputSection
+from dualtrain.config import AUTO, OutputSection, StepSection
 from dualtrain.console import show
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
@@ -56,8 +56,8 @@ def start_of(output: OutputSection, settings: Mapping[str, Any], backend: Backen
     """Find where the run starts, as ``--resume`` asks for. Collective; blocks.
 
     Args:
-        output: names the folder and the checkpoint.
-        settings: all settings of this run by name, to be compared with those of what is found.
+        output: names the run's folder, and what to go on from.
+        settings: all settings of this run by name.
         backend: the ranks.
 
     Raises:
@@ -72,17 +72,12 @@ def start_of(output: OutputSection, settings: Mapping[str, Any], backend: Backen
 
 
 def _find_start(folder: Path, settings: Mapping[str, Any], backend: Backend) -> Start:
-    """Find the newest good checkpoint of the run in ``--run-dir`` that any rank sees; print what was found. Collective.
-
-    Args:
-        folder: the run's.
-        settings: of this run.
-        backend: the ranks.
+    """Find the newest good checkpoint of the run in ``folder`` that any rank sees; print what was found. Collective.
 
     Raises:
         UserError: on every rank, if a rank's folder holds a run with other settings.
     """
-    seen = backend.allgather_object(_look(folder, settings, backend), name="run folder")
+    seen = backend.allgather_object(_look(folder, settings, backend.size), name="run folder")
     _say_who_sees(folder, [one["exists"] for one in seen], backend.rank)
     for rank, one in enumerate(seen):
         if one["other"]:
@@ -97,7 +92,7 @@ def _find_start(folder: Path, settings: Mapping[str, Any], backend: Backend) -> 
     return _go_on(folder, files, settings, backend)
 
 
-def _look(folder: Path, given: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
+def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return what this rank sees of a run in ``folder``, as plain values."""
     files = []
     for path in checkpoint.found(folder / "checkpoints"):
@@ -106,7 +101,7 @@ def _look(folder: Path, given: Mapping[str, Any], backend: Backend) -> dict[str,
             identity = [status.st_ino, status.st_size, status.st_mtime_ns]
             files.append((checkpoint.step_of_name(path), path.name, identity))
     written, summary = _read(folder / "config.json"), _read(folder / "summary.json")
-    settings = adopted(given, written)
+    settings = adopted(settings, written)
     unlike = differences(written, settings) if written and (files or summary) else {}
     had, has = in_words(unlike), in_words({name: settings[name] for name in unlike})
     cure = f"give {had}, or another --run-dir"
@@ -114,7 +109,7 @@ def _look(folder: Path, given: Mapping[str, Any], backend: Backend) -> dict[str,
         "exists": bool(written),
         "files": files,
         "other": f"it holds a run with {had}, and this run has {has}: {cure}" if unlike else "",
-        "summary": summary if written and _has_ended(folder, summary, settings, backend.size) else None,
+        "summary": summary if written and _has_ended(folder, summary, settings, size) else None,
     }
 
 
@@ -129,10 +124,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> bool:
     """Return whether a run was completed as these settings ask; ``False`` for summaries of older versions."""
-    parts = settings["virtual_ranks"] or size
+    step = StepSection(batch_size=settings["batch_size"], global_batch_size=settings["global_batch_size"])
     return (
         summary.get("planned") == {name: settings[name] for name in PLANNED}
-        and summary.get("global_batch") == (settings["global_batch_size"] or settings["batch_size"] * parts)
+        and summary.get("global_batch") == step.global_batch(settings["virtual_ranks"] or size)
         and {"steps", "val_accuracy", "samples_per_second", "weights_sha256"} <= summary.keys()
         and (folder / "model.safetensors").is_file()
     )
