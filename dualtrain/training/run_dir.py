@@ -27,7 +27,7 @@ _NAMES = re.compile(r"(config|task|summary)\.json|metrics\.jsonl|model(-best)?\.
 
 
 def lock_existing(output: OutputSection, lock: FolderLock, timeout: float) -> None:
-    """Lock the run's folder, if it exists; make it with ``--resume auto``. On rank 0 only.
+    """Lock the run's folder, if it holds a run; with ``--resume auto`` make and lock it. On rank 0 only.
 
     A start that resumes waits for a process that is about to end, up to ``WAIT_SECONDS`` and half of ``timeout``.
 
@@ -40,7 +40,7 @@ def lock_existing(output: OutputSection, lock: FolderLock, timeout: float) -> No
     with _written(folder):
         if output.resume == AUTO:
             folder.mkdir(parents=True, exist_ok=True)
-        if folder.is_dir():
+        if output.resume == AUTO or (folder / "config.json").exists():
             lock.take(folder, 0.0 if output.resume is None else min(WAIT_SECONDS, timeout / 2))
 
 

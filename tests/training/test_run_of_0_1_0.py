@@ -34,7 +34,7 @@ def test_it_is_resumed_and_ends_as_it_did(tmp_path):
     with connect("local") as backend:
         summary = loop.train(parse([*FLAGS, "--run-dir", str(folder), "--resume"]), backend)
     old = json.loads((OLD / "summary.json").read_text())
-    assert summary.keys() == old.keys() | {"planned", "global_batch", "checkpoints"}
+    assert summary.keys() == old.keys() | {"planned", "global_batch", "checkpoints", "virtual_ranks"}
     assert summary["steps"] == old["steps"] == 12
     # Another processor rounds differently.
     for name in ("train_loss", "val_loss"):
