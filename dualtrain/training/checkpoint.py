@@ -6,6 +6,7 @@ tensors. A checkpoint contains no code and names no backend and no world size: i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -22,8 +23,18 @@ from dualtrain.backends.wire import as_bytes
 from dualtrain.errors import BackendError, UserError
 from dualtrain.files import link_whole, parse_json, readable_path, write_whole
 
+
+class DamagedError(UserError):
+    """A checkpoint that is gone, cut off or changed, so that an older one may be used in its place."""
+
+
 FORMAT = 3  # which is written
 READABLE = (2, 3)  # 2: without virtual ranks
+#: Errors of a file that may be good.
+_TRANSIENT = {
+    *(errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY),
+}
 BEST = "best.safetensors"
 _NAME = re.compile(r"step-[0-9]{8,18}\.safetensors")
 
@@ -71,33 +82,39 @@ def load(path: Path) -> dict[str, Any]:
     """Read what :func:`write` wrote, its tensors on the CPU.
 
     Raises:
-        UserError: the file is missing, cut off or changed.
+        DamagedError: the file is missing, cut off or changed.
+        UserError: it cannot be read at the moment, and may be good.
     """
     try:
         with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except FileNotFoundError:
-        raise UserError(f"checkpoint {str(path)!r} does not exist") from None
+        raise DamagedError(f"checkpoint {str(path)!r} does not exist") from None
     except IsADirectoryError:
-        raise UserError(
+        raise DamagedError(
             f"checkpoint {str(path)!r} is a folder: name a file, or resume a run with --run-dir and --resume"
         ) from None
     except OSError as error:
-        raise UserError(f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})") from error
+        what = f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})"
+        if error.errno in _TRANSIENT:
+            raise UserError(f"{what}: repair that, or name another one") from error
+        raise DamagedError(what) from error
+    except MemoryError:
+        raise
     except Exception as error:  # safetensors raises many types on bad bytes
-        raise UserError(f"checkpoint {str(path)!r} is damaged ({' '.join(str(error).split())[:300]})") from error
+        raise DamagedError(f"checkpoint {str(path)!r} is damaged ({' '.join(str(error).split())[:300]})") from error
     structure = header.get("structure")
     if structure is None:
-        raise UserError(f"{str(path)!r} is no checkpoint: they are in a run's folder, checkpoints/step-….safetensors")
+        raise DamagedError(f"{str(path)!r} is no checkpoint: they are in a run's folder, checkpoints/step-….safetensors")
     if header.get("sha256") != _digest(structure, tensors):
-        raise UserError(f"checkpoint {str(path)!r} is damaged: its content does not match its hash")
+        raise DamagedError(f"checkpoint {str(path)!r} is damaged: its content does not match its hash")
     try:
         tree: dict[str, Any] = _rebuild(parse_json(structure), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"checkpoint {str(path)!r} is damaged: its structure cannot be read ({error})") from error
+        raise DamagedError(f"checkpoint {str(path)!r} is damaged: its structure cannot be read ({error})") from error
     if not isinstance(tree, dict):
-        raise UserError(f"checkpoint {str(path)!r} is damaged: it holds a {type(tree).__name__}, not a state by names")
+        raise DamagedError(f"checkpoint {str(path)!r} is damaged: it holds a {type(tree).__name__}, not a state by names")
     return tree
 
 
@@ -119,13 +136,13 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Read the newest checkpoint of a folder that is whole; also return what is wrong with newer ones.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or a newer one cannot be read at the moment.
     """
     problems: list[str] = []
     for path in found(folder):
         try:
             return load(path), problems
-        except UserError as error:
+        except DamagedError as error:
             problems.append(str(error))
     raise UserError("; ".join([*problems, f"{str(folder)!r} holds no checkpoint to go on from: start without --resume"]))
 

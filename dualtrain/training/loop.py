@@ -194,6 +194,12 @@ class Run:
         if self.backend.rank == 0:
             warn_of_another(saved.get("platform", {}), self.platform)
         self.cursor = on_all_ranks(self.backend, "checkpoint", lambda: self._load(saved))
+        if self.cursor.step > self.total_steps:
+            raise UserError(
+                f"the checkpoint is of step {self.cursor.step}, and this run would end after step {self.total_steps}: give "
+                "more --epochs or --max-steps, or an older checkpoint's file",
+                shared=True,
+            )
 
     def _load(self, saved: dict[str, Any]) -> Cursor:
         """Load a checkpoint into the trainer; return its position."""
@@ -260,6 +266,7 @@ class Run:
         flags, cursor = self.signals.take(), self.cursor
         ends = cursor.batch + 1 == self.sampler.batches or cursor.step + 1 == self.total_steps
         # Of a step that ends an epoch the evaluation's result is saved too; a save during a write would wait for it.
+        ends = ends and (cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
             flags[SAVE] = 1.0
         return flags

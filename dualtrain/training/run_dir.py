@@ -17,7 +17,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from dualtrain.config import OutputSection
+from dualtrain.config import AUTO, OutputSection
 from dualtrain.errors import UserError
 from dualtrain.files import link_whole, parse_json, read_text, readable_path, remove_temporary, write_json, write_whole
 from dualtrain.training.folder_lock import NAME, WAIT_SECONDS, FolderLock
@@ -27,8 +27,9 @@ _NAMES = re.compile(r"(config|task|summary)\.json|metrics\.jsonl|model(-best)?\.
 
 
 def lock_existing(output: OutputSection, lock: FolderLock, timeout: float) -> None:
-    """Lock the run's folder, if it holds a run: a start that fails later leaves nothing in any other. On rank 0 only.
+    """Lock the run's folder, if it holds a run; with ``--resume auto`` make and lock it. On rank 0 only.
 
+    The latter decides from what is there where it starts: no other start must change that in between.
     A start that resumes waits for a process that is about to end, up to ``WAIT_SECONDS`` and half of ``timeout``.
 
     Raises:
@@ -38,7 +39,9 @@ def lock_existing(output: OutputSection, lock: FolderLock, timeout: float) -> No
         return
     folder = Path(output.run_dir)
     with _written(folder):
-        if any((folder / name).exists() for name in (NAME, "config.json")):
+        if output.resume == AUTO:
+            folder.mkdir(parents=True, exist_ok=True)
+        if output.resume == AUTO or any((folder / name).exists() for name in (NAME, "config.json")):
             lock.take(folder, 0.0 if output.resume is None else min(WAIT_SECONDS, timeout / 2))
 
 

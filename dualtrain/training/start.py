@@ -23,6 +23,7 @@ from dualtrain.training import checkpoint
 from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.results import PLANNED, done_line
 from dualtrain.training.resume import adopted, compare_with_checkpoint, differences, in_words, read_checkpoint
+from dualtrain.training.run_dir import step_of
 
 log = logging.getLogger("dualtrain")
 
@@ -89,17 +90,21 @@ def _find_start(folder: Path, settings: Mapping[str, Any], backend: Backend) -> 
             show(done_line(summary, folder))
         return Start(summary=summary)
     files = [_File(step, rank, name, identity) for rank, one in enumerate(seen) for step, name, identity in one["files"]]
-    return _go_on(folder, files, settings, backend)
+    has_result = any(one["result"] for one in seen)
+    return _go_on(folder, files, settings, backend, has_result=has_result)
 
 
 def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any]:
     """Return what this rank sees of a run in ``folder``, as plain values."""
-    files = []
-    for path in checkpoint.found(folder / "checkpoints"):
+    files, steps = [], {path: checkpoint.step_of_name(path) for path in checkpoint.found(folder / "checkpoints")}
+    best = folder / "checkpoints" / checkpoint.BEST
+    of = checkpoint.step_in(best)
+    if of is not None:
+        steps[best] = of  # it may be the only one that is good
+    for path, step in steps.items():
         with suppress(OSError):  # it was removed in between
             status = path.stat()
-            identity = [status.st_ino, status.st_size, status.st_mtime_ns]
-            files.append((checkpoint.step_of_name(path), path.name, identity))
+            files.append((step, path.name, [status.st_ino, status.st_size, status.st_mtime_ns]))
     written, summary = _read(folder / "config.json"), _read(folder / "summary.json")
     settings = adopted(settings, written)
     unlike = differences(written, settings) if written and (files or summary) else {}
@@ -107,6 +112,7 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
     cure = f"give {had}, or another --run-dir"
     return {
         "exists": bool(written),
+        "result": (folder / "summary.json").exists(),
         "files": files,
         "other": f"it holds a run with {had}, and this run has {has}: {cure}" if unlike else "",
         "summary": summary if written and _has_ended(folder, summary, settings, size) else None,
@@ -129,7 +135,7 @@ def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, 
         summary.get("planned") == {name: settings[name] for name in PLANNED}
         and summary.get("global_batch") == step.global_batch(settings["virtual_ranks"] or size)
         and {"steps", "val_accuracy", "samples_per_second", "weights_sha256"} <= summary.keys()
-        and (folder / "model.safetensors").is_file()
+        and step_of(folder / "model.safetensors") == summary["steps"]
     )
 
 
@@ -145,8 +151,10 @@ def _say_who_sees(folder: Path, exists: Sequence[bool], rank: int) -> None:
         )
 
 
-def _go_on(folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend) -> Start:
-    """Take the newest checkpoint that its rank can read. Collective."""
+def _go_on(
+    folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend, *, has_result: bool
+) -> Start:
+    """Take the newest checkpoint that is good; without one, begin, unless there is a result. Collective."""
     problems: list[str] = []
     tried: list[Sequence[int]] = []
     for file in sorted(files, key=lambda file: (-file.step, file.rank)):
@@ -166,20 +174,32 @@ def _go_on(folder: Path, files: Sequence[_File], settings: Mapping[str, Any], ba
         path = folder / "checkpoints" / file.name
         _say(backend, f"going on from step {file.step}, since {path} is the newest good checkpoint{by}", problems)
         return Start(saved, _copies(folder, file, saved, backend) if sent else {})
+    if has_result:
+        raise UserError(
+            f"--run-dir {str(folder)!r} holds the summary of a run and no good checkpoint to go on from: choose another "
+            "folder",
+            shared=True,
+        )
     found = "no good checkpoint" if problems else "no checkpoint"
     _say(backend, f"beginning at step 0, since {folder} holds {found}", problems)
     return Start()
 
 
 def _send(folder: Path, name: str, owner: int, backend: Backend) -> tuple[dict[str, Any] | None, str]:
-    """Read a checkpoint on rank ``owner``; return it on every rank, or why it cannot be read. Collective."""
-    answer: tuple[dict[str, Any] | None, str] = (None, "")
+    """Read a checkpoint on rank ``owner``; return it on every rank, or in what way it is damaged. Collective.
+
+    Raises:
+        UserError: on every rank; it cannot be read at the moment, and may be good.
+    """
+    answer: tuple[dict[str, Any] | None, str, bool] = (None, "", True)
     if backend.rank == owner:
         try:
-            answer = (checkpoint.load(folder / "checkpoints" / name), "")
+            answer = (checkpoint.load(folder / "checkpoints" / name), "", True)
         except UserError as error:
-            answer = (None, str(error))
-    saved, problem = backend.broadcast_object(answer, root=owner, name="checkpoint")
+            answer = (None, str(error), isinstance(error, checkpoint.DamagedError))
+    saved, problem, damaged = backend.broadcast_object(answer, root=owner, name="checkpoint")
+    if not damaged:
+        raise UserError(problem, shared=True)
     return saved, problem
 
 

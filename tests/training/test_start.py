@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,44 @@ def test_where_no_checkpoint_is_good_the_run_begins_and_keeps_the_files(tmp_path
     assert auto(tmp_path, 1)["weights_sha256"] == whole["weights_sha256"]
     assert first_line(capsys) == f"--resume auto: beginning at step 0, since {tmp_path} holds no good checkpoint"
     assert path.with_name(f"{path.name}.aside").read_bytes() == b"damaged"
+
+
+def test_a_result_without_checkpoints_is_not_trained_over(tmp_path):
+    alone(tmp_path, 1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
+    with pytest.raises(UserError, match="holds the summary of a run and no good checkpoint to go on from"):
+        auto(tmp_path, 2)
+    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
+
+
+def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_passed_over(tmp_path, monkeypatch):
+    alone(tmp_path, 1)
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(checkpoint, "readable_path", fail)
+    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\): repair that"):
+        auto(tmp_path, 2)
+    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
+
+
+def test_the_best_checkpoint_is_used_where_it_is_the_only_good_one(tmp_path, capsys):
+    alone(tmp_path, 1)
+    path = checkpoint.path_of(tmp_path / "checkpoints", 2)
+    path.unlink()
+    path.write_bytes(b"damaged")
+    capsys.readouterr()
+    auto(tmp_path, 2)
+    assert first_line(capsys).startswith("--resume auto: going on from step 2, since ")
+
+
+def test_a_checkpoint_of_a_later_step_than_the_last_is_refused(tmp_path):
+    alone(tmp_path, 2)
+    with pytest.raises(UserError, match="the checkpoint is of step 4, and this run would end after step 2"):
+        auto(tmp_path, 1)
 
 
 @pytest.mark.parametrize("gone", ["", "checkpoints"])
