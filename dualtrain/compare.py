@@ -46,6 +46,8 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
     hashes = {summary["weights_sha256"] for _, summary in runs}
     count = f"{len(runs) + len(unfinished)} runs, {len(hashes)} hash{'es' * (len(hashes) != 1)}"
     faults = [f"{label} has not ended" for label in unfinished]
+    if len(runs) + len(unfinished) < 2:
+        faults.append("there is nothing to compare it with")
     names = _results(runs)
     for label, summary in runs[1:]:
         first, expected = runs[0]

@@ -78,7 +78,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.backend = backend
         named = _name_all(optimizer, named_parameters)
         passes, extra = backward_passes_per_step, renamed_option("carry", carry, "extra", extra)
-        order = _order(sum_order, backend)
+        self._order = order = _order(sum_order, backend)
         self.reducer = GradientReducer(
             named, backend, unused=unused, passes=passes, extra=extra, transfer=transfer, order=order
         )
@@ -174,11 +174,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
-            return combined_loss(loss, lambda values: self.backend.allreduce(values, name="loss"))
+            return combined_loss(loss, self._average)
 
         result = self.optimizer.step(averaged)
         self.reducer.renew(stepped=True)
         return result
+
+    def _average(self, values: torch.Tensor) -> torch.Tensor:
+        """Average ``values`` over the ranks, in the order of the gradients' sum. Collective; blocks."""
+        if self._order is None:
+            return self.backend.allreduce(values, name="loss")
+        return sum_order_of(self.backend.size, self.backend.size).total(
+            self.backend.allgather(values[None], name="loss")
+        ) * (1.0 / self.backend.size)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients as the wrapped optimizer does; averages for a step that was not taken are dropped."""

@@ -29,8 +29,8 @@ def _whole(text: str) -> int:
     return number
 
 
-def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the drill's own arguments, and those of the job, which are checked."""
+def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], bool]:
+    """Return the drill's own arguments, those of the job, which are checked, and whether horovodrun starts it."""
     parser = parser_of("dualtrain.drill", str(__doc__))
     parser.add_argument("--nproc", type=_whole, default=2, metavar="N", help="ranks on this host (default: 2)")
     parser.add_argument("--faults", type=_whole, default=12, metavar="N", help="how many faults (default: 12)")
@@ -51,7 +51,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         flags += ["--log-every", "1"]
     if config.run.timeout == 300.0:
         flags += ["--timeout", "10"]
-    return given, flags
+    return given, flags, config.run.backend == "horovod"
 
 
 def _folder(out: str | None) -> Path:
@@ -84,8 +84,7 @@ def table(report: Report) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a drill; return the exit status: 0 if the results are the same, 1 if not, 2 for an error of the user's."""
     try:
-        given, flags = _parse(arguments)
-        horovod = "horovod" in flags or "--backend=horovod" in flags
+        given, flags, horovod = _parse(arguments)
         folder = _folder(given.out)
 
         def progress(line: str) -> None:

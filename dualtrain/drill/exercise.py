@@ -16,6 +16,7 @@ from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
 _POLL_SECONDS = 0.002
+_EXIT_SECONDS = 0.03  # for a killed process to be gone
 _EARLY = 0.25  # of the faults come while the ranks start, and not at a step
 _SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
 
@@ -107,11 +108,12 @@ class Exercise:
             job.start()
             for number, (fault, step) in enumerate(self._plan(faults, steps), 1):
                 if job.status() == 0:
-                    self._progress(f"the job has ended after {number - 1} of {faults} faults: give it more steps for more")
+                    done = len(self.report.rows)
+                    self._progress(f"the job has ended after {done} of {faults} faults: give it more steps for more")
                     break
                 self._progress(f"fault {number} of {faults}: {self._one(job, fault, step)}")
             self._to_the_end(job)
-        except TimeoutError as error:
+        except (TimeoutError, UserError) as error:
             self.report.problems.append(str(error))
         finally:
             left = job.end()
@@ -145,15 +147,18 @@ class Exercise:
     def _one(self, job: Job, fault: Fault, step: int) -> str:
         """Wait for the moment, strike, and wait until the job goes on; add a row, and return it in words."""
         moment = self._reach(job, step)
-        ranks, starts = job.ranks(), len(job.starts())
         if job.status() == 0:
             return f"{fault.name}: not carried out, since the job has ended"
-        row = Row(fault.name, fault.strike(job, self._choice), moment)
+        row = Row(fault.name, self._strike(job, fault), moment)
+        if not row.target:
+            return f"{fault.name}: not carried out, since the job has ended"
         self.report.rows.append(row)
-        struck, (inode, before) = time.monotonic(), job.position()
+        struck, (inode, before), starts = time.monotonic(), job.position(), len(job.starts())
+        time.sleep(_EXIT_SECONDS)
+        survivors = set(job.ranks().values())
 
         def recovered() -> bool:
-            if row.detected is None and (job.status() is not None or job.ranks() != ranks):
+            if row.detected is None and (job.status() is not None or survivors - set(job.ranks().values())):
                 row.detected = time.monotonic() - struck
             if job.status() not in (None, 0):
                 job.start()
@@ -169,6 +174,20 @@ class Exercise:
             row.recovered = time.monotonic() - struck
             row.repeated = max(0, before - began[-1])
         return f"{row.fault} ({row.target}) {row.moment}"
+
+    def _strike(self, job: Job, fault: Fault) -> str:
+        """Carry out a fault as soon as that can be done; return what was done, nothing once the job has ended."""
+        done = ""
+
+        def struck() -> bool:
+            nonlocal done
+            if job.status() not in (None, 0):
+                job.start()
+            done = fault.strike(job, self._choice)
+            return bool(done) or job.status() == 0
+
+        self._wait(job, struck, f"a moment for {fault.name}")
+        return done
 
     def _reach(self, job: Job, step: int) -> str:
         """Wait until the job has taken ``step`` steps, or for a random moment of its start; return which it was."""

@@ -19,7 +19,7 @@ class Fault:
 
     Attributes:
         name: in the table.
-        strike: does it to a job; returns what exactly was done.
+        strike: does it to a job; returns what exactly was done, nothing if nothing could be.
     """
 
     name: str
@@ -30,7 +30,7 @@ def _one_rank(number: signal.Signals) -> Callable[[Job, random.Random], str]:
     def strike(job: Job, choice: random.Random) -> str:
         ranks = job.ranks()
         if not ranks:
-            return "no rank was there yet"
+            return ""
         rank = choice.choice(sorted(ranks))
         send(ranks[rank], number)
         return f"rank {rank}"
@@ -43,14 +43,13 @@ def _all_ranks(number: signal.Signals) -> Callable[[Job, random.Random], str]:
         ranks = job.ranks()
         for process in ranks.values():
             send(process, number)
-        return f"{len(ranks)} ranks"
+        return f"{len(ranks)} ranks" if ranks else ""
 
     return strike
 
 
 def _launcher(job: Job, choice: random.Random) -> str:
-    send(job.launcher, signal.SIGKILL)
-    return f"process {job.launcher}"
+    return f"process {job.launcher}" if job.kill_launcher() else ""
 
 
 def _in_checkpoint(job: Job, choice: random.Random) -> str:
@@ -59,27 +58,28 @@ def _in_checkpoint(job: Job, choice: random.Random) -> str:
     while not (writing := job.is_writing()) and time.monotonic() < deadline and job.status() is None:
         time.sleep(0.0005)
     process = job.ranks().get(0)
-    if process is not None:
-        send(process, signal.SIGKILL)
+    if process is None:
+        return ""
+    send(process, signal.SIGKILL)
     return "rank 0, half-written" if writing else "rank 0, none was written meanwhile"
 
 
 def _damaged(job: Job, choice: random.Random) -> str:
     """Stop all ranks, overwrite some bytes of the newest checkpoint, then kill them."""
-    ranks = job.ranks()
+    ranks, newest = job.ranks(), job.checkpoints()[-1:]
+    if not ranks or not newest:
+        return ""
     for process in ranks.values():
         send(process, signal.SIGSTOP)
-    newest = job.checkpoints()[-1:]
-    for path in newest:
-        # Not the same file: the best checkpoint may be a hard link to it.
-        content = bytearray(path.read_bytes())
-        at = choice.randrange(len(content))
-        content[at] ^= 0xFF
-        path.unlink()
-        path.write_bytes(content)
+    path = job.checkpoints()[-1]
+    # Not the same file: the best checkpoint may be a hard link to it.
+    content = bytearray(path.read_bytes())
+    content[choice.randrange(len(content))] ^= 0xFF
+    path.unlink()
+    path.write_bytes(content)
     for process in ranks.values():
         send(process, signal.SIGKILL)
-    return newest[0].name if newest else "there was none"
+    return path.name
 
 
 KILL_RANK = Fault("SIGKILL of a rank", _one_rank(signal.SIGKILL))

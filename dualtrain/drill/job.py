@@ -84,6 +84,13 @@ class Job:
         assert self._launcher is not None
         return self._launcher.pid
 
+    def kill_launcher(self) -> bool:
+        """Kill the launcher; return whether it still ran."""
+        assert self._launcher is not None
+        running = self._launcher.poll() is None
+        self._launcher.kill()  # does nothing once it has ended
+        return running
+
     def ranks(self) -> dict[int, int]:
         """Return the processes of the ranks that run now, by rank."""
         found: dict[int, int] = {}

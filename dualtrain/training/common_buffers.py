@@ -2,7 +2,8 @@
 
 Every shard of a step begins with the same values. A floating-point buffer (running statistics) becomes the mean over the
 shards of what they make of it; updates of running statistics are linear, so this is the mean of as many sets as there
-are shards. An integer buffer of one element (a count of batches) becomes what shard 0 makes of it. All others must stay.
+are shards. An integer buffer of one element (a count of batches) becomes what shard 0 makes of it; in every forward
+pass, of whatever shard, it must change by the same amount. All others must stay.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-_EXACT = 1 << 24  # below it, whole numbers are exact in float32
+from dualtrain.backends.wire import as_bytes
+
+_LARGEST = 1 << 10  # a change whose square, and the sum of squares, are exact in float32
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class _Place:
 class CommonBuffers:
     """The buffers of ``model``: the values that the shards of a step begin with, and what they make of them.
 
-    Numbers of all shards are summed over them by the caller, in float32 at least (in float64 if parameters are).
+    Numbers of all shards are summed over them by the caller, in float32 at least (in float64 if all parameters are).
 
     Attributes:
         count: how many numbers a shard adds to that sum.
@@ -49,7 +52,8 @@ class CommonBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        exact = max((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), default=4)
+        # The numbers are sent with the gradients of one of the parameters.
+        exact = min((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), default=4)
         self._averaged: list[_Place] = []
         self._counters: list[_Place] = []
         self._constant: list[_Place] = []
@@ -68,8 +72,7 @@ class CommonBuffers:
         self._began = [place.read().clone() for place in self._all]
         #: The same, of the averaged ones as one vector, and of the counters as numbers.
         self._vector, self._counts = torch.empty(0), list[int]()
-        self._changes: list[tuple[int, list[float]]] = []  # of each of this rank's shards: passes, counters' changes
-        self.count = sum(self._sizes) + len(self._averaged) + len(self._counters) + 1
+        self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 1
 
     def keep(self) -> None:
         """Begin a step with the present values.
@@ -85,7 +88,6 @@ class CommonBuffers:
                 raise ValueError(f"buffer {place.name!r} has got another shape or dtype: make the trainer after the change")
             began.copy_(now)
         self._vector, self._counts = self._flat(), self._read_counters()
-        self._changes.clear()
 
     def restore(self) -> None:
         """Give all buffers the values that the step began with."""
@@ -125,18 +127,26 @@ class CommonBuffers:
         so_far = torch.cat([counts.new_zeros(1), counts])[self._ends]
         changed = so_far.diff() > 0
         for place, began in zip(self._constant, self._began[len(self._averaged) + len(self._counters) :], strict=True):
-            if not torch.equal(place.read(), began):
+            if not torch.equal(as_bytes(place.read()), as_bytes(began)):  # bytes: a NaN is not equal to itself
                 raise ValueError(
                     f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
                     "make it a float32 one, or train without virtual ranks"
                 )
         changes = [float(now - began) for now, began in zip(self._read_counters(), self._counts, strict=True)]
         for place, change in zip(self._counters, changes, strict=True):
-            if abs(change) >= _EXACT:
+            if abs(change) >= _LARGEST:
                 raise ValueError(f"buffer {place.name!r} changes by {change:g} in a step: virtual ranks cannot follow it")
-        self._changes.append((passes, changes))
-        first = [*changes, float(passes)] if shard == 0 else [0.0] * (len(changes) + 1)
-        return torch.cat([vector.double(), changed.double(), torch.tensor(first, dtype=torch.float64)])
+        first = changes if shard == 0 else [0.0] * len(changes)
+        each = [self._of_one_pass(place, change, passes) for place, change in zip(self._counters, changes, strict=True)]
+        counters = [*first, *each, *(change * change for change in each), float(passes > 0)]
+        return torch.cat([vector.double(), changed.double(), torch.tensor(counters, dtype=torch.float64)])
+
+    @staticmethod
+    def _of_one_pass(place: _Place, change: float, passes: int) -> float:
+        """Return the change in one forward pass; a flag is set in the first of them."""
+        if not passes or place.read().dtype is torch.bool:
+            return change if passes else 0.0
+        return change / passes
 
     def _flat(self) -> torch.Tensor:
         """Return the averaged buffers as one vector, on the CPU."""
@@ -155,15 +165,16 @@ class CommonBuffers:
             shards: how many they are.
 
         Raises:
-            ValueError: shards with as many passes have changed an integer buffer by other amounts.
+            ValueError: on every rank: shards have changed an integer buffer by unequal amounts in a pass.
         """
-        means, changed, first = total.split([sum(self._sizes), len(self._averaged), len(self._counters) + 1])
-        *by, passes = first.tolist()
-        for number, (place, change) in enumerate(zip(self._counters, by, strict=True)):
-            if any(mine[number] != change for count, mine in self._changes if count == passes):
+        means, changed, counters = total.split([sum(self._sizes), len(self._averaged), 3 * len(self._counters) + 1])
+        *numbers, shards_with_passes = counters.tolist()
+        by, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
+        for place, each, square in zip(self._counters, sums, squares, strict=True):
+            if each * each != square * shards_with_passes:  # equal exactly where all changes are
                 raise ValueError(
-                    f"buffer {place.name!r} was changed in forward by other amounts in some shards than in shard 0: "
-                    "virtual ranks have no common value for it; train without them"
+                    f"buffer {place.name!r} is changed by unequal amounts in the forward passes of the shards: virtual "
+                    "ranks have no common value for it; train without them"
                 )
         self.restore()
         for place, mean, some in zip(
@@ -178,7 +189,9 @@ class CommonBuffers:
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and not one.is_inference()
+    # An expanded one has elements that share memory, and cannot be written.
+    dense = 0 not in one.stride() or one.numel() < 2
+    return one.shape == other.shape and one.dtype == other.dtype and dense and not one.is_inference()
 
 
 def _places(model: nn.Module) -> Sequence[_Place]:

@@ -87,8 +87,9 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     use_threads(number, backend)
     task = load_task(config.data, config.model.name, backend)
     try:
-        # One result everywhere is not possible with operations that do not even repeat.
-        exact = config.run.deterministic or (config.step.virtual_ranks is not None and backend.device.type == "cuda")
+        # One result everywhere is not possible with operations that do not even repeat: on a GPU, or in several threads.
+        repeats = number == 1 and backend.device.type == "cpu"
+        exact = config.run.deterministic or (config.step.virtual_ranks is not None and not repeats)
         with determinism(exact):
             model = make_model(config.model, task, config.step.seed, backend)
             on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))

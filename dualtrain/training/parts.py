@@ -45,8 +45,8 @@ class Parts(Protocol):
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
         """Compute this rank's parts of a step and reduce its gradients; return the result over all ranks. Collective."""
 
-    def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]]) -> list[float]:
-        """Return the sums of ``NAMES`` over all ranks' ``batches``, computed by ``sums``. Collective."""
+    def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
+        """Return the sums of ``NAMES`` over all ranks' ``batches``, computed by ``sums`` with ``model``. Collective."""
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the running statistics of ``model`` are equal on all ranks. Collective."""
@@ -83,7 +83,7 @@ class RankParts:
             passes.load()  # a rank without samples
         return passes.reduce()
 
-    def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]]) -> list[float]:
+    def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`Parts`. Batches are this rank's."""
         mine = torch.tensor(sums(batches), dtype=torch.float64)
         return self._backend.allreduce(mine, "sum", name="evaluation").tolist()

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -80,9 +80,9 @@ class StepScalars:
 
 def with_last(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Yield each batch, and whether it is the last."""
-    iterator = iter(batches)
-    batch = next(iterator, None)
-    while batch is not None:
-        following = next(iterator, None)
-        yield batch, following is None
+    iterator, end = iter(batches), object()
+    batch: Any = next(iterator, end)
+    while batch is not end:
+        following = next(iterator, end)
+        yield batch, following is end
         batch = following

@@ -50,8 +50,9 @@ class Trainer:
         forward: computes the outputs, if not ``model`` itself: a compiled form of it, or replicas.
         measure: an ``Objective`` of (inputs, targets) in training, in place of ``loss`` of the outputs.
         virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
-            over any backend and transport, on one kind of processor and with one number of torch's threads. ``None`` for
-            one part of a step on each rank.
+            over any backend and transport, on one kind of processor and with one number of torch's threads. With several
+            threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: not all operations repeat without
+            it. ``None`` for one part of a step on each rank.
         seed: of all random numbers in forward passes, with ``virtual_ranks``: the generators of torch, numpy and Python are
             seeded from it before each shard, and after each step, from which on they are equal on all ranks.
 
@@ -280,7 +281,7 @@ class Trainer:
         with self.common_buffers():
             training = model.training
             model.eval()
-            total = self._parts.evaluate(batches, sums)
+            total = self._parts.evaluate(batches, sums, model)
             model.train(training)
         return metrics(total, prefix)
 

@@ -55,6 +55,7 @@ class VirtualRanks:
         self.mine = self.order.ranges[backend.rank]
         self._backend, self._seed = backend, seed
         self._steps = 0  # that were taken: the next one's number
+        self._after = "step"  # or "evaluation": what came last
         _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model)
         self.numbers = self._buffers.count
@@ -121,8 +122,12 @@ class VirtualRanks:
             self._buffers.restore()
             raise
         self._steps += 1
-        # What the program draws next, such as the order of its samples, must not depend on this rank's shards.
-        self._seed_all(self._steps, "after")
+        self._seed_after("step")
+
+    def _seed_after(self, what: str) -> None:
+        """Seed what the program draws next, such as the order of its samples: it must not depend on this rank's shards."""
+        self._after = what
+        self._seed_all(self._steps, "after", what)
 
     def _begin_shard(self, shard: int) -> None:
         self._buffers.restore()
@@ -152,15 +157,15 @@ class VirtualRanks:
 
     # -- evaluation and state ---------------------------------------------------------------------------------------
 
-    def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]]) -> list[float]:
+    def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
-        rows = []
-        self._buffers.keep()
+        rows, buffers = [], CommonBuffers(model)
+        buffers.keep()
         for shard, part in self._of_shards(batches):
             self._seed_all(self._steps, shard, "evaluation")
             rows.append(sums(part))
-            self._buffers.restore()
-        self._seed_all(self._steps, "after evaluation")
+            buffers.restore()
+        self._seed_after("evaluation")
         mine = torch.tensor(rows, dtype=torch.float64).view(-1, len(NAMES))
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
 
@@ -170,8 +175,8 @@ class VirtualRanks:
 
     def state_dict(self) -> dict[str, Any]:
         """See :class:`~dualtrain.training.parts.Parts`: nothing of single ranks."""
-        state = {"shards": self.count, "steps": self._steps, "seed": self._seed, "buffers": self._buffers.state_dict()}
-        return {"virtual_ranks": state}
+        numbers = {"shards": self.count, "steps": self._steps, "seed": self._seed, "after": self._after}
+        return {"virtual_ranks": {**numbers, "buffers": self._buffers.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :class:`~dualtrain.training.parts.Parts`. The next steps are the same at any world size."""
@@ -183,6 +188,7 @@ class VirtualRanks:
         own = state["virtual_ranks"]
         self._steps, self._seed = int(own["steps"]), int(own["seed"])
         self._buffers.load_state_dict(own["buffers"])
+        self._seed_after(str(own["after"]))
 
 
 def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:

@@ -201,14 +201,79 @@ def refused_buffer(backend, name, message):
     [
         ("table", r"buffer 'table' \(torch.int64\) changes in forward, and has no mean over virtual ranks"),
         ("wave", r"buffer 'wave' \(torch.complex64\) changes in forward"),
-        ("samples", "buffer 'samples' was changed in forward by other amounts in some shards than in shard 0"),
-        ("largest", "buffer 'largest' was changed in forward by other amounts"),
+        ("samples", "buffer 'samples' is changed by unequal amounts in the forward passes of the shards"),
+        ("largest", "buffer 'largest' is changed by unequal amounts"),
         ("cache", "buffer 'cache' changes its shape in forward"),
     ],
 )
 def test_buffers_without_a_common_value_are_refused_by_name(name, message):
     with connect("local") as backend:
         refused_buffer(backend, name, message)
+
+
+def unequal_on_every_rank(backend):
+    """Shards with unequally many passes: what rank 0's do is seen to be unequal on all ranks."""
+
+    def change(model, x):
+        model.samples += len(x)
+
+    model = Buffers(change, samples=torch.tensor(0))
+    trainer = trainer_with(model, backend)
+    inputs, targets = vector_batch(12)
+    parts = [[(inputs[:2], targets[:2])], [(inputs[:3], targets[:3])] * 2, [(inputs[:1], targets[:1])] * 5]
+    with pytest.raises(ValueError, match="buffer 'samples' is changed by unequal amounts"):
+        trainer.step([parts[shard] for shard in trainer.shards], 12.0)
+    trainer.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_counter_without_a_common_value_is_refused_on_every_rank(size):
+    run_threads(size, unequal_on_every_rank)
+
+
+def average_of_weights(backend):
+    """Return a buffer that every forward pass changes, of the averaged weights, after steps and evaluations."""
+
+    def change(model, x):
+        model.calls += 1.0
+
+    model = Buffers(lambda model, x: None, calls=torch.zeros(1))
+    model.register_forward_pre_hook(lambda model, x: change(model, x))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(model, optimizer, backend=backend, virtual_ranks=4, ema=0.9)
+    for _ in range(2):
+        trainer.step(trainer.split(vector_batch()), 12.0)
+        trainer.evaluate([[vector_batch(2)] * 2 for _ in trainer.shards])
+    trainer.close()
+    return trainer.evaluated.calls.item()
+
+
+def test_an_evaluation_leaves_the_buffers_of_averaged_weights():
+    for size in (1, 2, 4):
+        assert run_threads(size, average_of_weights) == [2.0] * size
+
+
+def test_a_double_precision_buffer_beside_single_precision_weights_is_refused_if_it_changes():
+    def change(model, x):
+        model.mean += x.mean(0)
+
+    with connect("local") as backend:
+        trainer = trainer_with(Buffers(change, mean=torch.zeros(4, dtype=torch.float64)), backend)
+        with pytest.raises(ValueError, match=r"buffer 'mean' \(torch.float64\) changes in forward, and has no mean"):
+            trainer.step(trainer.split(vector_batch()), 12.0)
+        trainer.close()
+
+
+def test_expanded_and_undefined_constants_stay():
+    constants = {"ones": torch.ones(1, 4).expand(3, 4), "gap": torch.tensor([1.0, float("nan")], dtype=torch.float64)}
+    with connect("local") as backend:
+        model = Buffers(lambda model, x: None, **constants)
+        trainer = trainer_with(model, backend)
+        for _ in range(2):
+            trainer.step(trainer.split(vector_batch()), 12.0)
+        assert torch.equal(model.ones, torch.ones(3, 4))
+        assert torch.isnan(model.gap[1])
+        trainer.close()
 
 
 def counted_evaluations(backend):
