@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualtrain.console import parser_of, print_error, show
+from dualtrain.console import parser_of, print_error, show, text_table
 from dualtrain.errors import UserError
 from dualtrain.run_table import read_summary, run_table
 
@@ -29,7 +29,7 @@ def table(runs: Sequence[Run]) -> str:
         if same
         else f"same weights: no, {names} ended with different bits"
     )
-    return "\n".join([*_lines(runs, COLUMNS), "", last])
+    return "\n".join([*text_table(run_table(runs, COLUMNS)), "", last])
 
 
 def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, bool]:
@@ -55,21 +55,13 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
         if differing:
             faults.append(f"{label} differs from {first} in {', '.join(differing)}")
     last = f"{count}: {'; '.join(faults)}" if faults else count
-    return "\n".join([*_lines(runs, ONE_RESULT), "", last]), not faults
+    return "\n".join([*text_table(run_table(runs, ONE_RESULT)), "", last]), not faults
 
 
 def _results(runs: Sequence[Run]) -> list[str]:
     """Return the names of the values of any run that make its result."""
     metrics = [name for _, summary in runs for name in summary if name.startswith(("train_", "val_"))]
     return list(dict.fromkeys(["weights_sha256", "steps", *metrics]))
-
-
-def _lines(runs: Sequence[Run], columns: Sequence[str]) -> list[str]:
-    """Return the lines of the table: the head, a rule, and one for each run."""
-    rows = run_table(runs, columns)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def _compare_results(folders: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
@@ -35,6 +35,13 @@ def show(text: object, file: TextIO | None = None) -> None:
 def size_in_words(size: int) -> str:
     """Format a number of bytes in whole MB (2²⁰), KB (2¹⁰) or B, rounded down."""
     return next(f"{size // unit} {name}" for unit, name in ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B")) if size >= unit)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first of ``rows``, which is its head, a rule, and the others."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 class Parser(argparse.ArgumentParser):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dualtrain.config import parse
-from dualtrain.console import leave, parser_of, print_error, show
+from dualtrain.console import leave, parser_of, print_error, show, text_table
 from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
 
@@ -71,13 +71,10 @@ def table(report: Report) -> str:
     for row in report.rows:
         times = ["–" if value is None else f"{value:.1f} s" for value in (row.detected, row.recovered)]
         rows.append([row.fault, row.target, row.moment, *times, str(row.repeated)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
     weights = report.disturbed.get("weights_sha256", "")[:16]
     faults = f"{len(report.rows)} fault{'s' * (len(report.rows) != 1)}"
     verdict = f"yes, {faults}, and the result is the undisturbed one, bit for bit ({weights})"
-    lines += ["", f"same result: {'no, ' + '; '.join(report.problems) if report.problems else verdict}"]
+    lines = [*text_table(rows), "", f"same result: {'no, ' + '; '.join(report.problems) if report.problems else verdict}"]
     return "\n".join(lines)
 
 
