@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -82,6 +82,15 @@ def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict")
 def read_json(path: str | Path) -> Any:
     """Read the value in a regular file of JSON. Raises OSError, or ValueError where it is not JSON."""
     return parse_json(read_text(path))
+
+
+def or_nothing(read: Callable[[], Any]) -> dict[str, Any]:
+    """Return the values by names that ``read`` returns; none where it raises OSError or ValueError, or returns others."""
+    try:
+        value = read()
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def parse_json(text: str) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dualtrain.errors import UserError
-from dualtrain.files import parse_json, read_json, read_text
+from dualtrain.files import or_nothing, parse_json, read_json, read_text
 from dualtrain.run_table import NONE, as_text, is_finite, read_summary, run_table
 
 COLORS = ("#0b6fb8", "#e07b00", "#2a9152", "#c2383c", "#7a56b3", "#8a5a48", "#d4579f", "#6f6f6f", "#98981d", "#149aa8")
@@ -54,11 +54,11 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
 
 def _read_run(folder: Path, label: str, color: str) -> Run:
     metrics = _read_metrics(folder)
-    summary = _or_nothing(lambda: read_summary(folder))
+    summary = or_nothing(lambda: read_summary(folder))
     last = max((line["step"] for line in metrics if is_finite(line.get("step"))), default=0)
     if is_finite(summary.get("steps")) and last > summary["steps"]:
         summary = {}  # it is from before the run was resumed
-    config = _flat(_or_nothing(lambda: read_json(folder / "config.json")))
+    config = _flat(or_nothing(lambda: read_json(folder / "config.json")))
     return Run(folder, label, color, config, metrics, summary)
 
 
@@ -67,18 +67,10 @@ def _read_metrics(folder: Path) -> list[dict[str, Any]]:
         text = read_text(folder / "metrics.jsonl", errors="replace")
     except OSError as error:
         raise UserError(f"{str(folder)!r} holds no run (no readable metrics.jsonl): name a run's folder") from error
-    lines = [_or_nothing(partial(parse_json, line)) for line in text.splitlines()]  # the last may be cut off
+    lines = [or_nothing(partial(parse_json, line)) for line in text.splitlines()]  # the last may be cut off
     if not any(lines):
         raise UserError(f"{str(folder)!r} has no metrics yet: wait until its first steps are logged (--log-every)")
     return [line for line in lines if line]
-
-
-def _or_nothing(get: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        value = get()
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dualtrain.backends import Backend
 from dualtrain.config import AUTO, OutputSection, StepSection
 from dualtrain.console import show
 from dualtrain.errors import UserError
-from dualtrain.files import read_json
+from dualtrain.files import or_nothing, read_json
 from dualtrain.training import checkpoint
 from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.results import PLANNED, done_line
@@ -105,7 +106,7 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
         with suppress(OSError):  # it was removed in between
             status = path.stat()
             files.append((step, path.name, [status.st_ino, status.st_size, status.st_mtime_ns]))
-    written, summary = _read(folder / "config.json"), _read(folder / "summary.json")
+    written, summary = (or_nothing(partial(read_json, folder / name)) for name in ("config.json", "summary.json"))
     settings = adopted(settings, written)
     unlike = differences(written, settings) if written and (files or summary) else {}
     had, has = in_words(unlike), in_words({name: settings[name] for name in unlike})
@@ -117,15 +118,6 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
         "other": f"it holds a run with {had}, and this run has {has}: {cure}" if unlike else "",
         "summary": summary if written and _has_ended(folder, summary, settings, size) else None,
     }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a file of JSON; return nothing where there is none, or it cannot be read."""
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> bool:
