@@ -147,8 +147,6 @@ class Exercise:
     def _one(self, job: Job, fault: Fault, step: int) -> str:
         """Wait for the moment, strike, and wait until the job goes on; add a row, and return it in words."""
         moment = self._reach(job, step)
-        if job.status() == 0:
-            return f"{fault.name}: not carried out, since the job has ended"
         row = Row(fault.name, self._strike(job, fault), moment)
         if not row.target:
             return f"{fault.name}: not carried out, since the job has ended"
@@ -160,9 +158,7 @@ class Exercise:
         def recovered() -> bool:
             if row.detected is None and (job.status() is not None or survivors - set(job.ranks().values())):
                 row.detected = time.monotonic() - struck
-            if job.status() not in (None, 0):
-                job.start()
-            if job.status() == 0:
+            if job.has_finished():
                 return True
             now = job.starts()[starts:]
             file, step = job.position()
@@ -181,10 +177,9 @@ class Exercise:
 
         def struck() -> bool:
             nonlocal done
-            if job.status() not in (None, 0):
-                job.start()
+            finished = job.has_finished()
             done = fault.strike(job, self._choice)
-            return bool(done) or job.status() == 0
+            return bool(done) or finished
 
         self._wait(job, struck, f"a moment for {fault.name}")
         return done
@@ -200,12 +195,7 @@ class Exercise:
         return f"after step {job.position()[1]}"
 
     def _to_the_end(self, job: Job) -> None:
-        def ended() -> bool:
-            if job.status() not in (None, 0):
-                job.start()
-            return job.status() == 0
-
-        self._wait(job, ended, "the end of the run")
+        self._wait(job, job.has_finished, "the end of the run")
 
     def _wait(self, job: Job, condition: Callable[[], bool], what: str) -> None:
         """Wait for ``condition``, as long as the job takes steps. Raises TimeoutError."""

@@ -78,6 +78,12 @@ class Job:
         assert self._launcher is not None
         return self._launcher.poll()
 
+    def has_finished(self) -> bool:
+        """Return whether the launcher has ended with success; if it has failed, :meth:`start` it again."""
+        if self.status() not in (None, 0):
+            self.start()
+        return self.status() == 0
+
     @property
     def launcher(self) -> int:
         """The launcher's process."""
