@@ -159,8 +159,7 @@ class VirtualRanks:
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
-        rows, buffers = [], CommonBuffers(model)
-        buffers.keep()
+        rows, buffers = [], CommonBuffers(model)  # with the present values
         for shard, part in self._of_shards(batches):
             self._seed_all(self._steps, shard, "evaluation")
             rows.append(sums(part))
