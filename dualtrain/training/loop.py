@@ -252,8 +252,7 @@ class Run:
         passes, samples = [len(part) for part in self._passes(batch)], len(batch)
         lr = self.trainer.optimizer.param_groups[0]["lr"]
         try:
-            parts = [self._batches(count) for count in passes]
-            batches = parts[0] if self.config.step.virtual_ranks is None else parts
+            batches = self._for_trainer([self._batches(count) for count in passes])
             done = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
         except DivergedError as error:
             self._diverge(str(error), step=cursor.step + 1)
@@ -271,6 +270,10 @@ class Run:
         if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
             flags[SAVE] = 1.0
         return flags
+
+    def _for_trainer(self, parts: list[Iterator[Tensors]]) -> Iterator[Tensors] | list[Iterator[Tensors]]:
+        """Return the batches of this rank's parts as the trainer takes them: of its only part, or of each of its shards."""
+        return parts[0] if self.config.step.virtual_ranks is None else parts
 
     def _batches(self, passes: int) -> Iterator[Tensors]:
         assert self._stream is not None
@@ -306,8 +309,7 @@ class Run:
 
     def _end_epoch(self) -> None:
         cursor, output = self.cursor, self.config.output
-        parts = [self._evaluation(number) for number in self.mine]
-        batches = parts[0] if self.config.step.virtual_ranks is None else parts
+        batches = self._for_trainer([self._evaluation(number) for number in self.mine])
         evaluation = self.trainer.evaluate(batches, CrossEntropy())
         if not math.isfinite(evaluation["val_loss"]):
             self._diverge("the validation loss became infinite or not a number on all ranks", step=cursor.step)
