@@ -119,22 +119,31 @@ def test_sparse_gradients_are_refused_on_every_rank():
     run_threads(3, scattered)
 
 
+def with_four_shards(model, backend):
+    """Return an optimizer that leaves the weights as they are, and this rank's shards of four."""
+    order = sum_order(4, backend.size)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, sum_order=order)
+    return optimizer, order.ranges[backend.rank]
+
+
+def compute_shards(optimizer, model, mine):
+    optimizer.reducer.begin_shards()
+    for shard in mine:
+        with optimizer.no_sync():
+            vector_loss(model, shard).backward()
+        if shard != mine[-1]:
+            optimizer.reducer.add_shard()
+
+
 def unfrozen(backend):
     """Return the gradients after one more parameter is trained, which changes the layout in the middle."""
     model = perceptron()
     model[0].weight.requires_grad_(False)
-    order = sum_order(4, backend.size)
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, sum_order=order)
-    mine = order.ranges[backend.rank]
+    optimizer, mine = with_four_shards(model, backend)
     for step in range(2):
         optimizer.zero_grad()
-        optimizer.reducer.begin_shards()
-        for shard in mine:
-            with optimizer.no_sync():
-                vector_loss(model, shard).backward()
-            if shard != mine[-1]:
-                optimizer.reducer.add_shard()
+        compute_shards(optimizer, model, mine)
         optimizer.step()
         if step == 0:
             assert model[0].weight.grad is None
@@ -153,18 +162,10 @@ def one_leaves(backend):
     """Rank 1 alone changes its layout: every rank refuses."""
     model = perceptron()
     model[0].weight.requires_grad_(False)
-    order = sum_order(4, backend.size)
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, sum_order=order)
-    mine = order.ranges[backend.rank]
+    optimizer, mine = with_four_shards(model, backend)
 
     def step():
-        optimizer.reducer.begin_shards()
-        for shard in mine:
-            with optimizer.no_sync():
-                vector_loss(model, shard).backward()
-            if shard != mine[-1]:
-                optimizer.reducer.add_shard()
+        compute_shards(optimizer, model, mine)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -182,10 +183,8 @@ def test_a_layout_that_one_rank_leaves_is_an_error_on_all():
 def begun_twice(backend):
     """Return the gradients of a step, after one that ended in an error after this rank's first shard."""
     model = perceptron()
-    order = sum_order(4, backend.size)
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, sum_order=order)
-    reducer, mine = optimizer.reducer, order.ranges[backend.rank]
+    optimizer, mine = with_four_shards(model, backend)
+    reducer = optimizer.reducer
     for failing in (True, False):
         optimizer.zero_grad()
         reducer.begin_shards()
