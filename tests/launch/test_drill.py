@@ -10,7 +10,7 @@ from tests.launch.jobs import run
 
 def test_a_job_survives_a_drill(tmp_path):
     out = tmp_path / "drill"
-    flags = ["--faults", "3", "--seed", "4", "--epochs", "8", "--backend", "torch"]
+    flags = ["--faults", "3", "--seed", "4", "--epochs", "150", "--backend", "torch"]
     end = run([sys.executable, "-m", "dualtrain.drill", "--json", "--out", str(out), *flags], timeout=280)
     assert end.returncode == 0, end.stdout + end.stderr
     report = json.loads(end.stdout)
