@@ -1,7 +1,7 @@
 """Batch normalization with the statistics of all ranks' samples, on any device.
 
-Needs two things of a world: every rank's numbers, and their sum. One exchange in forward, one in backward. Ranks may
-have different numbers of samples.
+It needs two collective operations: forward gathers every rank's statistics, and backward sums the ranks' gradients. Ranks
+may have different numbers of samples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SynchronizedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: Any, bias: Any, eps: float, gather: Exchange, total: Exchange
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the result, and the mean (C,), the variance (C,) and the number of samples () that it was made with."""
+        """Return the normalized input, and the mean (C,), variance (C,) and number of samples () used for it."""
         x, dims = _wide(input), [0, *range(2, input.dim())]
         count = x.numel() / max(x.shape[1], 1)
         mean = x.mean(dims) if count else x.new_zeros(x.shape[1])
@@ -36,7 +36,7 @@ class SynchronizedNorm(torch.autograd.Function):
         rows = gather(torch.cat([mean.new_tensor([count]), mean, spread]).double())
         counts, means, spreads = rows[:, :1], *rows[:, 1:].chunk(2, 1)
         n = counts.sum()
-        # Chan, Golub and LeVeque (1983): variances of parts become that of the whole without losing digits.
+        # Combine the ranks' variances without a loss of precision (Chan, Golub and LeVeque, 1983).
         mean_all = (counts * means).sum(0) / n
         var = ((spreads + counts * (means - mean_all).square()).sum(0) / n).to(x.dtype)
         mean_all = mean_all.to(x.dtype)
@@ -50,7 +50,7 @@ class SynchronizedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
-        """Return the gradients of the input over all ranks' samples; those of weight and bias are this rank's own part."""
+        """Return the input's gradient over all ranks' samples, and the weight's and bias's over this rank's samples."""
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
         normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)
@@ -66,7 +66,7 @@ class SynchronizedNorm(torch.autograd.Function):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm layer whose training statistics are those of all ranks; subclasses say how to exchange numbers.
+    """A BatchNorm layer that trains with the statistics of all ranks' samples. Subclasses define the exchange.
 
     Arguments and state are torch's. In evaluation it does what torch's layer does.
     """
@@ -84,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` (N, C, …) normalized. In training: collective; blocks."""
+        """Return ``input`` (N, C, …) normalized. Collective in training; blocks."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -107,7 +107,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Return ``module`` with every BatchNorm layer in it replaced by this kind, parameters and state kept."""
+        """Return ``module``, in which a layer of this class with the same parameters and state replaces each BatchNorm."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             made = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             made.weight, made.bias, made.training = module.weight, module.bias, module.training
@@ -128,14 +128,15 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class RankNorm(SyncBatchNorm):
-    """BatchNorm over the samples of all ranks of ``backend``, a class attribute: copies of a layer share it.
+    """BatchNorm over the samples of all ranks of ``backend``, a class attribute so that copies of a layer share it.
 
-    The backend is a channel of its own: a rank without gradients for some layers sends its buckets at other times.
+    ``backend`` is a :meth:`~dualtrain.Backend.channel`, since the order of these exchanges and the gradient buckets may
+    differ between ranks: a rank without gradients for some parameters sends its buckets at other points of backward.
     """
 
     backend: Backend
     title: str
-    #: The order of its sums over the ranks; ``None`` for that of the backend.
+    #: The order in which the ranks' values are summed; ``None`` for the backend's own order.
     order: SumOrder | None = None
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
@@ -151,7 +152,7 @@ class RankNorm(SyncBatchNorm):
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replace the BatchNorm layers of ``model`` that train, in place; frozen ones, which are of another class, stay.
+    """Replace the BatchNorm layers of ``model`` in place. Frozen layers, which are of another class, stay.
 
     Collective; blocks.
     """

@@ -1,4 +1,4 @@
-"""Former place of ``Transfer``: import it from ``dualtrain.gradients``. This module goes with the next version."""
+"""Deprecated: import ``Transfer`` from ``dualtrain.gradients``. This module will be removed in version 0.3.0."""
 
 from __future__ import annotations
 

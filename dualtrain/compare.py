@@ -21,13 +21,17 @@ Run = tuple[str, dict[str, Any]]  # its label and its summary
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Format finished runs, each a label and a summary, as lines of text; then one line on their weights."""
-    same = len({summary["weights_sha256"] for _, summary in runs}) == 1
+    """Format finished runs, each a label and a summary, as lines of text; then one line on which have the same weights."""
+    models: dict[str, list[str]] = {}
+    for label, summary in runs:
+        models.setdefault(summary["weights_sha256"], []).append(label)
     names = " and ".join(dict.fromkeys(summary["backend"] for _, summary in runs))
+    # Those that agree come first, the largest group of them in front.
+    groups = "; ".join(" = ".join(labels) for labels in sorted(models.values(), key=len, reverse=True))
     last = (
         f"same weights: yes, {names} ended with the same model, bit for bit"
-        if same
-        else f"same weights: no, {names} ended with different bits"
+        if len(models) == 1
+        else f"same weights: no, the {len(runs)} runs ended with {len(models)} models: {groups}"
     )
     return "\n".join([*text_table(run_table(runs, COLUMNS)), "", last])
 

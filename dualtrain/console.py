@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
 from dualtrain.errors import UserError
-from dualtrain.launchers import World
+from dualtrain.files import write_json
+from dualtrain.launchers import World, torchrun_error_file
 from dualtrain.processes import release
 
 #: Control characters but tab and newline, marks that reverse the direction of text, line separators, and halves of
@@ -28,8 +29,11 @@ def printable(text: object) -> str:
 
 
 def show(text: object, file: TextIO | None = None) -> None:
-    """Print ``text``, made :func:`printable`, on standard output or ``file``."""
-    print(printable(text), file=file or sys.stdout, flush=True)
+    """Print ``text``, made :func:`printable`, on standard output or ``file``.
+
+    In one write, also where Python does not buffer: launchers mix what several processes write.
+    """
+    print(f"{printable(text)}\n", end="", file=file or sys.stdout, flush=True)
 
 
 def size_in_words(size: int) -> str:
@@ -63,16 +67,41 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+#: How the command was started, if not as ``python -m dualtrain.NAME``; ``dualtrain.__main__`` sets it.
+started_as = ""
+
+
+def program(module: str) -> str:
+    """Return how the command of ``module`` was started, for its usage and its messages."""
+    return started_as or f"python -m {module}"
+
+
 def parser_of(module: str, about: str) -> Parser:
-    """Make a parser for ``python -m module``; its description is the docstring ``about``."""
+    """Make a parser for the command of ``module``; its description is the docstring ``about``."""
     first, _, more = about.partition("\n\n")
-    return Parser(f"python -m {module}", first.partition("``: ")[2].capitalize(), more)
+    return Parser(program(module), first.partition("``: ")[2].capitalize(), more)
 
 
-def print_error(what: object, rank: int = 0, size: int = 1) -> None:
-    """Print an error as one line on standard error; with the rank, if there are several."""
+def print_error(what: object, rank: int = 0, size: int = 1, *, final: bool = False) -> None:
+    """Print an error as one line on standard error; with the rank, if there are several.
+
+    Above it, the traceback of the user's own code, if that has failed. ``final`` for an error that a restart would repeat.
+    """
     where = f" (rank {rank} of {size})" if size > 1 else ""
-    show(f"dualtrain: error{where}: {what}", sys.stderr)
+    trace = f"{what.trace}\n" if isinstance(what, UserError) and what.trace else ""
+    show(f"{trace}dualtrain: error{where}: {'do not restart: ' if final else ''}{what}", sys.stderr)
+
+
+def record_for_torchrun(reason: str) -> None:
+    """Make ``reason`` the cause of this process's failure in the summary that torchrun's agent prints, if there is one.
+
+    As ``record`` of torch.distributed.elastic does, without importing torch: a mistyped flag is reported before.
+    """
+    file = torchrun_error_file()
+    if file is not None:
+        more = {"py_callstack": printable(reason), "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            write_json(file, {"message": {"message": reason.rpartition("\n")[2], "extraInfo": more}})
 
 
 class _StderrHandler(logging.Handler):
@@ -101,7 +130,8 @@ def refuse_on_all(error: UserError, world: World) -> int:
     """
     if world.rank != 0:
         time.sleep(3.0)
-    print_error(error, world.rank, world.size)
+    # Only torchrun may start the same command line again.
+    print_error(error, world.rank, world.size, final=world.launcher == "torchrun")
     return 2
 
 

@@ -1,19 +1,20 @@
-"""The cores that this process may use: those of its CPU affinity, within the CPU quotas of its cgroups.
+"""Number of cores that this process may use, by its CPU affinity and the CPU quotas of its cgroups.
 
-A quota (``docker run --cpus``, a pod's CPU limit, systemd's CPUQuota) leaves all cores visible and stops a process that has
-used its time: more threads than the quota has cores wait for one another most of the time.
+A quota (``docker run --cpus``, a pod's CPU limit, systemd's CPUQuota) leaves all cores visible, but stops a process that
+has used its time. If such a process has more threads than its quota has cores, they wait for one another most of the time.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may use, at least 1; of a quota of 1.5 cores, 1.
+    """Return how many cores this process may use, at least 1. A quota is rounded down: 1.5 cores count as 1.
 
     Args:
         root: the folder that contains ``proc`` and ``sys``.
@@ -23,15 +24,24 @@ def usable_cores(root: Path = Path("/")) -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
+def processor_name() -> str:
+    """Return the name of this host's processor, or its architecture where Linux does not know the name."""
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(errors="replace"))
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()
+
+
 def share_of(cores: int, ranks: int) -> int:
-    """Return the cores of each of ``ranks`` processes that share ``cores``, at least 1."""
+    """Return how many of ``cores`` each of ``ranks`` processes may use, at least 1."""
     return max(1, cores // ranks)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the smallest CPU quota of this process's cgroup and those that contain it, in cores; ``None`` without one.
+    """Return the smallest CPU quota, in cores, of this process's cgroup and its ancestors; ``None`` without a quota.
 
-    Reads both versions of cgroups, which a host may use side by side. What cannot be read counts as no quota.
+    Reads both versions of cgroups, which a host may use side by side. A file that cannot be read counts as no quota.
 
     Args:
         root: the folder that contains ``proc`` and ``sys``.
@@ -41,7 +51,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups that may have a CPU quota, and of all that contain them."""
+    """Yield the folders of this process's cgroups that may have a CPU quota, and of their ancestors."""
     cgroups = dict(_cgroups(_text(root / "proc/self/cgroup")))
     for version, top, folder in _mounts(_text(root / "proc/self/mountinfo")):
         inside = _below(cgroups.get(version), top)

@@ -14,12 +14,16 @@ _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overf
 class UserError(ValueError):
     """An error that the user can fix. The message states the fact, the cause and the cure.
 
-    ``shared`` is true if every rank raises the same error, so that one rank is enough to print it.
+    ``shared`` is true if every rank raises the same error, so that one rank is enough to print it. ``trace`` is the
+    traceback of the user's own code, if that has failed; it is printed above the message. ``transient`` is true if the
+    same start may succeed later, as with a full disk or a folder that is in use.
     """
 
-    def __init__(self, message: str, *, shared: bool = False) -> None:
+    def __init__(self, message: str, *, shared: bool = False, trace: str = "", transient: bool = False) -> None:
         super().__init__(message)
         self.shared = shared
+        self.trace = trace
+        self.transient = transient
 
 
 class RanksDifferError(UserError):
@@ -28,8 +32,8 @@ class RanksDifferError(UserError):
     Every rank prints it, because the ranks may have been started by hand on different terminals.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, shared=True)
+    def __init__(self, message: str, *, trace: str = "", transient: bool = False) -> None:
+        super().__init__(message, shared=True, trace=trace, transient=transient)
 
 
 class BackendError(RuntimeError):
@@ -44,9 +48,9 @@ class PeerFailure:
     """A rank that has left the job, and the reason.
 
     Attributes:
-        rank: its rank in the job.
+        rank: the number of the rank in the job.
         reason: one line, then the rank's traceback if it sent one.
-        quiet: whether it left in good order, which is an error only for operations that wait for it.
+        quiet: whether the rank left in good order, which is an error only for operations that wait for this rank.
     """
 
     rank: int
@@ -59,7 +63,7 @@ class PeerFailure:
 
 
 class PeerFailedError(BackendError):
-    """A collective operation failed because another rank has left the job; ``failure`` says which one, and why."""
+    """A collective operation failed because another rank has left the job; ``failure`` says which rank, and why."""
 
     def __init__(self, message: str, failure: PeerFailure) -> None:
         super().__init__(message)
@@ -71,6 +75,11 @@ class PeerFailedError(BackendError):
 
 class DivergedError(RuntimeError):
     """The loss became infinite or NaN. Raised on every rank in the same step, before the weights are updated."""
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether a run that ``error`` has ended would end in the same way if it were started again."""
+    return isinstance(error, DivergedError) or (isinstance(error, UserError) and not error.transient)
 
 
 class NotSavedError(RuntimeError):
@@ -85,6 +94,14 @@ class StoppedError(RuntimeError):
         self.number = number
 
 
+def is_too_large(error: BaseException) -> bool:
+    """Return whether an error comes from too large sizes or too little memory."""
+    if isinstance(error, MemoryError | OverflowError):
+        return True
+    reason = str(error).partition("\n")[0]
+    return isinstance(error, RuntimeError | TypeError) and _TOO_LARGE.search(reason) is not None
+
+
 @contextmanager
 def enough_memory(cure: str) -> Iterator[None]:
     """Convert errors from too large sizes or too little memory into a UserError whose message ends with ``cure``."""
@@ -93,7 +110,7 @@ def enough_memory(cure: str) -> Iterator[None]:
     except BackendError:
         raise
     except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        if not is_too_large(error):
+            raise
         reason = str(error).partition("\n")[0]
-        if isinstance(error, MemoryError | OverflowError) or _TOO_LARGE.search(reason):
-            raise UserError(f"too large for this machine ({reason or type(error).__name__}): {cure}") from error
-        raise
+        raise UserError(f"too large for this machine ({reason or type(error).__name__}): {cure}") from error

@@ -1,7 +1,7 @@
-"""Reading and writing of files: the one place that opens files named by the user, and replaces files of a run.
+"""Reading and writing of files: the only module that opens files named by the user, and replaces files of a run.
 
-Only regular files are read: a read of a FIFO, a terminal or ``/dev/zero`` would block, or never end. A file is replaced
-as a whole: its new content is durable before the rename, and a temporary file is never opened through a symbolic link.
+Only regular files are read, since a read of a FIFO, a terminal or ``/dev/zero`` would block or never end. A file is
+replaced as a whole: the new content is durable before the rename. A temporary file is never opened through a symbolic link.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading, without blocking.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     try:
-        _check_regular(path, os.stat(path).st_mode)  # without opening a device, which may act on it
+        _check_regular(path, os.stat(path).st_mode)  # before opening: merely opening a device may have an effect
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except ValueError as error:  # a null character in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from error
@@ -67,10 +67,10 @@ def readable_path(path: str | Path) -> Iterator[str]:
     """Yield a path to the regular file ``path``, for libraries that open it themselves; valid inside the block.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     with open_regular(path) as file:
-        yield f"/proc/self/fd/{file.fileno()}"  # the file that was checked, even if the name is another file's by now
+        yield f"/proc/self/fd/{file.fileno()}"  # the file that was checked, even if its name now belongs to another file
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -80,12 +80,12 @@ def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict")
 
 
 def read_json(path: str | Path) -> Any:
-    """Read the value in a regular file of JSON. Raises OSError, or ValueError where it is not JSON."""
+    """Read the value in a regular file of JSON. Raises OSError, or ValueError if the file is not JSON."""
     return parse_json(read_text(path))
 
 
 def or_nothing(read: Callable[[], Any]) -> dict[str, Any]:
-    """Return the values by names that ``read`` returns; none where it raises OSError or ValueError, or returns others."""
+    """Return the dict that ``read`` returns; an empty one if it raises OSError or ValueError, or returns anything else."""
     try:
         value = read()
     except (OSError, ValueError):
@@ -94,22 +94,28 @@ def or_nothing(read: Callable[[], Any]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Parse a JSON text. Raises ValueError, also for one that is nested too deeply."""
+    """Parse a JSON text. Raises ValueError, even if the text is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
+def _allow() -> None:
+    """Check nothing."""
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, check: Callable[[], None] = _allow) -> Iterator[BinaryIO]:
     """Yield a new file that replaces ``path`` at the end of the block, once its content is durable.
 
-    An error in the block, or a full disk, leaves ``path`` as it was.
+    An error in the block, or a full disk, leaves ``path`` as it was. So does an error of ``check``, which is called before
+    anything is written, and again before the file is replaced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
+    check()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, 0o666)
@@ -118,6 +124,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        check()
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -125,22 +132,40 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     _sync_folder(path.parent)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file by ``data``, whole or not at all. Raises OSError."""
-    with replacing(path) as file:
+def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> None:
+    """Replace a file by ``data``, whole or not at all; ``check`` as in :func:`replacing`. Raises OSError."""
+    with replacing(path, check) as file:
         file.write(data)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a file by ``value`` as JSON, whole or not at all. Raises OSError."""
-    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def link_whole(source: Path, target: Path) -> None:
-    """Make ``target`` a hard link to ``source``, or a copy where the file system has no links.
+def rewrite(path: Path, data: bytes) -> None:
+    """Replace the content of an existing file, whole or not at all; a link, the file's mode and its owner stay.
 
     Raises:
         OSError: it cannot be written.
+    """
+    path = path.resolve()
+    status = path.stat()
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    with replacing(path) as file:
+        if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+            with suppress(PermissionError):
+                os.fchown(file.fileno(), status.st_uid, status.st_gid)
+        os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
+        file.write(data)
+
+
+def write_json(path: Path, value: dict[str, Any], check: Callable[[], None] = _allow) -> None:
+    """Replace a file by ``value`` as JSON, whole or not at all; ``check`` as in :func:`replacing`. Raises OSError."""
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode(), check)
+
+
+def link_whole(source: Path, target: Path) -> None:
+    """Make ``target`` a hard link to ``source``, or a copy if the file system has no links.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -152,13 +177,13 @@ def link_whole(source: Path, target: Path) -> None:
     try:
         temporary.replace(target)
     finally:
-        # A rename between two links of one file does nothing.
+        # The rename does nothing if ``target`` was a link to this file already.
         temporary.unlink(missing_ok=True)
     _sync_folder(target.parent)
 
 
 def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove the temporary files that a killed process left of files with these ``names``. Raises OSError."""
+    """Remove temporary files, left by a killed process, that were to replace files with ``names``. Raises OSError."""
     for path in folder.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
         if found and names.fullmatch(found["name"]) and stat.S_ISREG(path.lstat().st_mode):
@@ -166,7 +191,7 @@ def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable, where the file system can."""
+    """Make the names in ``folder`` durable, if the file system can."""
     descriptor = -1
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

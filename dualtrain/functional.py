@@ -1,8 +1,8 @@
-"""Collectives that autograd goes through, with the mathematical gradients: those of one program over all ranks.
+"""Collectives with gradients for autograd, as if all ranks were one program whose loss is the sum of the ranks' losses.
 
-The gradient of a rank's input is that of the sum of all ranks' losses. (``dualtrain.hvd`` keeps Horovod's factors, which
-average the gradients of ``allgather`` and ``broadcast`` and multiply those of a summing ``reducescatter`` by the size.)
-The backward pass is collective too: every rank runs it. New tensors; blocking; errors as the backend's own calls.
+(``dualtrain.hvd`` keeps Horovod's factors, which average the gradients of ``allgather`` and ``broadcast``, and multiply
+those of a summing ``reducescatter`` by the number of ranks.) The backward pass is collective too: every rank must run it.
+All functions return new tensors, block, and raise the errors of the backend's own calls.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = Reduc
     """Return the sum or average of every rank's ``tensor``. The gradient is the sum or average of all ranks' gradients.
 
     Raises:
-        ValueError: ``op`` is another one, whose gradient is not defined by the result.
-        BackendError: as :meth:`dualtrain.Backend.allreduce`, as for all functions here.
+        ValueError: ``op`` is neither sum nor average.
+        BackendError: as :meth:`dualtrain.Backend.allreduce`. All functions of this module raise it.
     """
     result: torch.Tensor = _AllReduce.apply(tensor, backend, _linear(op))
     return result
 
 
 def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """Return every rank's rows, in rank order. The gradient of this rank's rows is the sum of all ranks' for them."""
+    """Return every rank's rows, in rank order. The gradient of a row is the sum of all ranks' gradients of this row."""
     result: torch.Tensor = _AllGather.apply(tensor, backend)
     return result
 
@@ -39,20 +39,22 @@ def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Te
 
 
 def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
-    """Return this rank's rows of the sum or average. Its gradient: all ranks' gathered; with AVERAGE over the size.
+    """Return this rank's rows of the sum or average.
+
+    Backward gathers the gradients of all ranks' rows in rank order, and with AVERAGE divides them by the number of ranks.
 
     Raises:
-        ValueError: ``op`` is another one, or ``tensor`` has no dimension.
+        ValueError: ``op`` is neither sum nor average, or ``tensor`` has no dimension.
     """
     result: torch.Tensor = _ReduceScatter.apply(tensor, backend, _linear(op))
     return result
 
 
 def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
-    """Return the rows that every rank has for this one. The gradients go back the way they came.
+    """Return the rows that the ranks send to this one. Backward sends each row's gradient to the rank that sent the row.
 
     Raises:
-        ValueError: rows that cannot be split equally, or splits that do not fit.
+        ValueError: ``tensor`` cannot be split equally, or ``splits`` does not fit it.
     """
     result: torch.Tensor = _AllToAll.apply(tensor, backend, splits)
     return result
@@ -122,11 +124,11 @@ class _AllToAll(torch.autograd.Function):
     ) -> torch.Tensor:
         # The asynchronous form returns the numbers of rows even without splits.
         rows, ctx.received = backend.alltoall_async(tensor, splits, name="alltoall").wait()
-        ctx.backend, ctx.unsent = backend, tensor.shape[0]
+        ctx.backend, ctx.rows = backend, tensor.shape[0]
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         back = alltoall(grad, ctx.backend, ctx.received)
-        rest = back.new_zeros(ctx.unsent - len(back), *back.shape[1:])  # rows that the splits left out
-        return torch.cat([back, rest]), None, None
+        unsent = back.new_zeros(ctx.rows - len(back), *back.shape[1:])  # the rows beyond the splits have no gradient
+        return torch.cat([back, unsent]), None, None

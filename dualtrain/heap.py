@@ -17,7 +17,7 @@ from collections.abc import Mapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
 _MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts, and the one that its own adjustment reaches
-#: A user who sets one of these has made the choice.
+#: If the user has set one of these, glibc's settings stay.
 _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
@@ -25,7 +25,7 @@ def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
     """Disable heap trimming (M_TRIM_THRESHOLD) for this process, so that freed blocks below 32 MB are reused.
 
     Call it once, at the start of a program that trains on the CPU. It is a setting of the whole process, for the heap of
-    the main thread. Does nothing with a C library other than glibc, or where the user has set glibc's own variables,
+    the main thread. Does nothing with a C library other than glibc, or if the user has set glibc's own variables,
     such as MALLOC_TRIM_THRESHOLD_.
 
     Args:
@@ -38,6 +38,6 @@ def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
-        # Setting the first ends glibc's own adjustment of the second.
+        # Setting the first option disables glibc's own adjustment of the second, so set that too.
         library.mallopt(_TRIM_THRESHOLD, _NEVER)
         library.mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)

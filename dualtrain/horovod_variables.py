@@ -42,6 +42,7 @@ class Settings:
         mark_cycles: whether the trace shows when rank 0 looked for matching calls.
         dynamic_sets: whether process sets may be added and removed after the start.
         fusion_bytes: how many bytes of gradients travel at once; ``None`` for the reducer's own default.
+        compat: whether Horovod's own defects are reproduced (DUALTRAIN_HVD_COMPAT).
     """
 
     stall_check: float = 60.0
@@ -50,6 +51,7 @@ class Settings:
     mark_cycles: bool = False
     dynamic_sets: bool = False
     fusion_bytes: int | None = None
+    compat: bool = False
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Settings:
@@ -69,6 +71,7 @@ class Settings:
             mark_cycles=_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
             dynamic_sets=_flag(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
             fusion_bytes=None if fusion < 0 else int(fusion),
+            compat=_flag(env, "DUALTRAIN_HVD_COMPAT"),
         )
 
 

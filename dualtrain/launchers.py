@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from dualtrain.errors import UserError
 
@@ -22,11 +25,13 @@ class World:
         cross_rank, cross_size: rank among the hosts that have a process with this local rank, and their number.
         launcher: name of the launcher; "none" for a process that was started without one.
         rendezvous: (host, port) of rank 0, if the launcher provides one.
-        ports: number of consecutive ports, from that of ``rendezvous``, that rank 0 may try. More than 1 if the launcher
+        ports: number of consecutive ports, from ``rendezvous``'s on, that rank 0 may try. More than 1 if the launcher
             cannot know which ports are free.
         secret: shared by the processes of this job only, as far as the launcher can pass one to them.
         evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
-        name: distinguishes a world of some of the job's processes from that of all; empty for all.
+        name: name of a world that has only some of the job's processes; empty for the world of all processes.
+        job: the job's name, which its restarts have too and no other job; empty where the launcher has none.
+        job_key: where torchrun's store, which outlives restarts, keeps that name; empty without such a store.
     """
 
     rank: int = 0
@@ -41,6 +46,8 @@ class World:
     secret: str = field(default="", repr=False)
     evidence: tuple[tuple[str, str], ...] = ()
     name: str = ""
+    job: str = ""
+    job_key: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -77,6 +84,9 @@ class World:
 SPAWNED = "DUALTRAIN_SPAWNED"
 #: Environment variable of the job's shared secret; the user or a launch script sets it if the launcher has none.
 SECRET = "DUALTRAIN_SECRET"
+#: Environment variable of the job's name; the user or a launch script may set it where the launcher has none.
+JOB = "DUALTRAIN_JOB"
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it is a part of folders' names
 _SRUN_PORTS = 16
 
 
@@ -130,7 +140,7 @@ class _Variables:
     def world(
         self, rank: int, size: int, local_rank: int, local_size: int, rendezvous: tuple[str, int] | None = None
     ) -> World:
-        """Make the world, assuming that ranks fill the hosts in order; ``connect`` replaces that by the real hosts."""
+        """Make the world, assuming that ranks fill the hosts in order; ``connect`` later finds out the real hosts."""
         return World(
             rank=rank,
             size=size,
@@ -142,10 +152,19 @@ class _Variables:
             rendezvous=rendezvous,
             secret=self.env.get(SECRET, ""),
             evidence=tuple(self.seen),
+            job=given_job(self.env),
         )
 
 
 def _torchrun(v: _Variables) -> World:
+    local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
+    world = v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
+    # The id alone names no job: it is "none" for all with --rdzv-endpoint. Without the agents' store, rank 0 serves one.
+    kept = v.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(world, job_key=f"dualtrain/job/{v.env['TORCHELASTIC_RUN_ID']}" if kept else "")
+
+
+def _spawn(v: _Variables) -> World:
     local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
     return v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
 
@@ -183,16 +202,20 @@ def _srun(v: _Variables) -> World:
     first = v.whole("SLURM_STEP_TASKS_PER_NODE", per_node.partition("(")[0].partition(",")[0])
     ranks = v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), first
     chosen = v.rendezvous()
-    if chosen is not None:
-        return v.world(*ranks, chosen)
-    world = v.world(*ranks, _srun_rendezvous(v, single_host=first == size))
     step = f"{v.env.get('SLURM_JOB_ID')}.{v.env.get('SLURM_STEP_ID')}"
+    world = v.world(*ranks, chosen or _srun_rendezvous(v, single_host=first == size))
+    # Only batch scripts are requeued, with the same number. A step of salloc may be a shell, in which several runs start.
+    if not world.job and v.env.get("ENVIRONMENT") == "BATCH" and "SLURM_JOB_ID" in v.env:
+        cluster = "".join(re.findall(r"[A-Za-z0-9._-]", v.env.get("SLURM_CLUSTER_NAME", "")))
+        world = replace(world, job=f"slurm-{cluster}-{step}".replace("--", "-")[:100])
+    if chosen is not None:
+        return world
     # Other steps may try the same ports: the secret contains the step, so that ranks of different steps do not connect.
     return replace(world, ports=_SRUN_PORTS, secret=f"{step} {world.secret}")
 
 
 def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | None:
-    """Return the step's first host and the first port to try: srun gives the ranks no way to exchange a free one."""
+    """Return the step's first host and the first port to try: srun gives the ranks no way to exchange a free port."""
     hosts = v.text("SLURM_STEP_NODELIST") or v.text("SLURM_NODELIST")  # such as gpu[01-03,07],login
     if not single_host and hosts is None:
         return None
@@ -212,11 +235,35 @@ def _environment(v: _Variables) -> World:
     return v.world(rank, size, v.number("LOCAL_RANK", 0), v.number("LOCAL_WORLD_SIZE", size), v.rendezvous())
 
 
-def spawned(rank: int, size: int, rendezvous: tuple[str, int], secret: str) -> dict[str, str]:
-    """Return the variables of rank ``rank`` for a job whose ``size`` ranks one command line starts on this host."""
+def new_job() -> str:
+    """Return a name for a job that starts now."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def given_job(env: Mapping[str, str] | None = None) -> str:
+    """Return the job's name that the environment gives; empty if it gives none.
+
+    Raises:
+        UserError: it cannot be a part of a folder's name.
+    """
+    name = (os.environ if env is None else env).get(JOB, "")
+    if name and not _JOB_NAME.fullmatch(name):
+        raise UserError(
+            f"{JOB}={name!r} cannot name a job: give it up to 100 letters, digits, dots, underscores and hyphens, "
+            "beginning with a letter or a digit"
+        )
+    return name
+
+
+def spawned(rank: int, size: int, rendezvous: tuple[str, int], secret: str, job: str) -> dict[str, str]:
+    """Return the variables of rank ``rank`` for a job whose ``size`` ranks one command line starts on this host.
+
+    A restart of the ranks gets the same ``job``.
+    """
     host, port = rendezvous
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    return {SPAWNED: "1", "MASTER_ADDR": host, SECRET: secret} | {name: str(value) for name, value in numbers.items()}
+    texts = {SPAWNED: "1", "MASTER_ADDR": host, SECRET: secret, JOB: job}
+    return texts | {name: str(value) for name, value in numbers.items()}
 
 
 # The innermost launcher wins: torchrun inside an srun step counts as torchrun; a batch script inside Slurm has no
@@ -228,7 +275,7 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Var
     ("horovodrun --gloo", lambda env: "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env and "HOROVOD_RANK" in env, _horovodrun),
     ("mpirun", lambda env: "OMPI_COMM_WORLD_RANK" in env, _open_mpi),
     ("mpiexec", _by_pmi, _pmi),
-    ("spawn", lambda env: SPAWNED in env, _torchrun),
+    ("spawn", lambda env: SPAWNED in env, _spawn),
     ("srun", _in_a_step, _srun),
     ("environment", lambda env: "RANK" in env and "WORLD_SIZE" in env, _environment),
 )
@@ -256,7 +303,7 @@ def detect_world(env: Mapping[str, str] | None = None) -> World:
     for name, _, read in _LAUNCHERS:
         if any(variable in env for variable in _REMNANTS.get(name, ())):
             read(_Variables(name, env))  # raises: the rank is missing
-    return World()
+    return World(job=given_job(env))
 
 
 # The variables that define a process's rank and world, by the launcher that sets them.
@@ -282,7 +329,7 @@ def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def torchrun_is_parent() -> bool:
-    """Return whether torchrun's agent itself started this process, and no program between: it added the variables."""
+    """Return whether the parent of this process is torchrun's agent, which does not have its workers' variables itself."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     try:
@@ -290,3 +337,9 @@ def torchrun_is_parent() -> bool:
             return b"TORCHELASTIC_RUN_ID=" not in file.read()
     except OSError:
         return False
+
+
+def torchrun_error_file() -> Path | None:
+    """Return the file in which torchrun's agent looks for the reason why this process failed; ``None`` without an agent."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file) if file else None

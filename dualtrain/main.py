@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from dualtrain.config import Config, parse
-from dualtrain.console import leave, loading, logging_to_stderr, print_error, refuse_on_all, show
-from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError
+from dualtrain.config import Config, RunSection, parse
+from dualtrain.console import leave, loading, logging_to_stderr, print_error, record_for_torchrun, refuse_on_all, show
+from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError, is_final
 from dualtrain.launchers import World, detect_world, torchrun_is_parent
 from dualtrain.processes import signal_at_parents_end
 
@@ -34,14 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = detect_world()
         config = parse(arguments)
         if config.run.nproc is not None and world.launcher != "spawn":
-            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run.nproc, world)
+            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run, world)
     except UserError as error:
+        record_for_torchrun(str(error))
         return refuse_on_all(error, world)
     with logging_to_stderr():
         return _run(config, world)
 
 
-def _spawn(arguments: list[str], nproc: int, world: World) -> int:
+def _spawn(arguments: list[str], run: RunSection, world: World) -> int:
     if world.launcher != "none":
         raise UserError(
             f"--nproc starts ranks itself, and {world.launcher} has started this process already: leave --nproc out, or "
@@ -49,15 +50,17 @@ def _spawn(arguments: list[str], nproc: int, world: World) -> int:
         )
     from dualtrain.spawn import spawn
 
-    return spawn(main, arguments, nproc)
+    assert run.nproc is not None
+    return spawn(main, arguments, run.nproc, run.max_restarts)
 
 
 def _run(config: Config, world: World) -> int:
     # When a peer has exited, torch's C++ code logs stack traces; we print one line instead.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # GC settings are changed only in a process of our own.
+    parent = os.getppid()
     if __name__ == "__main__" and torchrun_is_parent():
-        signal_at_parents_end(signal.SIGTERM)  # an agent that is killed leaves its ranks: save, and end
+        signal_at_parents_end(signal.SIGTERM, parent)  # an agent that is killed leaves its ranks: save, and end
+    # GC settings are changed only in a process of our own.
     with loading() if __name__ == "__main__" else nullcontext():
         from dualtrain.backends import connect
         from dualtrain.heap import keep_freed_memory
@@ -73,6 +76,7 @@ def _run(config: Config, world: World) -> int:
             transport=config.run.transport,
         )
     except (UserError, BackendError) as error:
+        record_for_torchrun(str(error))
         print_error(error, world.rank, world.size)
         return 2 if isinstance(error, UserError) else 1
     if backend.device.type == "cpu":
@@ -100,20 +104,37 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, StoppedError):
         status = 128 + error.number
+    final = is_final(error)
+    reason, line = _reason(error)
+    peer_failed = isinstance(error, BackendError) and backend.watch is not None and backend.watch.peer_failed
+    if not peer_failed and not isinstance(error, StoppedError | KeyboardInterrupt):
+        record_for_torchrun(line if isinstance(error, BackendError | DivergedError | NotSavedError) else reason)
     if isinstance(error, DivergedError | StoppedError | NotSavedError) or (isinstance(error, UserError) and error.shared):
         if backend.rank == 0 or isinstance(error, RanksDifferError):
-            print_error(error, backend.rank, backend.size)
+            print_error(error, backend.rank, backend.size, final=final)
         _wait_for_all(backend)
     elif isinstance(error, BackendError):
-        if backend.watch is None or not backend.watch.peer_failed:  # otherwise it is reported already
+        if not peer_failed:  # otherwise it is reported already
             print_error(error, backend.rank, backend.size)
     elif isinstance(error, UserError | KeyboardInterrupt):
-        print_error(error if str(error) else "interrupted", backend.rank, backend.size)
+        print_error(error if str(error) else "interrupted", backend.rank, backend.size, final=final)
     else:
-        show(traceback.format_exc().rstrip(), sys.stderr)
-        print_error(f"{type(error).__name__}: {error}", backend.rank, backend.size)
-    backend.abort("".join(traceback.format_exception(error)).strip())
+        show(reason, sys.stderr)
+        print_error(line, backend.rank, backend.size)
+    backend.abort(reason)
     return status
+
+
+def _reason(error: BaseException) -> tuple[str, str]:
+    """Return why the run ends, with the traceback of the code that has failed; and in one line."""
+    from dualtrain.user_code import in_one_line, user_traceback
+
+    if isinstance(error, UserError):
+        return f"{error.trace}\n{error}".strip(), str(error)
+    whole = "".join(traceback.format_exception(error)).strip()
+    if isinstance(error, BackendError | DivergedError | NotSavedError | StoppedError):
+        return whole, str(error)
+    return user_traceback(error) or whole, in_one_line(error)
 
 
 def _wait_for_all(backend: Backend) -> None:

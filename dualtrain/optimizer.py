@@ -1,7 +1,7 @@
 """``DistributedOptimizer``: any torch optimizer, stepping on gradients that were averaged over the ranks.
 
-Takes the gradients from ``gradients/`` and leaves everything else to the optimizer that it wraps: parameter groups
-and state are the same objects, so that schedulers, GradScaler and checkpoints see one optimizer.
+``gradients/`` averages the gradients; everything else is left to the wrapped optimizer. Parameter groups and state are the
+same objects, so that schedulers, GradScaler and checkpoints see one optimizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 
 
 def _of_wrapped(name: str) -> Any:
-    """Return an attribute of the wrapped optimizer: read, set and deleted there."""
+    """Return a property that reads, sets and deletes an attribute of the wrapped optimizer."""
     return property(
         lambda self: getattr(self.optimizer, name),
         lambda self, value: setattr(self.optimizer, name, value),
@@ -36,27 +36,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps ``optimizer``; gradients are averaged over ``backend`` during backward.
 
     After ``loss.backward()`` every rank's ``param.grad`` is the average: clip, unscale or log it as in one process.
-    A real optimizer: ``param_groups``, ``state``, ``state_dict()`` and ``zero_grad(set_to_none=…)`` are the wrapped
-    one's; pickled or deep-copied it is the wrapped optimizer alone. Averages: a loss that is a mean over a rank's
-    samples gives the gradient of the mean over all, if the ranks have equally many.
+    ``param_groups``, ``state``, ``state_dict()`` and ``zero_grad(set_to_none=…)`` are those of the wrapped optimizer;
+    pickling or deep-copying gives the wrapped optimizer alone. If the loss is a mean over a rank's samples, the average
+    is the gradient of the mean over all samples, provided that all ranks have the same number of samples.
 
     Args:
         optimizer: any torch optimizer; its state is kept.
-        named_parameters: ``model.named_parameters()``, for readable errors; numbered without it. Must name all of
-            the optimizer's parameters; others are ignored.
+        named_parameters: ``model.named_parameters()``, for readable errors; without it, errors have numbers. It must
+            contain all of the optimizer's parameters; other parameters are ignored.
         backend: the ranks to average over.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
             does the same by hand.
         extra: how many scalars of the caller's own are sent along and summed over ranks (see :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
-        sum_order: ``"backend"``, in which each library and transport adds in an order of its own (equal bits at two ranks);
-            ``"canonical"``, a fixed tree over the ranks, the same over every backend and transport; or a tree over
-            shards, of which ranks may have several.
+        sum_order: ``"backend"``: each library and transport adds in an order of its own (with two ranks the bits are equal
+            all the same). ``"canonical"``: a fixed tree over the ranks, the same on every backend and transport. A
+            ``SumOrder``: a fixed tree over shards, of which a rank may have several.
         carry: the former name of ``extra``; deprecated.
 
     Raises:
-        ValueError: names that are missing or appear twice, or an option out of its bounds.
+        ValueError: a name is missing or appears twice, or an option is out of its bounds.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's own state."""
         return self.optimizer.state
 
-    #: Set by GradScaler around a step that unscales and skips by itself, for the optimizer that does so.
+    #: GradScaler sets these two for a step of an optimizer that unscales its gradients itself.
     grad_scale = _of_wrapped("grad_scale")
     found_inf = _of_wrapped("found_inf")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler asks for this: true if the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``.
+        """Whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
 
-        Averages the gradients first, if backward has not done so (:meth:`synchronize`): GradScaler then looks for an
-        overflow, which all ranks must find in the same numbers.
+        Reading it averages the gradients, if backward has not done so (:meth:`synchronize`): next, GradScaler looks for an
+        overflow, and must do so in the same numbers on all ranks.
         """
         self.synchronize()
         return self._unscales_itself()
@@ -112,12 +112,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return whether the wrapped optimizer's step unscales gradients, and skips itself after an overflow."""
         if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             return False
-        # The older contract passes the scaler as an argument: without it, GradScaler unscales before the step.
+        # A step of an older kind takes the scaler as an argument. Return False for it: GradScaler then unscales before it.
         return "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
 
     @property
     def extra(self) -> torch.Tensor:
-        """Set before backward: the extra scalars of this rank. After it: their sums over ranks. float64, on the CPU."""
+        """Extra scalars, float64 on the CPU: this rank's values before backward, their sums over the ranks after it."""
         return self.reducer.extra
 
     @property
@@ -140,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate, and send nothing; the next one outside sends the sum."""
+        """Inside the block, backward passes only accumulate; the next backward pass after it sends the sum."""
         with self.reducer.no_sync():
             yield
 
@@ -153,12 +153,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only.
         """
-        # Private in torch 2.5 to 2.15: no public name tells whether an optimizer has step hooks.
+        # Private in torch 2.5 to 2.15: there is no public way to find out whether an optimizer has step hooks.
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return _with_hooks(self) if closure is None else _with_hooks(self, closure)
         return self._step(closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch does as much around every step; the wrapped one's has it
+    step.hooked = True  # type: ignore[attr-defined]  # without this mark, torch would run the hooks around step() again
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
@@ -189,19 +189,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ) * (1.0 / self.backend.size)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients as the wrapped optimizer does; averages for a step that was not taken are dropped."""
+        """Zero the gradients as the wrapped optimizer does; drop averages that no step has used."""
         self.reducer.renew()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer and reduce its gradients from the next backward on. On every rank."""
+        """Add a group to the wrapped optimizer; average its gradients from the next backward on. Call it on every rank."""
         self.optimizer.add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]["params"]
         self.reducer.add((f"group {number} parameter {i}", p) for i, p in enumerate(added))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state: it loads into the bare optimizer, and into this one on any backend."""
+        """Return the wrapped optimizer's state, which any such optimizer can load, wrapped or not, on any backend."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer over {self.backend!r} of {self.optimizer!r}"
 
 
-#: A step with the hooks of the distributed optimizer itself around it, as torch means them.
+#: A step that runs the hooks of the distributed optimizer itself, as torch does for every optimizer.
 _with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step)
 
 
@@ -229,10 +229,10 @@ def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> 
         reduce: reduces a float64 tensor over the ranks, as their gradients are reduced.
 
     Raises:
-        BackendError: on every rank, if it is a number on some ranks only.
+        BackendError: on every rank, if ``loss`` is a number on some ranks only.
     """
     is_number = isinstance(loss, Real) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
-    # Every rank makes the same call, whatever it has: the result says what the others have.
+    # Every rank makes the same call, whatever its closure returned; the sums show what the other closures returned.
     mine = [float(loss), 1.0, 0.0] if is_number else [0.0, 0.0, 1.0]
     total, numbers, others = reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
     if numbers and others:
@@ -260,7 +260,7 @@ def _order(requested: str | SumOrder, backend: Backend) -> SumOrder | None:
 def _name_all(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """(name, parameter) for every parameter of the optimizer, in the order of ``named``."""
+    """Return (name, parameter) for every parameter of the optimizer, in the order of ``named``."""
     theirs = [
         (f"group {g} parameter {i}", p)
         for g, group in enumerate(optimizer.param_groups)
@@ -283,5 +283,5 @@ def _name_all(
     first_names: dict[torch.nn.Parameter, str] = {}
     for name, p in pairs:
         if p in wanted:
-            first_names.setdefault(p, name)  # a shared parameter may have several
+            first_names.setdefault(p, name)  # a shared parameter may have several names
     return [(name, p) for p, name in first_names.items()]

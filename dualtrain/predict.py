@@ -1,7 +1,8 @@
 """``python -m dualtrain.predict RUN IMAGE [IMAGE …]``: the likeliest classes of image files, by a trained model.
 
 An image is converted to the size and channels of the dataset's images, then transformed as for evaluation (digits and
-mnist are light on dark; nothing is inverted). All images are read before the first line is printed.
+mnist are light on dark; nothing is inverted). Of a folder, all images below it are classified. All images are read before
+the first line is printed.
 """
 
 from __future__ import annotations
@@ -43,13 +44,12 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
 
     read = _reader(config)
     model = _load(weights, str(config.get("model")), task)
-    inputs = [read(file) for file in files]
     titles = task.get("class_names")
     names = dict(enumerate(titles if isinstance(titles, list) else ()))
     answers = []
-    for start in range(0, len(inputs), BATCH):
+    for start in range(0, len(files), BATCH):
         with torch.inference_mode():
-            chances = model(torch.cat(inputs[start : start + BATCH])).softmax(1)
+            chances = model(torch.cat([read(file) for file in files[start : start + BATCH]])).softmax(1)
         values, numbers = chances.topk(min(SHOWN, chances.shape[1]), 1)
         for row in zip(numbers.tolist(), values.tolist(), strict=True):
             answers.append([(str(names.get(number, number)), value) for number, value in zip(*row, strict=True)])
@@ -157,21 +157,42 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
     return (pixels.float() * (LARGEST_PIXEL / 255)).round() / LARGEST_PIXEL
 
 
+def _expanded(paths: Sequence[str]) -> list[str]:
+    """Return the files, and the images below the folders. Raises UserError for a folder without images."""
+    files: list[str] = []
+    for path in paths:
+        if not Path(path).is_dir():
+            files.append(path)
+            continue
+        from dualtrain.data.tree import EXTENSIONS, images_below
+
+        try:
+            found = images_below(path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"the folder {path!r} cannot be read ({reason}): give one that you may read") from error
+        if not found:
+            raise UserError(f"the folder {path!r} holds no images, which end in {', '.join(EXTENSIONS)}: name another")
+        files += found
+    return files
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print one line for each image; return the exit status: 0, or 2 for an error of the user's."""
     parser = parser_of("dualtrain.predict", str(__doc__))
     parser.add_argument("run", metavar="RUN", help="a run's folder")
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="an image file")
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="an image file, or a folder of them")
     parser.add_argument("--best", action="store_true", help="use model-best.safetensors, of the best evaluation")
     parser.add_argument("--json", action="store_true", help="print each image's answer as a line of JSON")
     try:
         given = parser.parse_args(arguments)
         with enough_memory("check the run's task.json and config.json"):
-            answers = predict(given.run, given.images, best=given.best)
+            files = _expanded(given.images)
+            answers = predict(given.run, files, best=given.best)
     except UserError as error:
         print_error(error)
         return 2
-    for file, classes in zip(given.images, answers, strict=True):
+    for file, classes in zip(files, answers, strict=True):
         if given.json:
             show(json.dumps({"image": file, "classes": [{"class": name, "probability": value} for name, value in classes]}))
         else:

@@ -1,7 +1,7 @@
 """The helper processes of Python's multiprocessing, which receive the signals that are sent to a whole job.
 
-``timeout``, systemd and batch systems send SIGTERM to every process of a job. Its ranks save and stop; the resource tracker
-and the fork server must survive the signal, since the last batches are read by its worker processes.
+``timeout``, systemd and batch systems send SIGTERM to every process of a job. The ranks save and stop. The resource
+tracker, the fork server and its worker processes must survive the signal, since the workers still read the last batches.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ _PR_SET_PDEATHSIG = 1
 _OWN_FOLDER = "dualtrain own folder"
 
 
-def signal_at_parents_end(number: int) -> None:
-    """Ask the kernel to send this process the signal ``number`` when its parent, the thread that started it, ends."""
+def signal_at_parents_end(number: int, parent: int) -> None:
+    """Ask the kernel to send this process the signal ``number`` when its parent, the thread that started it, ends.
+
+    Where the process ``parent`` has ended before the call, it is sent at once.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def start_tracker() -> None:
     """Start the resource tracker, if it does not run yet, with the job's signals blocked."""
-    # The tracker removes what a killed process leaves behind. Switch off its warnings about that by a filter, which it
-    # inherits.
+    # The tracker removes what a killed process leaves behind, and warns about it. Disable the warnings by a filter, which
+    # the tracker inherits.
     filters, sys.warnoptions = sys.warnoptions, [*sys.warnoptions, "ignore:resource_tracker:UserWarning"]
     try:
         with _blocked():
@@ -45,9 +50,9 @@ def start_tracker() -> None:
 def start_forkserver(preload: Sequence[str]) -> None:
     """Start the server that worker processes are forked from, if it does not run yet.
 
-    It imports ``preload``. The job's signals are blocked in it, and in its workers until :func:`begin_worker`.
+    The server imports ``preload``. It blocks the job's signals; its workers do so until :func:`begin_worker`.
     """
-    start_tracker()  # before the signals are blocked: starting it would unblock them
+    start_tracker()  # before the signals are blocked, since starting the tracker would unblock them
     _note_own_folder()
     with _blocked():
         forkserver.set_forkserver_preload(list(preload))
@@ -64,7 +69,7 @@ def begin_worker() -> None:
 
 
 def _note_own_folder() -> None:
-    """Record which temporary folder of multiprocessing this process made itself, if any; its workers inherit the record."""
+    """Record the temporary folder of multiprocessing if this process made it; the workers inherit the record."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get(_OWN_FOLDER, (None, None))[0] != os.getpid():
         # A process that multiprocessing has started uses its parent's folder, which the parent still needs.
@@ -77,12 +82,12 @@ def _end_with_parent() -> None:
     if parent is None:
         return
     parent.join()
-    _remove_own_folder(parent.pid)  # which a killed parent leaves behind
+    _remove_own_folder(parent.pid)  # a killed parent leaves its folder behind
     os._exit(0)
 
 
 def _remove_own_folder(pid: int | None) -> None:
-    """Remove the folder that process ``pid``, this one or its parent, made itself, if any."""
+    """Remove multiprocessing's temporary folder if process ``pid``, this one or its parent, made it."""
     owner, folder = multiprocessing.current_process()._config.get(_OWN_FOLDER, (None, None))  # type: ignore[attr-defined]
     if owner == pid and folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -90,7 +95,7 @@ def _remove_own_folder(pid: int | None) -> None:
 
 def release() -> None:
     """Remove multiprocessing's files, for a process that exits without its exit handlers."""
-    # In a thread: some finalizers wait for other threads or processes, which may never end.
+    # Run the finalizers in a thread: some wait for other threads or processes, which may never end.
     thread = threading.Thread(target=_run_finalizers, name="dualtrain-release", daemon=True)
     thread.start()
     thread.join(RELEASE_SECONDS)

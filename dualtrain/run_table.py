@@ -15,8 +15,11 @@ Facts = Mapping[str, Any]  # of a run: its summary, or what is known of one that
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether a value that was read is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value that was read is a finite number, also as a float."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer of 400 digits
+        return False
 
 
 def as_text(value: Any) -> str:

@@ -21,7 +21,7 @@ from types import FrameType
 from dualtrain.console import print_error
 from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
-from dualtrain.launchers import spawned
+from dualtrain.launchers import given_job, new_job, spawned
 from dualtrain.processes import release, signal_at_parents_end, start_tracker
 from dualtrain.training.signals import ignore_late_requests, note_early_requests, take_early_request
 
@@ -38,7 +38,7 @@ REPEAT_SECONDS = 2.0  # a signal to a process and to its group arrives twice at 
 RANKS_PER_CORE = 16
 
 
-def spawn(body: Body, arguments: Sequence[str], nproc: int) -> int:
+def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -> int:
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
     Blocks until all have exited: without a limit as long as all run, for a few seconds once one has failed or a second
@@ -50,6 +50,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int) -> int:
         body: a function at the top of a module; returns a process's exit status.
         arguments: of ``body``.
         nproc: the number of processes.
+        restarts: how often all ranks are started again after one has failed; not where its status is 2, an error that
+            a restart repeats, nor once a SIGTERM or SIGINT was received.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first one that did not, 128 + N if signal N has ended it;
@@ -64,28 +66,40 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int) -> int:
             f"--nproc {nproc} is too many for this host: more than {RANKS_PER_CORE} ranks for each of its {cores} cores "
             f"take too long to start; give {RANKS_PER_CORE * cores} at most"
         )
+    name = given_job() or new_job()  # by which a restart finds its run
     with _signals() as inbox:
-        from dualtrain.rendezvous.store import StoreServer, listen
+        for number in range(restarts + 1):
+            job = _Job(inbox, restarts - number)
+            status = _run(job, body, arguments, nproc, name)
+            if not job.is_restarted(status):
+                break
+            print_error(f"the job has ended with status {status}: restart {number + 1} of {restarts}")
+        return status
 
-        secret = secrets.token_hex(32)
-        # Listen before the ranks get the port: another program could bind a free port on which nobody listens yet.
-        listening = listen("127.0.0.1", [0], nproc)
-        rendezvous = listening.getsockname()
-        store = StoreServer(listening, nproc, secret)
-        job = _Job(inbox)
-        try:
-            job.start(body, arguments, [spawned(rank, nproc, rendezvous, secret) for rank in range(nproc)])
-            return job.wait()
-        finally:
-            job.kill()
-            store.close()
+
+def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str) -> int:
+    """Start the ranks of ``job``, wait until all have exited, and return the job's status."""
+    from dualtrain.rendezvous.store import StoreServer, listen
+
+    secret = secrets.token_hex(32)
+    # Listen before the ranks get the port: another program could bind a free port on which nobody listens yet.
+    listening = listen("127.0.0.1", [0], nproc)
+    rendezvous = listening.getsockname()
+    store = StoreServer(listening, nproc, secret)
+    try:
+        job.start(body, arguments, [spawned(rank, nproc, rendezvous, secret, name) for rank in range(nproc)])
+        return job.wait()
+    finally:
+        job.kill()
+        store.close()
 
 
 class _Job:
     """The processes of one job, as seen by their parent."""
 
-    def __init__(self, inbox: int) -> None:
+    def __init__(self, inbox: int, restarts: int) -> None:
         self._inbox = inbox
+        self._restarts = restarts
         self._processes: list[BaseProcess] = []
         self._status: int | None = None  # the job's, once a rank has failed
         self._save = False  # whether a checkpoint was requested before the first rank was started
@@ -125,6 +139,10 @@ class _Job:
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+
+    def is_restarted(self, status: int) -> bool:
+        """Return whether a job that has ended with ``status`` is started again."""
+        return self._restarts > 0 and status not in (0, 2) and self._stopped is None and not self._alive()
 
     def wait(self) -> int:
         """Wait until all ranks have exited, or cannot be ended; return the job's status."""
@@ -227,7 +245,7 @@ def _signals() -> Iterator[int]:
 
 def _rank(body: Body, arguments: list[str], parent: int) -> None:
     """Run ``body`` as a spawned rank."""
-    _die_with(parent)
+    signal_at_parents_end(signal.SIGKILL, parent)
     # A session of its own: a Ctrl-C is received once, from the parent, and not from the terminal too.
     os.setsid()
     multiprocessing.set_start_method(None, force=True)  # its data workers use the default method
@@ -246,10 +264,3 @@ def _rank(body: Body, arguments: list[str], parent: int) -> None:
     if status:
         release()
         os._exit(status)  # as main does: exit handlers would wait for ranks that have exited
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent exits, for whatever reason."""
-    signal_at_parents_end(signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # the parent exited before the call

@@ -24,13 +24,13 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 
     Args:
         params: a module (its parameters and buffers), a ``state_dict()``, or an iterable of tensors or of
-            (name, tensor) pairs, of any dtypes, shapes and layouts. What is no tensor is left out.
+            (name, tensor) pairs, of any dtypes, shapes and layouts. Entries that are not tensors are ignored.
         backend: the ranks.
-        root: the rank whose values are taken.
+        root: the rank whose values are copied.
 
     Raises:
         ValueError: ``root`` is no rank.
-        BackendError: the ranks have other tensors, a rank failed, or the time ran out.
+        BackendError: the names, dtypes or shapes of the ranks' tensors differ, a rank failed, or the call timed out.
     """
     tensors = _named_tensors(params)
     agree_on_list(backend, "parameters", [f"{name} ({t.dtype}, {tuple(t.shape)})" for name, t in tensors])
@@ -44,13 +44,13 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend, root: int = 0) -> None:
     """Copy rank ``root``'s optimizer state and options (learning rates and so on) to every rank. Collective; blocks.
 
-    Never steps, creates what a rank lacks, and takes options along when there is no state yet. (Horovod's function of
-    this name steps a fresh optimizer with zero gradients, which moves weights under weight decay and starts Adam at
-    step 1, and skips the options of stateless optimizers.)
+    It never runs a step, creates the state that a rank does not have, and copies the options even if there is no state.
+    (Horovod's function of this name skips the options of stateless optimizers, and runs a step of a fresh optimizer with
+    zero gradients, which moves weights under weight decay and starts Adam at step 1.)
 
     Raises:
-        TypeError: on the root, if an option is neither a plain value nor a tensor; BackendError on the others.
-        BackendError: a rank failed, or the time ran out.
+        TypeError: on the root, if an option is neither a plain value nor a tensor; the other ranks raise BackendError.
+        BackendError: a rank failed, or the call timed out.
     """
     state = optimizer.state_dict() if backend.rank == root else None
     received = backend.broadcast_object(state, root, name="optimizer state")
@@ -60,7 +60,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a ``state_dict()``, and keep the dtypes in it.
 
-    ``optimizer.load_state_dict`` casts to the parameter's dtype: float32 averages of bfloat16 parameters would lose bits.
+    ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so that the float32 moments of bfloat16
+    parameters would lose bits.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -71,7 +72,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def _with_dtypes(loaded: Any, given: Any) -> Any:
-    """``loaded`` with those tensors of ``given`` that have another dtype there, copied to the device of the loaded one."""
+    """Return ``loaded``, in which copies of ``given``'s tensors replace those of another dtype; devices stay."""
     if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
         return loaded if loaded.dtype == given.dtype else given.detach().to(loaded.device, copy=True)
     if isinstance(loaded, dict) and isinstance(given, dict):
@@ -86,8 +87,8 @@ def _with_dtypes(loaded: Any, given: Any) -> Any:
 def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
     """Average the floating-point buffers (running statistics) of ``model`` over the ranks, in place. Collective.
 
-    Each rank's BatchNorm has seen its own samples: this is what makes one model of them, before an evaluation or a
-    checkpoint.
+    The BatchNorm layers of each rank have seen its own samples only. Call this before an evaluation or a checkpoint, so
+    that all ranks have the same model.
     """
     buffers = local_buffers(model)
     for chunk in _chunks([b for _, b in buffers]):
@@ -97,13 +98,13 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
 
 
 def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the floating-point buffers (running statistics): each rank's follow its own samples."""
+    """Return the floating-point buffers (running statistics), by name; they differ between ranks, as the samples do."""
     return [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
 
 
 @contextmanager
 def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]:
-    """:func:`average_buffers` inside the block; after it each rank has its own values again. Collective."""
+    """Average the buffers for the duration of the block; after it each rank has its own values again. Collective."""
     own = [(buffer, buffer.clone()) for _, buffer in local_buffers(model)]
     average_buffers(model, backend)
     try:
@@ -115,9 +116,9 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]
 
 
 def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
-    """Return a hash of a model's, or a ``state_dict()``'s, tensors (parameters, persistent buffers), in name order.
+    """Return a hash of the tensors (parameters, persistent buffers) of a model or a ``state_dict()``, in name order.
 
-    Equal exactly where they are equal bit for bit.
+    Hashes are equal if and only if all names, dtypes, shapes and bits are equal.
     """
     digest = hashlib.sha256()
     for name, tensor in _named_tensors(model.state_dict() if isinstance(model, torch.nn.Module) else model):
@@ -128,7 +129,7 @@ def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
 
 def _named_tensors(params: Params) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, torch.nn.Module):
-        # Not its state_dict, which leaves out buffers that are not persistent.
+        # Don't use its state_dict, which leaves out buffers that are not persistent.
         params = {**dict(params.named_parameters()), **dict(params.named_buffers())}
     entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     pairs = [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]
@@ -136,7 +137,7 @@ def _named_tensors(params: Params) -> list[tuple[str, torch.Tensor]]:
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """``tensors`` in order, cut where a chunk is full or the device changes."""
+    """Split ``tensors``, in order, into chunks of one device and about 25 MB each."""
     chunks: list[list[torch.Tensor]] = []
     filled = 0
     for tensor in tensors:

@@ -1,7 +1,7 @@
 """Differences between the versions of torch that dualtrain supports (2.5 and newer), in one place.
 
-Each function's docstring ends with the version of torch in which it can go: once setup.cfg requires that version, a test
-fails until the function is gone. ``bash tests/versions.sh`` runs the tests with any versions.
+Each function's docstring ends with a version of torch ("Can go in torch 2.8"): once setup.cfg requires this version or a
+newer one, a test fails until the function is removed. ``bash tests/versions.sh`` runs the tests with other versions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 def asynchronous(options: Any) -> Any:
     """Set ``options`` of a collective operation so that it is asynchronous, and return them.
 
-    Before 2.8 the options of all-reduce, all-gather and all-to-all have no such field: they are always asynchronous.
+    Before 2.8 the options of all-reduce, all-gather and all-to-all have no ``asyncOp``: these are always asynchronous.
 
     Can go in torch 2.8: set ``asyncOp`` directly.
     """
@@ -37,7 +37,7 @@ def shut_down(nccl: Any) -> None:
 def grad_dtype(p: torch.Tensor) -> torch.dtype | None:
     """Return the dtype that the gradient of ``p`` must have; None if it may have any.
 
-    Before 2.10 it is the dtype of ``p``: torch does not know the attribute ``grad_dtype`` there.
+    Before 2.10 torch has no attribute ``grad_dtype``, and the gradient must have the dtype of ``p``.
 
     Can go in torch 2.10: use ``p.grad_dtype``.
     """

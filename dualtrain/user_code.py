@@ -1,37 +1,47 @@
-"""Calls of the user's own functions, named ``pkg.mod:build`` on the command line."""
+"""Calls of the user's own functions, named ``pkg.mod:build`` on the command line, and what is shown when they fail."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
-from dualtrain.errors import UserError
+from dualtrain.errors import BackendError, UserError, is_too_large
 from dualtrain.torchvision_shim import with_torchvision_shim
 
 
 def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
-    """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without any if it takes none, and return its result.
+    """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without arguments if it takes none; return its result.
 
     Raises:
-        UserError: the module or the callable does not exist, or takes other arguments than ``takes`` says. The message
-            names ``flag``. Errors of the called code itself pass through.
+        UserError: the module or the callable does not exist, or takes neither the arguments, which ``takes`` describes,
+            nor none; or it fails, then with its traceback. The message names ``flag``.
     """
     module_name, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise UserError(f"{flag} {path!r} does not name a callable: give pkg.mod:function")
-    try:
-        module = with_torchvision_shim(lambda: importlib.import_module(module_name))
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{flag} {path!r} needs the module {error.name!r}, which is not found: run from its folder or set PYTHONPATH"
-        ) from error
+    with user_code(f"{flag} {path!r}"):
+        try:
+            module = with_torchvision_shim(lambda: importlib.import_module(module_name))
+        except ModuleNotFoundError as error:
+            where = "run from its folder or set PYTHONPATH"
+            raise UserError(f"{flag} {path!r} needs the module {error.name!r}, which is not found: {where}") from error
     build = getattr(module, name, None)
     if not callable(build):
-        raise UserError(f"{flag} {path!r}: {module_name} has no callable {name!r}: give pkg.mod:function")
+        raise UserError(
+            f"{flag} {path!r} does not exist, since {module_name} has no callable {name!r}: give pkg.mod:function"
+        )
     for given in (arguments, ()):
         if _takes(build, given):
-            return build(*given)
+            with user_code(f"{flag} {path!r}"):
+                return build(*given)
     raise UserError(f"{flag} {path!r} takes {_signature(build)}: it must take {takes}, or nothing")
 
 
@@ -48,3 +58,81 @@ def _takes(build: Any, arguments: tuple[Any, ...]) -> bool:
     except ValueError:  # a builtin without a signature
         return True
     return True
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Convert an exception of the user's own code, which the block runs, into a UserError with its traceback.
+
+    Errors of this package pass through, as do those from too little memory.
+    """
+    try:
+        yield
+    except (UserError, BackendError):
+        raise
+    except Exception as error:
+        if is_too_large(error):
+            raise
+        raise UserError(f"{what} failed: {in_one_line(error)}", trace=user_traceback(error)) from error
+
+
+def in_one_line(error: BaseException) -> str:
+    """Format an error: class, message, the layer of a model that raised it, and the last line of the user's code."""
+    layer, line = _layer(error), ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if _is_users(frame.filename):
+            line = f", in {os.path.basename(frame.filename)}:{frame.lineno}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{f', in layer {layer}' if layer else ''}{line}"
+
+
+def user_traceback(error: BaseException) -> str:
+    """Format the traceback from the first to the last line of the user's code, and beyond if it called this package.
+
+    Errors that led to this one are included. Empty if none of the user's code ran.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    todo, users = [shown], False
+    while todo:
+        one = todo.pop()
+        numbers = [number for number, frame in enumerate(one.stack) if _is_users(frame.filename)]
+        if numbers:
+            users = True
+            below = [frame for frame in one.stack[numbers[-1] + 1 :] if _is_ours(frame.filename)]
+            one.stack[:] = one.stack[numbers[0] : None if below else numbers[-1] + 1]
+        todo += [other for other in (one.__cause__, one.__context__) if other is not None]
+    if isinstance(error, SyntaxError):  # its message shows the line of code
+        return "".join(shown.format_exception_only()).rstrip()
+    return "".join(shown.format()).rstrip() if users else ""
+
+
+@cache
+def _folders() -> tuple[str, tuple[str, ...]]:
+    """Return the folder of this package, and the folders of torch, torchvision and Python's standard library."""
+    specs = (importlib.util.find_spec(name) for name in ("torch", "torchvision"))
+    torchs = [os.path.dirname(spec.origin) for spec in specs if spec is not None and spec.origin]
+    return os.path.dirname(os.path.abspath(__file__)) + os.sep, tuple(
+        folder + os.sep for folder in (*torchs, sysconfig.get_path("stdlib"))
+    )
+
+
+def _is_ours(file: str) -> bool:
+    return os.path.abspath(file).startswith(_folders()[0])
+
+
+def _is_users(file: str) -> bool:
+    path = os.path.abspath(file)
+    installed = "site-packages" in path or "dist-packages" in path  # below the folder of Python, too
+    others = _folders()[1][:-1] if installed else _folders()[1]
+    return not (file.startswith("<frozen") or _is_ours(file) or path.startswith(others))
+
+
+def _layer(error: BaseException) -> str:
+    """Return the name and the class of the innermost module whose forward raised ``error``; empty if none did."""
+    from torch import nn
+
+    frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [found for found in frames if isinstance(found, nn.Module)]
+    if not modules or modules[0] is modules[-1]:
+        return ""
+    name = next((name for name, part in modules[0].named_modules() if part is modules[-1]), "")
+    return f"{name} ({type(modules[-1]).__name__})" if name else ""

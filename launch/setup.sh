@@ -15,6 +15,11 @@
 # PYTHON           the interpreter, 3.11 or newer    (default: python3)
 set -euo pipefail
 
+case ${1:-} in
+  '') ;;
+  -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+  *) echo "setup: error: '$1' is not known; the variables that bash launch/setup.sh --help lists are its only options" >&2; exit 2 ;;
+esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DUALTRAIN_VENV:-$root/.venv}
 cache=${DUALTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dualtrain}
@@ -230,8 +235,8 @@ install_horovod() { pip_install --no-deps --force-reinstall "$1"/horovod-*.whl; 
 install_dualtrain() {
   case $with in
     dev) pip_install --no-build-isolation --editable "$root[dev]" ;;
-    tree) pip_install --no-build-isolation --editable "$root[report]" ;;
-    run) pip_install --no-build-isolation "$root[report,summary,tensorboard]" ;;
+    tree) pip_install --no-build-isolation --editable "$root" ;;
+    run) pip_install --no-build-isolation "$root[summary,tensorboard]" ;;
   esac
 }
 

@@ -36,8 +36,8 @@ ROOMS = [
     "console",
 ]
 ROOMS += ["torchvision_shim", "user_code"]
-ROOMS += ["config", "models", "data", "training", "hvd", "horovodize", "spawn", "main"]
-ROOMS += ["run_table", "compare", "report", "predict", "doctor", "drill", "bench"]
+ROOMS += ["config", "models", "data", "training", "hvd", "spawn", "main"]
+ROOMS += ["run_table", "compare", "report", "predict", "doctor", "drill", "bench", "horovodize"]
 #: The files of these packages, from the bottom to the top: each imports from lower layers only.
 LAYERS = {
     "rendezvous": [
@@ -54,7 +54,7 @@ LAYERS = {
         {"collectives"},
         {"comparison", "local", "torch", "horovod", "shm.backend"},
         {"shm"},
-        {"factory"},
+        {"factory", "job"},
     ],
     "gradients": [
         {"parameters", "passes", "turns", "deprecated", "shard_sums"},

@@ -48,6 +48,7 @@ from dualtrain.models import build, classifiers
 from dualtrain.models.weights import load_weights, read_state
 from dualtrain.report.runs import read_runs
 from dualtrain.training import checkpoint
+from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.run_dir import MetricsFile, step_of, write_weights
 from tests.data.test_data_sources import write_cifar, write_mnist
 from tests.forked import server
@@ -110,7 +111,7 @@ def make_run(folder: Path) -> None:
     (folder / "checkpoints").mkdir()
     torch.manual_seed(0)
     model = build("convnet", (1, 8, 8), 10)
-    write_weights(folder / "model.safetensors", model.state_dict(), 1)
+    write_weights(folder / "model.safetensors", model.state_dict(), 1, FolderLock())
     summary = {"backend": "torch", "transport": "none", "launcher": "none", "world_size": 1, "val_accuracy": 0.5}
     summary |= {"samples_per_second": 1.0, "seconds": 1.0, "weights_sha256": "0"}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -153,7 +154,7 @@ def absent(value: int | None) -> None:
 
 def continue_metrics(folder: Path) -> None:
     try:
-        MetricsFile(folder, 1, lambda line: None).close()
+        MetricsFile(folder, 1, lambda line: None, FolderLock()).close()
     except OSError as error:
         raise UserError(str(error)) from error  # as ``together`` does
 

@@ -49,7 +49,7 @@ def checked(pattern: str) -> list[str]:
 
 
 FILES = [path for path in checked("*.py") if path != "tests/test_language.py"]
-PAGES = ["README.md", "docker/README.md", *checked("*.md")]
+PAGES = ["README.md", "docker/README.md", "launch/README.md", *checked("*.md")]
 
 
 @cache

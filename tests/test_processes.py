@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dualtrain.processes import signal_at_parents_end
 from tests.pool import ROOT
 
 PROGRAM = """
@@ -120,11 +121,24 @@ import os, signal, time
 from dualtrain.launchers import torchrun_is_parent
 from dualtrain.processes import signal_at_parents_end
 if torchrun_is_parent():
-    signal_at_parents_end(signal.SIGTERM)
+    signal_at_parents_end(signal.SIGTERM, os.getppid())
 signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(143)))
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
+
+
+def test_a_parent_that_has_ended_before_the_call_is_noticed():
+    received: list[int] = []
+    earlier = signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
+    try:
+        signal_at_parents_end(signal.SIGUSR2, os.getppid())
+        assert received == []
+        signal_at_parents_end(signal.SIGUSR2, os.getppid() + 1)
+        assert received == [signal.SIGUSR2]
+    finally:
+        signal_at_parents_end(0, os.getppid())  # no signal any more
+        signal.signal(signal.SIGUSR2, earlier)
 
 
 @pytest.mark.parametrize(("run_id", "shell", "ends"), [("none", "", True), ("", "", False), ("none", "/bin/sh", False)])

@@ -1,31 +1,125 @@
-"""The programs in the README work, and the files that it names exist."""
+"""The pages: their examples work, their links and the files that they name exist, and README.md stays short."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
-from tests.forked import ROOT, run_ranks, torchrun
+from tests.forked import ROOT, run, run_ranks, torchrun
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-README = (ROOT / "README.md").read_text()
-PROGRAMS = [text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "connect" in text]
+FOLDERS = ("launch", "docker", "dualtrain", "tests")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", *(found for folder in FOLDERS for found in sorted((ROOT / folder).rglob("README.md")))]
+}
+README = PAGES["README.md"]
+EXAMPLES = {
+    f"{Path(page).parent.name or 'top'}-{number}": text
+    for page, content in PAGES.items()
+    for number, text in enumerate(re.findall(r"```python\n(.*?)```", content, re.DOTALL))
+}
+PROGRAMS = {name: text for name, text in EXAMPLES.items() if "print(f" in text}
+HVD, OWN = EXAMPLES["hvd-0"], EXAMPLES["top-0"]  # the changed line of a script; functions that build a model and data
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["steps", "trainer"])
-@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "together"])
-def test_the_library_examples_learn(tmp_path, ranks, program):
-    script = tmp_path / "example.py"
-    script.write_text(program)
+def test_every_example_is_tested():
+    assert EXAMPLES.keys() - PROGRAMS.keys() == {"hvd-0", "top-0"}
+    assert PROGRAMS.keys() == {"backends-0", "training-0", "hvd-1"}
+
+
+def loss_of(command, folder, ranks):
+    """Run a program that prints ``loss VALUE`` on rank 0, and return the value."""
     with torchrun(ranks) as places:
-        ends = run_ranks(places if ranks > 1 else [{}], (script,), tmp_path / "printed", env=ENV)
+        ends = run_ranks(places if ranks > 1 else [{}], command, folder, env=ENV)
     assert [end.returncode for end in ends] == [0] * ranks, ends[0].stderr
     (loss,) = re.findall(r"loss (\S+)", "".join(end.stdout for end in ends))
-    assert float(loss) < 1e-6
+    return float(loss)
 
 
-@pytest.mark.parametrize("path", re.findall(r"`((?:launch|tests|backends|training)/[\w./-]+\w)`", README))
-def test_the_files_that_it_names_exist(path):
-    assert (ROOT / path).exists() or (ROOT / "dualtrain" / path).exists()
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
+@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "together"])
+def test_programs_learn(tmp_path, ranks, program):
+    script = tmp_path / "example.py"
+    script.write_text(program)
+    assert loss_of((script,), tmp_path / "printed", ranks) < 1e-6
+
+
+def test_a_horovod_script_runs_unmodified_and_with_its_line_changed(tmp_path):
+    new, old = re.fullmatch(r"(import .*?)  # was: (import .*)\n", HVD).groups()
+    changed = PROGRAMS["hvd-1"]
+    assert changed.count(f"{new}\n") == 1
+    assert f"-{old}\n+{new}\n" in README
+    script = tmp_path / "train.py"
+    script.write_text(changed.replace(new, old))
+    check = run(("-m", "dualtrain.horovodize", "--check", script), tmp_path / "check", env=ENV)
+    assert check.returncode == 0
+    assert f"{check.stdout.replace(f'{tmp_path}/', '')}```" in PAGES["dualtrain/hvd/README.md"]
+    assert loss_of(("-m", "dualtrain.horovodize", script), tmp_path / "printed", 2) < 1e-6
+
+
+def test_an_own_model_trains_and_its_command_may_be_repeated(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    (line,) = re.findall(r"^torchrun .*--model mine:model .*$", README, re.MULTILINE)
+    _, nproc, *command = shlex.split(line)
+    assert nproc == "--nproc_per_node=4"
+    first, again = (
+        run_ranks(2, command, tmp_path / name, env={**ENV, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, cwd=tmp_path)
+        for name in ("first", "again")
+    )
+    assert [end.returncode for end in first + again] == [0] * 4, first[0].stderr
+    assert "nothing is left to train" in again[0].stdout
+    assert json.loads((tmp_path / "runs/mine/summary.json").read_text())["val_accuracy"] > 0.9
+
+
+def anchors(page):
+    """Return the anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def missing(target, folder):
+    """Return whether a link's ``target``, as seen from ``folder``, names a file or a heading that does not exist."""
+    path, _, anchor = target.partition("#")
+    file = (folder / path).resolve()
+    return not file.exists() or bool(anchor and anchor not in anchors(file.read_text()))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_and_the_files_that_a_page_names_exist(name):
+    page, folder = PAGES[name], (ROOT / name).parent
+    links = [link if link[0] != "#" else Path(name).name + link for link in re.findall(r"\]\(([^)]+)\)", page)]
+    assert [link for link in links if "://" not in link and missing(link, folder)] == []
+    named = re.findall(r"`((?:launch|tests|docker|backends|training|config|horovodize)/[\w./-]*\w)`", page)
+    places = ROOT, ROOT / "dualtrain", folder
+    assert [path for path in named if not any((place / path).exists() for place in places)] == []
+
+
+def test_pages_that_the_code_names_exist():
+    named = [
+        (path.relative_to(ROOT).as_posix(), target)
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.*"))
+        if path.suffix in (".py", ".sh", ".yaml") and path != Path(__file__)
+        for target in re.findall(r"[\w./-]+\.md(?:#[\w-]+)?", path.read_text())
+    ]
+    assert ("tests/hvd/test_hvd_semantics_join.py", "dualtrain/hvd/README.md#join") in named
+    assert [(path, target) for path, target in named if missing(target, ROOT)] == []
+
+
+def test_readme_is_short_and_begins_with_the_move_from_horovod():
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    assert lines.index("## From Horovod to torchrun in three steps") < 25
+    architecture, _, _ = PAGES["dualtrain/README.md"].partition("\n## Contributing")
+    assert len(architecture.splitlines()) <= 80
+
+
+def test_folders_have_pages_that_readme_links():
+    links = set(re.findall(r"\]\(([\w/]+/README\.md)\)", README))
+    assert links == PAGES.keys() - {"README.md"}

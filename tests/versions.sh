@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests with other versions of torch than the pinned one, for README's table: run it by hand before a release.
+# Runs the tests with other versions of torch than the pinned one. Run it by hand before a release, for tests/README.md's table.
 # For each version: an environment with that torch, the torchvision that pairs with it and no Horovod; in it all tests but
 # launches, and one job under torchrun. Ends with a table. It needs the package index, and for each environment 6 GB on
 # disk, less if there is a CPU build of torch. It can be run again: finished environments are used again.

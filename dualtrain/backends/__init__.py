@@ -3,5 +3,6 @@
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.factory import connect
+from dualtrain.backends.job import job_of
 
-__all__ = ["Backend", "ReduceOp", "Work", "connect"]
+__all__ = ["Backend", "ReduceOp", "Work", "connect", "job_of"]

@@ -1,10 +1,10 @@
 """Check that all ranks make the same collective call, before any data is sent.
 
 The libraries differ in what happens when calls do not match: Horovod reports it; Gloo may hang, abort the process or
-return a wrong sum (int32 against float32 gives 1065353217). So every checked call first exchanges two integers: a
-fingerprint of the call, and the caller's extent (its number of rows, where ranks may differ). If the fingerprints are
-equal, the call gets the extents of all ranks. Otherwise no data is sent, the ranks exchange descriptions of their
-calls, and all of them raise the same error; the backend stays usable.
+return a wrong sum (int32 1 and float32 1.0 add up to 1065353217). So every checked call first exchanges two integers: a
+fingerprint of the call, and an extent, which may differ between ranks (the number of rows of an allgather). If the
+fingerprints are equal, the call gets the extents of all ranks. Otherwise no data is sent, the ranks exchange
+descriptions of their calls, and all of them raise the same error; the backend stays usable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Exchange = Callable[[Sequence[int]], list[list[int]]]
 class Call:
     """Properties of a collective call that must be the same on every rank.
 
-    ``shape`` leaves out the first dimension where the ranks may differ in it, and starts with ``None`` then.
+    Where the ranks may differ in the first dimension, ``shape`` has ``None`` in its place.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class Call:
 
     @classmethod
     def on(cls, kind: str, tensor: torch.Tensor, name: str | None, *, free: bool = False, root: int | None = None) -> Call:
-        """Call of ``kind`` on ``tensor``; ``free`` where the ranks may differ in the first dimension."""
+        """Return the call ``kind`` on ``tensor``; with ``free``, the ranks may differ in the first dimension."""
         shape = (None, *tensor.shape[1:]) if free else tuple(tensor.shape)
         return cls(kind, name, tensor.dtype, shape, root)
 
     def describe(self) -> str:
-        """Text for messages: ``sum of 'loss' (float32, 3×4)``."""
+        """Return text for messages: ``sum of 'loss' (float32, 3×4)``."""
         text = self.kind if self.name is None else f"{self.kind} of {self.name!r}"
         if self.root is not None:
             text += f" from rank {self.root}"
@@ -56,14 +56,14 @@ class Call:
             details.append("×".join("any" if n is None else str(n) for n in self.shape) or "scalar")
         return f"{text} ({', '.join(details)})" if details else text
 
-    @lru_cache(maxsize=1024)  # noqa: B019 - keyed by the call's values: a program repeats the same few calls
+    @lru_cache(maxsize=1024)  # noqa: B019 - keyed by the call's values, and a program repeats the same few calls
     def fingerprint(self) -> int:
-        """Hash below 2**63 of the call."""
+        """Return a hash of the call, below 2**63."""
         return fingerprint(repr(self))
 
 
 def fingerprint(text: str) -> int:
-    """Hash below 2**63 of ``text``."""
+    """Return a hash of ``text``, below 2**63."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -72,7 +72,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
     Raises:
-        BackendError: on every rank, naming the call of each, if they differ.
+        BackendError: on every rank, if the calls differ; the message has the call of each rank.
     """
     fingerprints, extents = zip(*backend.exchange_short([call.fingerprint(), extent]), strict=True)
     if len(set(fingerprints)) == 1:
@@ -81,11 +81,11 @@ def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
 
 
 def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
-    """Raise ``problem``, an error of this rank's own arguments, without leaving the other ranks blocked. Collective.
+    """Raise ``problem``, an error in this rank's own arguments, without leaving the other ranks blocked. Collective.
 
     Raises:
         ValueError: every rank has the same problem.
-        BackendError: the others make another call; they raise it too.
+        BackendError: on every rank, if their calls or problems differ.
     """
     agree(backend, replace(call, kind=f"{call.kind}, refused since {problem},"))
     raise problem

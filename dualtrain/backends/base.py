@@ -1,7 +1,7 @@
 """Backend contract: the primitives that a communication library must implement to become a backend.
 
-``collectives.py`` derives everything that users call from the primitives, once; ``local.py``, ``torch.py`` and
-``horovod.py`` implement them, each over one library.
+``collectives.py`` derives everything that users call from the primitives, once. ``torch.py`` and ``horovod.py``
+implement the primitives over one library each, ``local.py`` implements them for a single process.
 
 All ranks of a backend start the primitives in the same order, with equal arguments except for the data. The primitives
 do not check that: the derived calls check it first (``agreement.py``), and the gradient path checks its layout once.
@@ -25,8 +25,8 @@ from dualtrain.launchers import World
 T_co = TypeVar("T_co", covariant=True)
 
 
-_REPORT_SECONDS = 1.0  # that a wait lasts before it is reported to the other ranks
-_REASON_SECONDS = 2.0  # to wait for the reason of a peer failure when a connection breaks
+_REPORT_SECONDS = 1.0  # a wait that lasts longer is reported to the other ranks
+_REASON_SECONDS = 2.0  # when a connection breaks, wait this long for the failed rank's own report
 
 
 class ReduceOp(enum.Enum):
@@ -40,7 +40,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """``op`` itself, or the operation of this name, in upper or lower case.
+        """Return the operation ``op``, which may be given by its name in upper or lower case.
 
         Raises:
             ValueError: there is no operation of this name.
@@ -73,7 +73,8 @@ class Work(ABC, Generic[T_co]):
     def wait(self) -> T_co:
         """Block until the result can be used on the caller's current stream, and return it.
 
-        May be called again; the host does not wait for a GPU. Bounded by the backend's timeout.
+        May be called again. Bounded by the backend's timeout. With a tensor on a GPU, it may return before the GPU has
+        finished.
 
         Raises:
             BackendError: the operation failed or timed out; :class:`~dualtrain.errors.PeerFailedError` if a rank failed.
@@ -90,16 +91,17 @@ class Primitives(ABC):
     Attributes:
         name: the backend's name on the command line.
         narrow: dtypes that ``start_allreduce`` reduces besides those of ``REDUCIBLE``.
-        transport: what reductions are sent over, for reports: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"none"``, or where
-            the ranks of a host share memory, ``"shm"``; with several hosts ``"shm+gloo"`` or ``"shm+mpi"``.
-        versions: of the libraries that it uses besides torch, by name.
+        transport: name, for reports, of what reductions are sent over: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"none"``, or
+            ``"shm"`` for memory that the ranks of a host share; with several hosts ``"shm+gloo"`` or ``"shm+mpi"``.
+        versions: versions of the backend's libraries besides torch, by the library's name.
         world: this process's place; for a group, its place in the group.
         device: where this rank's tensors are expected to be.
-        hosts: of each rank, the number of its host; equal numbers mean the same host.
+        hosts: the number of each rank's host, in rank order; equal numbers mean the same host.
         timeout: the longest time in seconds that any wait lasts.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
-        on_wait: called about every quarter of a second of a wait, with this backend, the operation and the seconds so far.
-        members: the ranks in the job's numbering; those of a group differ from its own.
+        on_wait: called about every quarter of a second during a wait, with this backend, the operation and the seconds so
+            far.
+        members: for each rank of this backend, its rank in the job; the two differ in a group, which counts from 0.
     """
 
     name: str
@@ -155,7 +157,7 @@ class Primitives(ABC):
 
     @abstractmethod
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
-        """Overwrite ``tensor`` (contiguous uint8) with that of rank ``root``, in place. Does not block."""
+        """Overwrite ``tensor`` (contiguous uint8) with rank ``root``'s tensor. Does not block."""
 
     @abstractmethod
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
@@ -168,16 +170,17 @@ class Primitives(ABC):
     def start_alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
     ) -> Work[None]:
-        """Send slice r of ``tensor`` to rank r, and receive every rank's slice for this one into ``output``, in rank order.
+        """Send slice r of ``tensor`` to rank r, and receive this rank's slice of each rank into ``output``, in rank order.
 
-        Both are contiguous uint8, one-dimensional; ``sent`` and ``received`` are the slices' lengths. Does not block.
+        Both tensors are contiguous uint8, one-dimensional; ``sent`` and ``received`` are the lengths of the slices. Does
+        not block.
         """
 
     @abstractmethod
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
-        """Gather one short ``vector`` (CPU, int64, (n,), the same n on every rank) of each rank into (size, n). Blocks.
+        """Gather each rank's short ``vector`` (CPU, int64, (n,), the same n on every rank) into (size, n). Blocks.
 
-        Uses a channel apart from the data, so that it cannot be matched with a gradient that another rank is sending.
+        Has a process group or a name of its own, so that no library matches it with a gradient that another rank sends.
         """
 
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -187,9 +190,9 @@ class Primitives(ABC):
 
     @abstractmethod
     def subset(self, ranks: Sequence[int], world: World | None) -> Primitives | None:
-        """Backend over ``ranks`` (sorted, of this backend) in which this rank has the place ``world``. Blocks.
+        """Return a backend over ``ranks`` (sorted, of this backend) in which this rank has the place ``world``. Blocks.
 
-        Collective over this backend; ranks outside the subset pass and get ``None``.
+        Collective over this backend; ranks outside of the subset pass ``world=None`` and get ``None``.
         """
 
     @abstractmethod
@@ -203,7 +206,7 @@ class Primitives(ABC):
         """Call ``finished(seconds)``, which blocks for about that long at most, until it returns True.
 
         Raises:
-            PeerFailedError: a rank has failed meanwhile.
+            PeerFailedError: a rank failed during the wait.
             BackendError: ``finished`` raised, or the backend's timeout has passed.
         """
         start = time.monotonic()
@@ -221,20 +224,21 @@ class Primitives(ABC):
                     raise TimeoutError(self._overdue())
         except BackendError:
             raise
-        except Exception as error:  # libraries raise many types: any means that the operation failed
+        except Exception as error:  # libraries raise many types, and each means that the operation failed
             raise self.failure(what, error) from error
-        # Not after a failure: the other ranks' waits for the same rank time out at the same moment.
+        # After a timeout, this wait stays reported: other ranks time out at about the same moment, and must not name this
+        # rank as the one that they wait for.
         if self.watch is not None and reported:
             self.watch.report_wait(what, ended=True)
 
     def _overdue(self) -> str:
-        """Message of a timeout, naming the ranks that have not reached the operation."""
+        """Return the message of a timeout, which names the ranks that have not reached the operation."""
         late = f"waited {self.timeout:g} s for"
         waiting = {} if self.watch is None else dict(self.watch.waiting)
         others = [rank for rank in self.members if rank != self.members[self.rank]]
         missing = [str(rank) for rank in others if not waiting.get(rank)]
         if self.watch is None or not others:
-            return f"{late} the other ranks: one has not reached this operation, or hangs"
+            return f"{late} the other ranks, one of which has not reached this operation, or hangs"
         if missing:
             several = len(missing) > 1
             return (
@@ -242,10 +246,10 @@ class Primitives(ABC):
                 f"this operation, or {'hang' if several else 'hangs'}"
             )
         elsewhere = "; ".join(f"rank {rank} in {waiting[rank][-1]}" for rank in others)
-        return f"{late} the other ranks, which wait too: {elsewhere}; make the same calls in the same order on every rank"
+        return f"{late} the other ranks, which wait too ({elsewhere}); make the same calls in the same order on every rank"
 
     def failure(self, what: str, error: BaseException) -> BackendError:
-        """The :class:`BackendError` for a third-party ``error`` in ``what``.
+        """Return the :class:`BackendError` for a third-party ``error`` in the operation ``what``.
 
         Raises:
             PeerFailedError: instead, if a rank is known to have failed.
@@ -266,7 +270,7 @@ class Primitives(ABC):
 
 
 class Done(Work[None]):
-    """Handle of an operation that has ended already."""
+    """Handle of an operation that ended when it was started."""
 
     def wait(self) -> None:
         return None
@@ -281,7 +285,7 @@ class Scaled(Work[None]):
     def __init__(self, work: Work[None], result: torch.Tensor, factor: float) -> None:
         self._work = work
         self._result = result
-        # torch converts the factor to a tensor: do it now, while the reduction runs.
+        # ``mul_`` would convert the factor to a tensor at the end: convert it now, while the reduction runs.
         self._factor: torch.Tensor | None = torch.tensor(factor, dtype=torch.float64, device="cpu")
 
     def wait(self) -> None:

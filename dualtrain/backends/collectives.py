@@ -1,7 +1,7 @@
 """Collective operations for users, derived once from the primitives of every backend.
 
 Averages, any dtype, any layout, unequal sizes, objects, barriers, groups and the asynchronous forms are implemented
-here and nowhere else; each call first checks that all ranks make the same one.
+here and nowhere else. Each call first checks that all ranks make the same call.
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ from dualtrain.launchers import World
 
 T = TypeVar("T")
 
-_REASON_BYTES = 1024  # of the reason why an object cannot be sent, for the other ranks
+_REASON_BYTES = 1024  # length at which the reason why an object cannot be sent is cut for the other ranks
 
 
 def split_sizes(rows: int, size: int) -> list[int]:
-    """Numbers of rows when ``rows`` are split over ``size`` ranks as evenly as possible: the first ranks get one more."""
+    """Split ``rows`` over ``size`` ranks as evenly as possible; the first ranks get one row more than the others."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
 def rows_to_send(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> list[int]:
-    """Number of rows of ``tensor`` to send to each of ``size`` ranks: ``splits``, or equally many. Raises ValueError."""
+    """Return how many rows of ``tensor`` to send to each of ``size`` ranks. Without ``splits``, all numbers are equal.
+
+    Raises:
+        ValueError: ``tensor`` cannot be split in this way.
+    """
     if tensor.dim() == 0:
         raise ValueError("a tensor without a dimension has no rows to split: reshape it to (1,)")
     rows = tensor.shape[0]
@@ -58,13 +62,13 @@ class Backend(Primitives):
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank, naming the call of each,
     and leaves the backend usable. Tensors may have any dtype, any layout and no dimension at all; results are new,
-    contiguous, on the tensor's device, and have no autograd history (:mod:`dualtrain.functional` has forms that do).
-    Calls without ``_async`` block until the result can be used on the current stream; the others return a
-    :class:`~dualtrain.backends.base.Work` whose ``wait()`` returns the same result; do not change their tensors before
-    that. A name is shown in errors and reports.
+    contiguous, on the tensor's device, and have no autograd history (:mod:`dualtrain.functional` has collectives with
+    gradients). Calls without ``_async`` block until the result can be used on the current stream. Calls with ``_async``
+    return a :class:`~dualtrain.backends.base.Work`, whose ``wait()`` returns the result; do not change the tensor before
+    ``wait()`` has returned. A name is shown in errors and reports.
 
     Attributes:
-        is_group: whether it was made by :meth:`group` or :meth:`channel`.
+        is_group: whether this backend was made by :meth:`group` or :meth:`channel`.
     """
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:
@@ -87,7 +91,7 @@ class Backend(Primitives):
             name: shown in errors and reports.
 
         Raises:
-            ValueError: an unknown operation, or one without a meaning for the dtype.
+            ValueError: the operation is unknown, or has no meaning for the dtype.
             BackendError: the ranks' calls do not match, a rank failed, or the call timed out.
         """
         return self._now(partial(self._allreduce, tensor, ReduceOp.of(op), name))
@@ -113,12 +117,13 @@ class Backend(Primitives):
     def reducescatter(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.AVERAGE, name: str | None = None
     ) -> torch.Tensor:
-        """Reduce every rank's ``tensor`` (the same shape, d rows, on all), and return this rank's rows of the result.
+        """Reduce every rank's ``tensor`` (d rows, the same shape on all ranks); return this rank's rows of the result.
 
-        The first ``d % size`` ranks get ``d // size + 1`` rows, the others ``d // size``. Summed in rank order.
+        The first ``d % size`` ranks get ``d // size + 1`` rows, the others ``d // size``. The rows are reduced in rank
+        order.
 
         Raises:
-            ValueError: ``tensor`` has no dimension, or as :meth:`allreduce`.
+            ValueError: ``tensor`` has no dimension, or :meth:`allreduce` would raise it.
             BackendError: as :meth:`allreduce`.
         """
         return self._now(partial(self._reducescatter, tensor, ReduceOp.of(op), name))
@@ -155,8 +160,8 @@ class Backend(Primitives):
     def allgather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
         """Concatenate every rank's ``tensor`` in rank order, on every rank.
 
-        The first dimension may differ between ranks and be 0; the others must not. Tensors without a dimension
-        become one of shape (size,).
+        The first dimension may differ between ranks, and may be 0; the other dimensions must be equal. Tensors without
+        a dimension are gathered into a tensor of shape (size,).
 
         Raises:
             BackendError: as :meth:`allreduce`.
@@ -180,15 +185,15 @@ class Backend(Primitives):
 
         Args:
             tensor: the rows to send: the first ``splits[0]`` to rank 0, the next ``splits[1]`` to rank 1, …
-            splits: ``size`` whole numbers that add up to at most the rows; rows beyond them are not sent. Without it,
-                every rank gets equally many.
+            splits: ``size`` whole numbers that add up to at most the number of rows; rows beyond their sum are not sent.
+                Without ``splits``, every rank gets the same number of rows.
             name: shown in errors and reports.
 
         Returns:
             The received rows; with ``splits`` also how many came from each rank (int32, (size,), on the CPU).
 
         Raises:
-            ValueError: no dimension to split, rows that cannot be split equally, or splits that do not fit.
+            ValueError: ``tensor`` has no dimension or cannot be split equally, or ``splits`` does not fit it.
             BackendError: as :meth:`allreduce`.
         """
         rows, received = self._now(partial(self._alltoall, tensor, splits, name))
@@ -229,12 +234,12 @@ class Backend(Primitives):
         self._now(partial(agree, self, Call("barrier", name)))
 
     def group(self, ranks: Sequence[int]) -> Backend | None:
-        """Backend over some ``ranks`` of this one, numbered from 0 in ascending order; ``None`` on the others.
+        """Return a backend over some ``ranks`` of this one, numbered from 0 in ascending order; ``None`` on other ranks.
 
         Collective over this backend, with the same ``ranks``; blocks. The group is closed with this backend.
 
         Raises:
-            ValueError: ``ranks`` is empty, repeats a rank or names one that does not exist, or this is a group itself.
+            ValueError: ``ranks`` is empty, repeats a rank or has one that does not exist, or this backend is a group.
             BackendError: as :meth:`allreduce`.
         """
         if self.is_group:
@@ -245,9 +250,10 @@ class Backend(Primitives):
         return self._now(partial(self._group, members))
 
     def channel(self) -> Backend:
-        """Backend over the same ranks, for operations whose order relative to this one's may differ between ranks.
+        """Return a second backend over the same ranks, a channel. Collective; blocks.
 
-        Collective; blocks. It is closed with this backend.
+        The operations of a channel and those of this backend may be interleaved in a different order on each rank. The
+        channel is closed with this backend.
         """
         channel = self._now(partial(self._group, list(range(self.size))))
         assert channel is not None
@@ -259,14 +265,14 @@ class Backend(Primitives):
         :meth:`close` destroys it, unless the program has done so.
 
         Raises:
-            UserError: the process has one already, or this backend is not torch's.
+            UserError: the process has a default group already, or this is not the torch backend.
         """
         raise UserError(
             f"default_group=True needs the torch backend, and this is {self.name}: choose torch, or leave it out"
         )
 
     def between_hosts(self) -> Backend:
-        """Group of the ranks with this rank's local rank, one per host. Collective; blocks."""
+        """Return the group of the ranks that have this rank's local rank, one per host. Collective; blocks."""
         mine = None
         for number in range(self.local_size):
             places = Counter[int]()
@@ -283,14 +289,14 @@ class Backend(Primitives):
     # -- the gradient path ----------------------------------------------------------------------------------------
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Tensor of zeros, (numel,), that :meth:`start_sum` reduces with the fewest copies. Collective; blocks."""
+        """Return a tensor of zeros, (numel,), that :meth:`start_sum` reduces with the fewest copies. Collective; blocks."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.
 
-        Otherwise as :meth:`start_allreduce`. Does not block. If ``tensor`` is a buffer of :meth:`new_buffer` on one rank,
-        it must be one on every rank.
+        Otherwise as :meth:`start_allreduce`. Does not block. If :meth:`new_buffer` returned ``tensor`` on one rank, it
+        must have done so on every rank.
         """
         work = self.start_allreduce(tensor, ReduceOp.SUM, name)
         if factor == 1:
@@ -309,15 +315,16 @@ class Backend(Primitives):
     ) -> Work[None]:
         """Sum the ranks' partial sums along the tree of ``order`` into ``tensor``, then scale as :meth:`start_sum`.
 
-        The bits depend on the tree alone, not on the number of ranks, the library or the transport. Does not block; the
-        ranks then wait for such sums in the order in which they were started.
+        The bits depend on the tree alone, not on the number of ranks, the library or the transport. Does not block. Every
+        rank must wait for such sums in the order in which it started them.
 
         Args:
-            tensor: contiguous, on every rank of the same size; holds the last of this rank's partial sums, if it has any.
-            others: ``order.buffers`` such tensors; the first ones hold the partial sums before it. Undefined afterwards.
+            tensor: contiguous, of the same size on every rank; holds the last of this rank's partial sums, if it has any.
+            others: ``order.buffers`` tensors like ``tensor``; the first of them hold this rank's earlier partial sums.
+                Their content is undefined afterwards.
             order: made for as many ranks as this backend has.
             name: shown in errors and reports.
-            factor: of the sum.
+            factor: the sum is multiplied by it.
             tail: how many elements at the end are not scaled.
         """
         if order.is_plain_sum or not tensor.numel():
@@ -333,14 +340,14 @@ class Backend(Primitives):
     def settle(self) -> None:
         """Deprecated name of :meth:`drain`."""
         warnings.warn(
-            "Backend.settle is called Backend.drain now; the old name goes with the next version",
+            "Backend.settle is now called Backend.drain; the old name will be removed in version 0.3.0",
             DeprecationWarning,
             stacklevel=2,
         )
         self.drain()
 
     def close(self) -> None:
-        """End outstanding calls and leave the world. May be called again. Blocks, but not for the other ranks."""
+        """Wait for outstanding calls, then leave the world. May be called again. Other ranks need not call it."""
         if not self._open:
             return
         self._open = False
@@ -351,7 +358,7 @@ class Backend(Primitives):
         peer_failed = self.watch is not None and self.watch.peer_failed
         if self.watch is not None and not self.is_group:
             self.watch.leave()
-        # The libraries' own shutdown would wait for a failed rank; the end of the process frees the same resources.
+        # After a failure the library's shutdown would wait for the failed rank: the end of the process frees the resources.
         if not peer_failed:
             self.disconnect()
 
@@ -359,7 +366,7 @@ class Backend(Primitives):
         """Free resources that need no other rank. :meth:`close` calls it once, before :meth:`disconnect`."""
 
     def abort(self, reason: str) -> None:
-        """Report to every other rank that this one stops for ``reason``: a message, or a formatted traceback."""
+        """Report to every other rank that this rank stops for ``reason``: a message, or a formatted traceback."""
         if self.watch is not None:
             self.watch.announce(reason)
 
@@ -387,7 +394,7 @@ class Backend(Primitives):
             raise BackendError("this backend is closed: make its last call before close()")
 
     def _checked_root(self, kind: str, root: int) -> int:
-        root = index(root)  # any integer type; the ranks compare its text
+        root = index(root)  # an int from any integer type: the ranks compare the text of the call
         if not 0 <= root < self.size:
             problem = f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}"
             refuse(self, Call(kind, root=root), ValueError(problem))
@@ -403,7 +410,7 @@ class Backend(Primitives):
         return wire.average_(packed, self.size) if op is ReduceOp.AVERAGE else packed
 
     def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:
-        """The primitives' operation for ``op`` on ``tensor``. Refuses on all ranks if there is none."""
+        """Return the primitives' operation for ``op`` on ``tensor``; if there is none, raise on every rank."""
         try:
             wire.wire_dtype(tensor.dtype.to_real())
             return wire.wire_op(tensor.dtype, op)
@@ -422,7 +429,8 @@ class Backend(Primitives):
 
     @torch.no_grad()
     def _reducescatter(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        # All-to-all, then a reduction in rank order: any operation and dtype, no padding, equal bits on every backend.
+        # An all-to-all and a local reduction in rank order work for any operation and dtype, need no padding, and give
+        # equal bits on every backend.
         call = Call.on(f"reducescatter ({op.value})", tensor, name)
         if tensor.dim() == 0:
             refuse(self, call, ValueError("a tensor without a dimension has no rows to scatter: reshape it to (1,)"))
@@ -432,7 +440,7 @@ class Backend(Primitives):
         return wire.unpack(wire.average_(total, self.size) if op is ReduceOp.AVERAGE else total, like)
 
     def reduce_rows(self, tensor: torch.Tensor, primitive: ReduceOp, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's rows of the reduction, in the wire dtype, and a tensor of their shape and original dtype."""
+        """Return this rank's rows of the reduction, in the wire dtype, and a tensor of their shape and original dtype."""
         rows = split_sizes(tensor.shape[0], self.size)
         mine = rows[self.rank]
         received = self.alltoall_rows(tensor, rows, [mine] * self.size, name)
@@ -457,13 +465,16 @@ class Backend(Primitives):
         return self.gather_rows(tensor, rows, name or "allgather")
 
     def gather_rows(self, tensor: torch.Tensor, rows: list[int], name: str) -> torch.Tensor:
-        """Concatenate every rank's rows in rank order; ``rows`` are their numbers, known to all ranks."""
+        """Concatenate every rank's rows in rank order; ``rows`` is how many each rank has, known to all ranks."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
         parts = self.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name)
         return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
 
     def gather(self, data: torch.Tensor, lengths: list[int], name: str) -> list[torch.Tensor]:
-        """Every rank's bytes, in rank order; ``lengths`` are known to all. Padded: torch gathers equal parts."""
+        """Gather every rank's bytes in rank order; all ranks know the ``lengths``.
+
+        The bytes are padded to the greatest length, since torch gathers only tensors of equal length.
+        """
         width = max(lengths)
         output = data.new_empty(self.size * width)
         if width:
@@ -511,7 +522,7 @@ class Backend(Primitives):
         return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
 
     def _refuse_if_unsent(self, lengths: dict[int, int], problem: TypeError | None) -> None:
-        """Raises on every rank, with the reason, if one of ``lengths`` by rank says that its object cannot be sent."""
+        """Raise on every rank, with the reason, if a rank's object cannot be sent, which a negative length reports."""
         refused = [rank for rank, length in lengths.items() if length < 0]
         if not refused:
             return
@@ -535,7 +546,7 @@ class Backend(Primitives):
         return group
 
     def adapt_group(self, group: Backend) -> Backend:
-        """The backend to return for ``group``, a new one over ranks of this backend."""
+        """Return the backend that :meth:`group` returns: the new ``group``, unless a subclass wraps it."""
         return group
 
     def close_with(self, group: Backend) -> None:

@@ -1,7 +1,7 @@
 """Named values that must be the same on every rank, compared in one short exchange.
 
-Each rank sends a hash of its values, and the values themselves, as text, only where the hashes differ. So all ranks know
-the same differences and raise the same error, also where a value is missing or could not be read on one of them.
+Each rank sends a hash of its values; only if the hashes differ, it sends the values too, as text. So all ranks know the
+same differences and raise the same error, even if a value is missing or could not be read on one rank.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from dualtrain.backends.collectives import Backend
 from dualtrain.differences import Difference, ranks_in_words
 from dualtrain.errors import BackendError, RanksDifferError, UserError
 
-_FAILED = -1  # in place of a hash
+_FAILED = -1  # instead of the hash of values that could not be read
 
 
 def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]]) -> list[Difference]:
     """Compare the ranks' values; return the differences, the same list on every rank. Collective; blocks.
 
-    One exchange of 16 bytes where there are none. The order is that of rank 0's names.
+    Each rank sends 16 bytes if there are no differences. The differences are in the order of rank 0's names.
 
     Args:
-        backend: the ranks.
-        what: the same on every rank, for errors: ``"settings"``.
-        read: gives this rank's values: plain ones, which are compared as ``repr`` writes them.
+        backend: its ranks are compared.
+        what: noun for error messages, the same on every rank: ``"settings"``.
+        read: returns this rank's values by name; they are compared by their ``repr``.
 
     Raises:
-        UserError: on every rank, if ``read`` raised on one, with the reason; RanksDifferError if not on all.
+        UserError: on every rank, with the reason, if ``read`` raised the same error on all of them.
+        RanksDifferError: on every rank, with a reason, if ``read`` raised on some ranks, or different errors.
         BackendError: the ranks make different calls, a rank failed, or the call timed out.
     """
     values: dict[str, str] = {}
     failure: Exception | None = None
     try:
         values = {name: _as_text(value) for name, value in read().items()}
-    except Exception as error:  # any error: the other ranks wait for this one
+    except Exception as error:  # of any type, since the other ranks wait for this rank
         failure = error
     backend.drain()
     hashes = agree(backend, Call("comparison", what), _FAILED if failure is not None else _hash(values))

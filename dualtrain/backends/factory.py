@@ -25,7 +25,7 @@ TRANSPORTS = ("auto", "shm", "native")
 
 
 def choose(name: str, world: World) -> str:
-    """Name of the backend to use in ``world``: ``name``, or for ``"auto"`` the one that the launcher implies.
+    """Return the name of the backend to use in ``world``: ``name``, or for ``"auto"`` the launcher's backend.
 
     Raises:
         UserError: there is no backend of this name.
@@ -40,12 +40,12 @@ def choose(name: str, world: World) -> str:
 
 
 def choose_for_horovod_api(env: Mapping[str, str]) -> str:
-    """Backend of Horovod's API: ``"horovod"`` under its launcher or MPI if it is installed, else ``"torch"``.
+    """Return the backend of Horovod's API: ``"horovod"`` under horovodrun or MPI if it is installed, else ``"torch"``.
 
-    DUALTRAIN_BACKEND overrides it.
+    DUALTRAIN_BACKEND overrides this.
 
     Raises:
-        UserError: DUALTRAIN_BACKEND names neither.
+        UserError: DUALTRAIN_BACKEND has another value than torch, horovod and auto.
     """
     wanted = env.get("DUALTRAIN_BACKEND") or "auto"
     if wanted not in ("auto", "torch", "horovod"):
@@ -83,19 +83,20 @@ def connect(
     """Join the world that this process was launched in. Collective; blocks until all processes have called it.
 
     torch.distributed's default process group stays as it is: a program may call ``init_process_group`` before or after.
-    For the whole process, two things change: this rank's GPU becomes the current one, and until the backend is closed
-    ``sys.excepthook`` and an exit handler report to the other ranks how this one ends (the earlier hook is still called).
+    Two things change for the whole process. This rank's GPU becomes the current one. Until the backend is closed,
+    ``sys.excepthook`` and an exit handler report to the other ranks how this one ends; the earlier hook is still called.
 
     Args:
-        name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for the one that the launcher implies.
-        world: this process's place, where no launcher's variables give it.
-        device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank if there is one.
+        name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for the launcher's backend.
+        world: this process's rank and size, needed if no launcher's variables give them.
+        device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank, or the CPU without GPUs.
         timeout: the longest time in seconds that any wait on the backend lasts.
-        groups: whether ``group`` will be called. For that, Horovod synchronizes its process sets in every cycle, under a
-            lock that calls need: without, it is faster, and over MPI a failed rank does not block the others in that lock.
-        transport: what reductions of CPU tensors use: ``"native"``, the library; ``"shm"``, memory that the ranks of a
-            host share (and the library between hosts), or, with a logged warning, the library where they cannot share
-            any; ``"auto"``, memory for the torch backend with all ranks on one host, else the library.
+        groups: whether ``group`` will be called. If so, Horovod synchronizes its process sets in every cycle, under a
+            lock that calls need. If not, Horovod is faster, and over MPI a failed rank cannot block the others in that
+            lock.
+        transport: what reductions of CPU tensors use. ``"native"`` is the library. ``"shm"`` is memory that the ranks of
+            a host share, with the library between hosts; if they cannot share memory, a warning is logged and the library
+            is used. ``"auto"`` is shared memory for the torch backend with all ranks on one host, else the library.
         default_group: whether the torch backend also makes torch.distributed's default process group, over the same
             ranks, for other libraries that need one; ``close`` destroys it.
 
@@ -103,8 +104,8 @@ def connect(
         The backend; close it, or use it in a ``with`` statement.
 
     Raises:
-        UserError: an unknown name, a transport that the device does not have, a library that is missing, a world that
-            cannot be joined, or one of another size than the launcher started.
+        UserError: a name is unknown, the device does not have the transport, a library is missing, the world cannot be
+            joined, or its size is not the number of processes that the launcher started.
     """
     world = detect_world() if world is None else world
     if name == "auto" and world.launcher == "none":
@@ -140,7 +141,8 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
     if name == "local":
         from dualtrain.backends.local import LocalBackend
 
-        return LocalBackend(World(launcher=world.launcher, evidence=world.evidence), device, timeout)
+        same = ("launcher", "evidence", "rendezvous", "job", "job_key")
+        return LocalBackend(World(**{name: getattr(world, name) for name in same}), device, timeout)
     from dualtrain.backends import torch as over_torch
 
     if name == "horovod":
@@ -155,7 +157,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
 
 def _refuse_to_train_alone() -> None:
-    """Refuse a process that no launcher started, but whose program has joined a world by itself.
+    """Refuse a process without a launcher whose program has made a default process group of several ranks.
 
     Raises:
         UserError: torch.distributed's default process group has several ranks.
@@ -172,7 +174,7 @@ def _refuse_to_train_alone() -> None:
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """Return ``device`` as a torch.device. A GPU has no index if the local rank, not known yet, will choose it."""
+    """Return ``device`` as a torch.device; a GPU without an index is chosen later, by the local rank."""
     wanted = str(device)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -183,14 +185,14 @@ def _device(device: str | torch.device) -> torch.device:
     if place.type == "cuda":
         count = torch.cuda.device_count()
         if count == 0 or (place.index or 0) >= count:
-            raise UserError(f"device {wanted!r} is not there: torch sees {count} GPUs on this host; choose auto or cpu")
+            raise UserError(f"device {wanted!r} does not exist: torch sees {count} GPUs on this host; choose auto or cpu")
     elif place.type != "cpu":
         raise UserError(f"device {wanted!r} is not supported: choose auto, cpu, cuda or cuda:N")
     return place
 
 
 def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None:
-    """Refuse a library whose rank and size, ``found``, are not the launcher's: each process would train alone.
+    """Check that the library's rank and size, ``found``, are the launcher's; otherwise each process would train alone.
 
     Raises:
         UserError: they differ.
@@ -205,7 +207,7 @@ def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None
 
 
 def _locate(backend: Backend) -> None:
-    """Set the local and cross ranks from the exchanged identities of the hosts: launchers disagree on them.
+    """Exchange the hosts' identities, and set the local and cross ranks from them: launchers define these differently.
 
     Raises:
         UserError: the ranks run different versions of dualtrain.
@@ -226,10 +228,10 @@ def _locate(backend: Backend) -> None:
 
 
 def _compare_choices(backend: Backend, transport: str) -> None:
-    """Refuse ranks that would use different transports for the same reduction: they would wait for each other.
+    """Check that all ranks have the same kind of device and the same transport; otherwise reductions would not match.
 
     Raises:
-        UserError: on every rank, naming the choice of each.
+        UserError: on every rank, with the choice of each.
     """
     devices = ("cpu", "cuda")
     mine = [devices.index(backend.device.type), TRANSPORTS.index(transport)]
@@ -247,7 +249,7 @@ def _compare_choices(backend: Backend, transport: str) -> None:
 
 
 def _take_device(backend: Backend) -> None:
-    """Assign a GPU of its own to each rank of a host, among those that it sees, and make it the current one.
+    """Choose this rank's GPU by its local rank, unless the user chose one, and make it the current GPU.
 
     Raises:
         UserError: NCCL is to be used, and two ranks of a host have the same GPU.
@@ -257,9 +259,9 @@ def _take_device(backend: Backend) -> None:
         index = backend.device.index
         index = backend.world.local_rank % torch.cuda.device_count() if index is None else index
         backend.device = torch.device("cuda", index)
-        # For the whole process: code that names no GPU, such as NCCL and Horovod, uses GPU 0 otherwise, on every rank.
+        # Otherwise code that names no GPU, such as NCCL and Horovod, would use GPU 0 on every rank.
         torch.cuda.set_device(backend.device)
-        # Not its index: where each rank sees one GPU only, all have index 0.
+        # Compare UUIDs, not indices: where each rank sees only one GPU, every index is 0.
         identifier = int(uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)))
         own = [identifier >> 65, identifier & (1 << 62) - 1]
     gathered = backend.exchange(torch.tensor(own)).tolist()
@@ -268,14 +270,14 @@ def _take_device(backend: Backend) -> None:
     if backend.transport == "nccl" and len(mine) > 1:
         backend.disconnect()
         raise UserError(
-            f"ranks {' and '.join(map(str, mine))} of this host have the same GPU, {backend.device}, and NCCL takes one "
-            "rank for each: start as many ranks on a host as it has GPUs, let each rank see a different GPU, or give "
+            f"ranks {' and '.join(map(str, mine))} of this host have the same GPU, {backend.device}, and NCCL allows "
+            "one rank per GPU: start as many ranks on a host as it has GPUs, let each rank see a different GPU, or give "
             "--device cpu"
         )
 
 
 def _share_memory(backend: Backend, transport: str) -> Backend:
-    """``backend`` with reductions through shared memory, if that is chosen and possible; else ``backend``."""
+    """Return ``backend`` with reductions through shared memory if that is chosen and possible, else ``backend`` itself."""
     several = len(set(backend.hosts)) > 1
     automatic = transport == "auto" and backend.name == "torch" and backend.device.type == "cpu" and not several
     if backend.name == "local" or not (automatic or transport == "shm"):
@@ -287,7 +289,7 @@ def _share_memory(backend: Backend, transport: str) -> Backend:
             raise
         if backend.rank == 0:
             log.warning(
-                "shared memory cannot be used (%s): the reductions go over %s, as with native", reason, backend.transport
+                "shared memory cannot be used (%s): the reductions use %s, as with native", reason, backend.transport
             )
         return backend
 

@@ -1,7 +1,7 @@
 """Horovod as a backend, over its MPI, Gloo or NCCL operations.
 
-The only file that names horovod. Horovod matches tensors by name and negotiates before it sends them; names that stay
-the same from step to step are negotiated once and then cached, so the names used here contain no counter.
+Outside of the bench, the only module that imports Horovod. Horovod matches tensors by name and negotiates before it sends
+them; names that stay the same from step to step are negotiated once and then cached, so no name contains a step number.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dualtrain.rendezvous.http_store import HttpStore
 from dualtrain.rendezvous.meeting_point import names_by_server, within
 from dualtrain.rendezvous.placement import SAME_BACKEND, KeyValueStore
 
-_YIELDING_SECONDS = 0.01  # how long a wait yields the core between polls before it sleeps
-#: Makes the job's store and places the ranks: called with the world, the timeout, the backend's name, and this host's
-#: obstacle if any.
+_YIELDING_SECONDS = 0.01  # a wait yields the core between polls for this long, then sleeps between them
+#: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
+#: backend's name, and the reason why this host cannot be used, or ``None``.
 Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
@@ -55,7 +55,7 @@ def installed() -> bool:
 
 
 def build_facts() -> dict[str, Any]:
-    """What `horovodrun --check-build` prints: names of the parts that are built, and the ``torch`` that it was built for.
+    """Return what `horovodrun --check-build` prints, names of the parts that are built, and which ``torch`` they are for.
 
     Raises:
         UserError: Horovod is not installed, or cannot be loaded.
@@ -67,7 +67,7 @@ def build_facts() -> dict[str, Any]:
     try:
         built_for = json.loads((folder / "metadata.json").read_text()).get("pytorch")
     except (OSError, ValueError):
-        built_for = None  # not every release records it
+        built_for = None  # not every release of Horovod records it
     return {
         "frameworks": [shown for name, shown in extensions.items() if any((folder / name).glob("mpi_lib*.so"))],
         "controllers": [name for name in ("MPI", "Gloo") if built[name]],
@@ -99,7 +99,7 @@ def replace_package(package: str, meet: Meet) -> None:
 
 
 def _wrap_init(library: Any, world: World, meet: Meet) -> None:
-    """Make Horovod's ``init`` join a world that neither MPI nor horovodrun started; it would start a world of one."""
+    """Make Horovod's ``init`` join a world that neither MPI nor horovodrun started; by itself it starts a world of one."""
     plain, kept = library.init, []
 
     def init(*args: Any, **kwargs: Any) -> None:
@@ -111,11 +111,12 @@ def _wrap_init(library: Any, world: World, meet: Meet) -> None:
 
 
 class _HorovodWork(Work[None]):
-    """Handle of an operation of Horovod's.
+    """Handle of a Horovod operation.
 
     It keeps a view of each input until the operation has ended, to prevent a deadlock after a peer has failed. Horovod's
-    thread then drops its tensors while it holds Horovod's lock. In torch 2.13, dropping the last reference but Python's
-    takes the GIL; a thread that starts an operation holds the GIL and waits for that lock. The view is one more reference.
+    thread then drops its tensors while it holds Horovod's lock. In torch 2.13, this takes the GIL if only Python refers to
+    the tensor afterwards; but a thread that starts an operation holds the GIL while it waits for Horovod's lock. The view
+    is a further reference, so that dropping Horovod's does not take the GIL.
     """
 
     def __init__(
@@ -133,8 +134,8 @@ class _HorovodWork(Work[None]):
             self._backend.await_bounded(self._what, self._poll)
 
     def _poll(self, seconds: float) -> bool:
-        # Horovod's synchronize spins without a bound. Here, yield for a moment, then poll less often: a thread that sleeps
-        # at once misses Horovod's next cycle, and on a busy host loses the core.
+        # Horovod's synchronize spins without a bound. Yield for a moment instead, then poll less often. A thread that
+        # sleeps at once would miss Horovod's next cycle, and on a busy host lose the core.
         poll, pause = self._backend.library.poll, 1e-5
         began = time.monotonic()
         while not poll(self._handle):
@@ -175,7 +176,7 @@ class HorovodBackend(Backend):
         meet: makes the job's store, unless Horovod's own launcher has set where its processes meet.
 
     Attributes:
-        failed: the error of the first operation that failed, after which all fail.
+        failed: the error of the first operation that failed; all later operations fail too.
         failed_works: handles of failed operations, which keep their tensors.
 
     Raises:
@@ -221,7 +222,7 @@ class HorovodBackend(Backend):
         return self._start(f"{op.value} of {name!r}", issue, tensor)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
-        # Horovod counts the root in its whole world, for process sets too.
+        # Horovod numbers the root in its whole world, even for process sets.
         global_root = self._set.ranks[root] if self._set.ranks else root
         issue = partial(self.library.broadcast_async_, tensor, global_root, name=self._scope + name, process_set=self._set)
         return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)
@@ -239,7 +240,7 @@ class HorovodBackend(Backend):
 
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         output = vector.new_empty(self.size, vector.numel())
-        # The length is part of the name, which is the key of Horovod's cache: two lengths would evict each other.
+        # Horovod caches negotiations by name: two lengths under the same name would evict each other.
         name = f"{self._scope}agreement.{len(vector)}"
         vector = vector[None]
         issue = partial(self.library.allgather_async, vector, name=name, process_set=self._set)
@@ -250,7 +251,7 @@ class HorovodBackend(Backend):
         self, what: str, issue: Callable[[], int], *inputs: torch.Tensor, output: torch.Tensor | None = None
     ) -> Work[None]:
         if self.failed is not None:
-            # Calls are compared before they are started, so the failure was one of Horovod's world, for good.
+            # Calls are compared before they are started, so Horovod's world itself has failed, and does not recover.
             raise self.failure(what, self.failed) from self.failed
         held = [tensor.view_as(tensor) for tensor in inputs]
         try:
@@ -292,7 +293,7 @@ class HorovodBackend(Backend):
 def _initialise(
     start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool, meet: Meet
 ) -> object:
-    """Start Horovod in the world of its own launcher, or in one whose ranks find each other through our store.
+    """Start Horovod in the world of its own launcher, or in a world whose ranks find each other through our store.
 
     Args:
         start: Horovod's ``init``.
@@ -319,11 +320,11 @@ def _initialise(
 
 
 def _defaults(world: World, groups: bool) -> dict[str, str]:
-    """Variables with values that differ from Horovod's defaults."""
-    # No fusion: our buckets do that, in a layout that is the same on every backend, so that sums have the same order.
+    """Return variables with values that differ from Horovod's defaults."""
+    # Disable Horovod's fusion: our buckets fuse gradients in a layout that is the same on every backend.
     defaults = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_DYNAMIC_PROCESS_SETS": str(int(groups))}
     if 2 * world.local_size > (os.cpu_count() or 1):
-        # Each rank has two busy threads, and Open MPI's spin while they wait: with fewer cores they must yield
+        # Each rank has two busy threads, which spin while Open MPI waits. With fewer cores than threads they must yield
         # (4 ranks on 2 cores: 3.6 times the steps per second).
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return defaults
@@ -340,8 +341,8 @@ def _initialise_launched(start: Callable[[], None], world: World, timeout: float
 
 
 def _initialise_by_store(start: Callable[[], None], world: World, timeout: float, meet: Meet) -> object:
-    """Start Horovod's Gloo controller at an HTTP store of ours, whose address the ranks get through the job's store."""
-    # The host identities come first: Horovod aborts the process when its local ranks do not add up.
+    """Start Horovod's Gloo controller with our own HTTP store, whose address the ranks get through the job's store."""
+    # ``meet`` first sets the local ranks by the hosts' identities: Horovod aborts the process if they are inconsistent.
     store, world = meet(world, timeout, "horovod", _obstacle())
 
     def share(place: str | None) -> str:
@@ -350,7 +351,9 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
         try:
             return str(store.get("horovod").decode())
         except RuntimeError as error:
-            raise UserError(f"rank 0 did not say within {timeout:g} s where Horovod meets: see its own message") from error
+            raise UserError(
+                f"rank 0 did not send the address of Horovod's store within {timeout:g} s: see rank 0's own message"
+            ) from error
 
     def joined() -> None:
         if int(store.add("joined", 1)) == world.size:
@@ -359,7 +362,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
             store.get("all joined")
         except RuntimeError as error:
             raise UserError(
-                f"Horovod started on rank {world.rank}, but not on all {world.size} within {timeout:g} s"
+                f"Horovod started on rank {world.rank}, but not on all {world.size} ranks within {timeout:g} s"
             ) from error
 
     limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)))}
@@ -372,10 +375,10 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
 
 
 def _check_name() -> None:
-    """Refuse a host whose own name has no address: Horovod 0.28.1 over Gloo looks it up, and crashes.
+    """Check that this host's own name has an address. Horovod 0.28.1 over Gloo looks it up, and crashes without one.
 
     Raises:
-        UserError: it has none.
+        UserError: the name has no address.
     """
     try:
         socket.getaddrinfo(socket.gethostname(), None)
@@ -387,7 +390,7 @@ def _check_name() -> None:
 
 
 def _obstacle() -> str | None:
-    """Why Horovod cannot use this host together with others, or ``None``.
+    """Return the reason why Horovod cannot use this host together with others, or ``None``.
 
     Horovod 0.28.1 makes Gloo advertise the address that the host's name resolves to, whatever interface is chosen.
     """
@@ -395,8 +398,9 @@ def _obstacle() -> str | None:
     if not is_loopback(name):
         return None
     return (
-        f"host {name} knows itself by a loopback address, and Horovod would send it to the other hosts: give {name} the "
-        f"address {address()} in its /etc/hosts (Debian's installer writes 127.0.1.1 there), or use --backend torch"
+        f"host {name} resolves its own name to a loopback address, which Horovod would send to the other hosts: give "
+        f"{name} the address {address()} in its /etc/hosts (Debian's installer writes 127.0.1.1 there), or use --backend "
+        "torch"
     )
 
 
@@ -404,8 +408,8 @@ def _obstacle() -> str | None:
 def _http_store(host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]) -> Iterator[None]:
     """Serve Horovod's key-value store on one rank, and set the variables with its address on all ranks.
 
-    ``share`` sends the server's address from that rank to the others; ``joined`` blocks until all have started Horovod.
-    Each start needs a new server: a used one still has the keys of the last start.
+    ``share`` sends the server's address from that rank to the others; ``joined`` blocks until all ranks have started
+    Horovod. Each start needs a new server, since a used server still has the keys of the last start.
     """
     server = HttpStore(host) if serving else None
     try:
@@ -419,7 +423,7 @@ def _http_store(host: str, serving: bool, share: Callable[[str | None], str], jo
 
 
 def description(world: World) -> dict[str, str]:
-    """This process's place, in the variables that Horovod's own launcher would have set."""
+    """Return this process's place as the variables that Horovod's own launcher would have set."""
     place = {
         "RANK": world.rank,
         "SIZE": world.size,

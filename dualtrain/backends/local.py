@@ -1,4 +1,4 @@
-"""Backend of a single process: the same contract, nothing is sent."""
+"""Backend of a single process: it has the same contract, and sends nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Serialize Python objects, and deserialize them without running code from the bytes.
 
-The encoding is torch's own file format, read in its weights-only mode: None, bool, numbers, str, bytes, list, tuple,
-set, dict and tensors, and the classes listed here, which only hold values: numpy's arrays and scalars, dates, paths,
-exact numbers, and the standard library's containers. The sender refuses anything else.
+The encoding is torch's own file format, read in its weights-only mode. Objects may consist of None, bool, numbers, str,
+bytes, list, tuple, set, dict and tensors, and of the classes in this file's list, which only hold values: numpy's arrays
+and scalars, dates, paths, exact numbers, and the standard library's containers. The sender refuses anything else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 
 def _numpy_globals() -> list[Any]:
-    """Globals in pickled arrays and scalars: numpy's own constructors, and the classes of its dtypes."""
+    """Return the globals in pickled arrays and scalars: numpy's own constructors, and the classes of its dtypes."""
     rebuild_array, rebuild_scalar = numpy.zeros(1).__reduce__()[0], numpy.float32(0).__reduce__()[0]
     kinds = {type(numpy.dtype(code)) for code in (*numpy.typecodes["All"], "V")}
     return [numpy.ndarray, numpy.dtype, rebuild_array, rebuild_scalar, *kinds]
@@ -36,7 +36,7 @@ def _with_default(factory: Any, items: dict[Any, Any]) -> collections.defaultdic
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes containers which the weights-only reader cannot fill as calls of their constructors."""
+    """Pickler that writes defaultdict and deque as calls of constructors: the weights-only reader cannot fill them."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is collections.defaultdict:
@@ -67,7 +67,7 @@ def encode(obj: Any) -> torch.Tensor:
     """Serialize ``obj`` into a CPU uint8 tensor (n,).
 
     Raises:
-        TypeError: it holds something other than plain values and tensors.
+        TypeError: ``obj`` holds something other than plain values and tensors.
     """
     buffer = io.BytesIO()
     try:
@@ -84,7 +84,7 @@ def encode(obj: Any) -> torch.Tensor:
 
 
 def encode_or_refuse(obj: Any) -> tuple[torch.Tensor, TypeError | None]:
-    """As :func:`encode`, with ``None``; if ``obj`` cannot be sent, a message to send instead, and the error."""
+    """Return the encoded ``obj`` and ``None``; if it cannot be sent, return a message to send instead, and the error."""
     try:
         return encode(obj), None
     except TypeError as error:
@@ -100,6 +100,6 @@ def decode(data: torch.Tensor) -> Any:
     if bytes(data[: len(_REFUSED)].tolist()) == _REFUSED:
         raise TypeError(bytes(data[len(_REFUSED) :].tolist()).decode())
     with _reading:
-        known = torch.serialization.get_safe_globals()  # the user's own, which must stay
+        known = torch.serialization.get_safe_globals()  # the user's own, which must stay allowed
         with torch.serialization.safe_globals([one for one in _PLAIN if one not in known]):
             return torch.load(io.BytesIO(bytes(data.cpu().numpy())), map_location="cpu", weights_only=True)

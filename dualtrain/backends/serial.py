@@ -1,8 +1,8 @@
 """Queue that runs asynchronous calls one after another, in one thread.
 
-A derived call is several primitives with decisions between them (exchange sizes, then gather), and all ranks must
-start primitives in the same order. So asynchronous calls run in the order of submission, and a call from another
-thread first drains the queue: primitives start in the order of the program.
+A derived call consists of several primitives with decisions between them (exchange sizes, then gather), and all ranks
+must start primitives in the same order. So asynchronous calls run in the order of submission, and a blocking call first
+drains the queue: primitives start in the order of the program.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SerialQueue:
         self._last: Future[Any] | None = None
 
     def submit(self, call: Callable[[], T]) -> Work[T]:
-        """Run ``call`` after all earlier ones. Does not block; an exception of ``call`` is raised by ``wait``."""
+        """Run ``call`` after all earlier calls. Does not block; an exception of ``call`` is raised by ``wait``."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dualtrain-collectives")
         # The current CUDA stream is per thread: run the call on the stream of its caller.

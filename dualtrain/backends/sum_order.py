@@ -1,8 +1,8 @@
 """The order in which the numbers of V shards are added up, the same on any number of ranks: a fixed binary tree.
 
 The tree over n shards is the shard itself for n = 1, else the sum of the trees over its first k and its other n - k shards,
-k the largest power of two below n (the tree of RFC 6962, section 2.1). A rank owns consecutive shards, and these are a few
-complete subtrees. It adds those up alone; whatever the number of ranks is, the same additions are made.
+k the largest power of two below n (the tree of RFC 6962, section 2.1). A rank owns consecutive shards, which form a few
+complete subtrees. The rank adds up each subtree alone, so the same additions are made with any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ class Node(NamedTuple):
     length: int
 
     def children(self) -> tuple[Node, Node]:
-        """Return the two subtrees whose sum this one is; it has at least two shards."""
+        """Return the two halves of this subtree, which has at least two shards; its sum is the sum of theirs."""
         left = 1 << (self.length - 1).bit_length() - 1
         return Node(self.first, left), Node(self.first + left, self.length - left)
 
 
 class Addition(NamedTuple):
-    """Add the partial sum ``source`` to the partial sum ``target``, numbers in the order of :attr:`SumOrder.nodes`."""
+    """Add the partial sum ``source`` to the partial sum ``target``; both are indices into :attr:`SumOrder.nodes`."""
 
     target: int
     source: int
 
 
 class SumOrder:
-    """The tree over ``shards`` shards, and which of them each of ``size`` ranks owns. Equal arguments give equal orders.
+    """The tree over ``shards`` shards, and which shards each of ``size`` ranks owns. Equal arguments give equal orders.
 
     The first ``shards % size`` ranks own one shard more than the others; ranks beyond the last shard own none.
 
     Attributes:
-        shards: their number, V.
-        ranges: of each rank, the numbers of its shards.
-        owned: of each rank, the subtrees that its shards are, from left to right.
-        nodes: those of all ranks: the partial sums that are exchanged, from left to right.
-        additions: what makes the sum of all shards of them, in ``nodes[0]``.
-        merges: of each rank and each of its shards, how many earlier partial sums the shard's is added to at once.
+        shards: the number of shards, V.
+        ranges: for each rank, the numbers of its shards.
+        owned: for each rank, the subtrees that its shards form, from left to right.
+        nodes: the subtrees of all ranks, from left to right; their partial sums are exchanged.
+        additions: these additions of partial sums, in this order, leave the sum of all shards in ``nodes[0]``.
+        merges: for each rank and each of its shards, how many additions of the rank's two newest partial sums follow the
+            shard at once.
         buffers: how many partial sums, beside the newest one, a rank keeps at most; the maximum over the ranks.
     """
 
@@ -66,17 +67,17 @@ class SumOrder:
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether any sum over the ranks has these bits: at most two of them, with one partial sum each."""
+        """Whether an ordinary sum over the ranks has the same bits: there are at most two, with one partial sum each."""
         return len(self.owned) <= 2 and all(len(nodes) == 1 for nodes in self.owned)
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Add up ``parts``, one for each of ``nodes``, in place; return the first of them, which holds the sum."""
+        """Add up ``parts``, one for each of ``nodes``, in place; return the first part, which then holds the sum."""
         for target, source in self.additions:
             parts[target].add_(parts[source])
         return parts[0]
 
     def total(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``rows``, (n, …), of which there is one for each of ``shards``; changes none of them."""
+        """Return the sum along the tree of ``rows``, (V, …), one row for each shard. Does not change ``rows``."""
         parts = list(rows)
         return self._fold(Node(0, self.shards), parts)
 
@@ -87,7 +88,7 @@ class SumOrder:
         return left + right
 
     def _add_up(self, node: Node, numbers: dict[Node, int]) -> int:
-        """Append the additions that make ``node``; return the number of the partial sum that holds it then."""
+        """Append the additions that make ``node``; return the number of the partial sum in which they leave it."""
         if node in numbers:
             return numbers[node]
         target, source = (self._add_up(child, numbers) for child in node.children())
@@ -102,7 +103,7 @@ def sum_order(shards: int, size: int) -> SumOrder:
 
 
 def _cover(node: Node, owned: range) -> list[Node]:
-    """Return the largest subtrees of ``node`` with no other shards than ``owned``, from left to right."""
+    """Return the largest subtrees of ``node`` whose shards are all in ``owned``, from left to right."""
     begin, end = max(node.first, owned.start), min(node.first + node.length, owned.stop)
     if begin >= end:
         return []

@@ -1,9 +1,9 @@
-"""torch.distributed as a backend: Gloo for CPU tensors, NCCL for those of NVIDIA GPUs.
+"""torch.distributed as a backend: Gloo for tensors on the CPU, NCCL for tensors on NVIDIA GPUs.
 
-The only file that names torch.distributed. The process groups are dualtrain's own: torch.distributed's default group
-stays as it is, so that libraries which look at ``is_initialized()`` behave as they would without dualtrain. There is a
-Gloo group for data, and an NCCL group from the first GPU tensor on. The short vectors of ``exchange`` have a Gloo group
-of their own, so that a rank that checks a call cannot be matched with a rank that sends a gradient.
+Outside of the bench, the only module that imports torch.distributed. The process groups are dualtrain's own, and
+torch.distributed's default group stays as it is, so that libraries which look at ``is_initialized()`` behave as they
+would without dualtrain. There is a Gloo group for data, and an NCCL group from the first GPU tensor on. The short vectors
+of ``exchange`` have a Gloo group of their own, so that a vector of one rank cannot be matched with a gradient of another.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-# Private API of torch, the same in torch 2.5 to 2.13: options for the methods of process groups. The public functions
-# accept registered groups only, and take longer for a small tensor. tests/backends/test_private_torch.py fails when it
-# is gone.
+# Private API of torch, the same in torch 2.5 to 2.15: options for the methods of process groups. The public functions
+# accept registered groups only, and take longer for a small tensor. tests/backends/test_private_torch.py fails when this
+# API is gone.
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
@@ -34,7 +34,7 @@ from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
-from dualtrain.launchers import World
+from dualtrain.launchers import World, new_job
 from dualtrain.rendezvous.hosts import listening_address, listening_interface, variables
 from dualtrain.rendezvous.meeting_point import join, leave, meeting_point, names_by_server
 from dualtrain.rendezvous.placement import SAME_BACKEND, place_ranks
@@ -42,21 +42,22 @@ from dualtrain.rendezvous.session import agree_on_session
 from dualtrain.rendezvous.store import Store, listen
 from dualtrain.torch_versions import asynchronous, shut_down
 
-#: How many worlds have met at an address so far: the same number on all of their ranks.
+#: How many worlds have met at an address so far; all of their ranks have counted the same number.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
-_PLACE_BYTES = 128  # of an address, a port and a key
+_PLACE_BYTES = 128  # longest text with an address, a port and a key
 
-#: The groups in use. Without this reference, a group that is dropped while a peer has failed would wait for its last
-#: operation in the thread that drops it.
-_IN_USE: list[tuple[int, Any]] = []  # each with the id of the process that made it: a forked child lacks its threads
+#: The groups in use, each with the id of the process that made it, since a forked child does not have a group's threads.
+#: Without this reference, a group that is dropped after a peer has failed would wait for its last operation in the thread
+#: that drops it.
+_IN_USE: list[tuple[int, Any]] = []
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
 
 def _end(groups: list[Any]) -> None:
     """End groups by dropping their last references, which are in ``groups``. Blocks for a second at most.
 
-    A group with an unfinished operation (a peer has failed) waits for it in a thread of its own.
+    If a peer has failed, a group may wait for an unfinished operation; then only the thread that is made here waits.
     """
     ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
     ending.start()
@@ -124,7 +125,7 @@ class _TorchWork(Work[None]):
 
 
 class _JobStore(dist.Store):
-    """Adapter: the job's store with the interface of torch.distributed's stores."""
+    """Adapter that gives the job's store the interface of torch.distributed's stores."""
 
     def __init__(self, store: Store, seconds: float) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class _JobStore(dist.Store):
     def get(self, key: str) -> bytes:
         value = self._ask("get", key, wait=self._seconds)
         if value is None:
-            raise dist.DistStoreError(f"nobody has set {key!r} within {self._seconds:g} s")
+            raise dist.DistStoreError(f"no process has set {key!r} within {self._seconds:g} s")
         return str(value).encode("latin-1")
 
     def add(self, key: str, amount: int) -> int:
@@ -152,7 +153,7 @@ class _JobStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         if not self._ask("has", value=keys, wait=seconds):
-            raise dist.DistStoreError(f"nobody has set {' and '.join(map(repr, keys))} within {seconds:g} s")
+            raise dist.DistStoreError(f"no process has set {' and '.join(map(repr, keys))} within {seconds:g} s")
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("drop", key))
@@ -164,12 +165,12 @@ class _JobStore(dist.Store):
         try:
             return self._store.call(what, key, value, wait)
         except OSError as error:
-            raise UserError(f"the process that serves the job's store has gone ({error}): see its own message") from error
+            raise UserError(f"the process that serves the job's store has ended ({error}): see its own message") from error
 
 
 @cache
 def _adapted(store: Store, seconds: float) -> _JobStore:
-    """The adapter of ``store``, cached: torch keeps only its C++ half, and the Python methods need a reference of ours."""
+    """Return the adapter of ``store``; the cache keeps it, since torch refers to its C++ half only, not to its methods."""
     return _JobStore(store, seconds)
 
 
@@ -186,7 +187,7 @@ class TorchBackend(Backend):
         world: this process's place.
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
-        store: the job's store, new for this world.
+        store: the job's store, without keys of earlier worlds.
         interface: network interface for Gloo; ``None`` for torch's own choice.
 
     Raises:
@@ -257,7 +258,7 @@ class TorchBackend(Backend):
             raise self.failure(what, error) from error
 
     def _group_of(self, tensor: torch.Tensor) -> Any:
-        """The process group for ``tensor``; collective for the first GPU tensor."""
+        """Return the process group for ``tensor``. Collective for the first GPU tensor."""
         if not tensor.is_cuda:
             return self._data
         if self._nccl is None:
@@ -266,9 +267,10 @@ class TorchBackend(Backend):
         return self._nccl
 
     def _native_store(self) -> dist.Store:
-        """Store in torch's C++, for NCCL's threads: they outlive the interpreter, and must not call into Python.
+        """Return torch's C++ store for NCCL's threads, which outlive the interpreter and must not call into Python.
 
-        Collective and blocking at the first call. Rank 0 serves it, and sends the others its address and key prefix.
+        Rank 0 serves the store, and sends its address and key prefix to the others. The first call is collective and
+        blocks.
         """
         if self._native is not None:
             return self._native
@@ -328,7 +330,7 @@ class TorchBackend(Backend):
             dist.destroy_process_group()
         if self._nccl is not None:
             shut_down(self._nccl)
-        # Don't leave the groups to the garbage collector: they would end in any thread, perhaps while another world starts.
+        # Don't leave the groups to the garbage collector, which would end them in any thread and at any time.
         groups = list(self._groups)
         self.forget_groups()
         _IN_USE[:] = [(process, group) for process, group in _IN_USE if group not in groups]
@@ -341,35 +343,36 @@ class TorchBackend(Backend):
 
 
 def build_facts() -> dict[str, bool]:
-    """Which communication libraries this build of torch has, by name."""
+    """Return, for each communication library, whether this build of torch has it."""
     return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
 
 
 def default_group_place() -> tuple[int, int] | None:
-    """This process's rank in torch.distributed's default group, and the group's size; ``None`` without such a group."""
+    """Return this process's rank in torch.distributed's default group, and the group's size; ``None`` without a group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
 def _limit(timeout: float) -> timedelta:
-    """Timeout of the groups themselves: later than ours, whose message names the operation."""
+    """Return the timeout of a process group. It is longer than the backend's, whose message names the operation."""
     return timedelta(seconds=timeout + 10)
 
 
 def chosen_interface(world: World) -> str | None:
-    """Interface that Gloo listens on: loopback where all ranks are on one host. ``None`` if the user chose one.
+    """Return the interface that Gloo must listen on: loopback if all ranks are on one host, else the one to other hosts.
 
-    Gloo's own default is the interface that the host's name resolves to, which may be loopback with several hosts.
+    ``None`` if GLOO_SOCKET_IFNAME is set. Gloo's own default is the interface that the host's name resolves to, which may
+    be loopback with several hosts.
     """
     return None if os.environ.get("GLOO_SOCKET_IFNAME") else listening_interface(world)
 
 
-# The next two functions use private API of torch, the same in torch 2.5 to 2.15, as torch's own tests do: there is no
+# The next two functions use private API of torch, the same in torch 2.5 to 2.15, as torch's own tests do. There is no
 # public way to make a group that is not a subset of the default group, or to choose Gloo's interface for one group.
-# tests/backends/test_private_torch.py fails when it is gone.
+# tests/backends/test_private_torch.py fails when this API is gone.
 
 
 def _gloo_group(store: dist.Store, world: World, interface: str | None, timeout: float) -> Any:
-    """Gloo group of its own. Collective; blocks. Raises RuntimeError."""
+    """Make a Gloo group. Collective; blocks. Raises RuntimeError if the processes cannot connect."""
     kind: Any = dist.ProcessGroupGloo
     if interface is None:
         return kind(store, world.rank, world.size, _limit(timeout))
@@ -380,9 +383,9 @@ def _gloo_group(store: dist.Store, world: World, interface: str | None, timeout:
 
 
 def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
-    """NCCL group of its own. Does not block, and uses no GPU before its first operation."""
+    """Make an NCCL group. Does not block, and uses no GPU before the group's first operation."""
     if not dist.is_nccl_available():
-        raise UserError("this build of torch has no NCCL, which carries the tensors of GPUs: install a CUDA build of torch")
+        raise UserError("this build of torch has no NCCL, which tensors on GPUs need: install a CUDA build of torch")
     kind: Any = dist.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = _limit(timeout)
@@ -410,10 +413,10 @@ def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | N
 
 
 def open_store(world: World, timeout: float) -> dist.Store:
-    """Key-value store at ``world``'s meeting point: its launcher's, its parent's, or one that rank 0 serves.
+    """Return the key-value store of ``world``: the default group's, the launcher's, the parent's, or rank 0's own.
 
     Raises:
-        UserError: the launcher names no address, it cannot be reached, or its port is in use.
+        UserError: the launcher names no address, the address cannot be reached, or its port is in use.
     """
     if world.size == 1:
         return dist.HashStore()
@@ -441,34 +444,51 @@ def open_store(world: World, timeout: float) -> dist.Store:
 
 
 def _numbered(store: dist.Store, world: World, place: tuple[str, int]) -> dist.Store:
-    """This world's part of a store: a store outlives a world, and keeps the keys of the last one."""
+    """Return a part of ``store`` for this world alone: a store outlives its worlds, and keeps their keys."""
     key = *place, world.name
     _WORLDS[key] += 1
     return dist.PrefixStore(f"dualtrain/{world.name}/{_WORLDS[key]}", store)
 
 
 def _of_this_attempt(store: dist.Store, world: World, timeout: float) -> dist.Store:
-    """Part of torchrun's store that no attempt had before this one. Collective; blocks.
+    """Return a part of torchrun's store that no earlier attempt has used. Collective; blocks.
 
-    Its agents serve the store, and keep it when they restart the workers.
+    torchrun's agents serve the store, and keep it when they restart the workers.
     """
     while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store  # torch's prefix has the restarts that this host's agent has counted
+        store = store.underlying_store  # torch's prefix has this host's number of restarts, and hosts may differ in it
     numbered = _numbered(store, world, world.rendezvous or ("", 0))
     session = agree_on_session(numbered, world.rank, world.size, (timeout, time.monotonic() + timeout))
     return dist.PrefixStore(session, numbered)
 
 
-def _store_of_default_group(world: World) -> dist.Store | None:
-    """Store of the program's default group, if it is over these processes: its rank 0 listens on MASTER_PORT.
+def job_in_store(world: World, timeout: float) -> str:
+    """Name of the job in the store of torchrun's agents; made by the first call, and kept there over restarts.
 
-    Not needed under torchrun, whose agent serves the store for any number of worlds.
+    Raises:
+        UserError: the store cannot be reached.
+    """
+    assert world.rendezvous is not None
+    host, port = world.rendezvous
+    try:
+        store = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
+        return bytes(store.compare_set(world.job_key, "", new_job())).decode()
+    except RuntimeError as error:
+        raise UserError(
+            f"the store of torchrun's agents at {host}:{port} does not answer ({_first_line(error)}): start the job again"
+        ) from error
+
+
+def _store_of_default_group(world: World) -> dist.Store | None:
+    """Return the store of the program's default group, if that group is over these processes.
+
+    Its rank 0 occupies MASTER_PORT then. Under torchrun this is not needed: the agent's store serves any number of worlds.
     """
     found = default_group_place()
     if found is None or world.launcher == "torchrun":
         return None
     same = found[1] > world.size if world.name else found == (world.rank, world.size)
-    # Private API of torch, the same in 2.5 to 2.13: a default group's store cannot be had otherwise.
+    # Private API of torch, the same in torch 2.5 to 2.15: there is no public way to get a default group's store.
     return distributed_c10d._get_default_store() if same else None
 
 

@@ -19,7 +19,7 @@ GATHERED_BYTES = 16 << 10  # up to this size, partial sums are gathered whole
 
 
 class TreeSum(Work[None]):
-    """Handle of the sum over all ranks of their partial sums, in ``others`` and ``tensor``, into ``tensor``.
+    """Handle of the sum of all ranks' partial sums, which are in ``others`` and ``tensor``; ``tensor`` gets the result.
 
     See :meth:`dualtrain.backends.collectives.Backend.start_tree_sum`.
     """
@@ -48,7 +48,7 @@ class TreeSum(Work[None]):
         self._whole = whole
 
     def _gather(self, mine: Sequence[torch.Tensor]) -> tuple[Work[None], torch.Tensor]:
-        """Send all partial sums to all ranks. Ranks that have fewer than others send zeros."""
+        """Send all partial sums to all ranks. Ranks that have fewer partial sums than others send zeros in addition."""
         most = max(self._counts)
         sent = self._tensor.new_zeros(most, self._width)
         for row, part in zip(sent, mine, strict=False):
@@ -62,7 +62,7 @@ class TreeSum(Work[None]):
         slices = [self._slice(rank) for rank in range(size)]
         lengths = [end - begin for begin, end in slices]
         if len(mine) == 1:
-            sent = mine[0]  # its slices are in order already
+            sent = mine[0]  # the slices of a single partial sum are in order already
         else:
             sent = torch.cat([part[begin:end] for begin, end in slices for part in mine] or [tensor[:0]])
         width = lengths[self._backend.rank]

@@ -1,9 +1,9 @@
-"""Detect that a rank has failed: which one, and why.
+"""Detect that a rank has failed, which rank it is, and why it failed.
 
-A collective with a dead rank ends in a reset connection at its neighbours and in silence elsewhere, and neither names
-the rank that died. So every rank keeps one connection to rank 0 beside the backend's own. Rank 0 forwards what it
-receives to all: a rank that raised sends its reason and traceback first; the connection of a rank that was killed
-breaks. Every wait of a backend (``Primitives.await_bounded``) checks for such a failure.
+When a rank dies in a collective, its neighbours see a reset connection, and the other ranks wait without an error; no
+message names the rank that died. So every rank keeps one connection to rank 0 beside the backend's own. A rank that
+raised sends its reason and traceback before it exits; the connection of a rank that was killed breaks. Rank 0 forwards
+both to all ranks. Every wait of a backend (``Primitives.await_bounded``) checks for such a failure.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ Message = dict[str, Any]
 
 
 class Watch:
-    """Watch of one rank over all others.
+    """One rank's record of the failures and long waits of all others.
 
-    Making one is collective over ``ranks`` and blocks.
+    Construction is collective over ``ranks`` and blocks. A rank that leaves in good order is recorded as a quiet failure:
+    it matters only to operations that wait for this rank.
 
     Args:
         ranks: all ranks of the job.
-        address: rank 0's address on the interface that the other ranks reach it by.
+        address: rank 0's address on the interface through which the other ranks reach it.
 
     Attributes:
-        failure: the first failure that is known; a rank that left in good order counts only until there is another.
+        failure: the first known failure; a quiet one is replaced by the first that is not quiet.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
-        waiting: by rank, the operations that it has waited for, for some time now.
+        waiting: for each rank, the operations that it has been waiting for, for more than a second.
     """
 
     def __init__(self, ranks: Ranks, address: str) -> None:
@@ -62,15 +63,15 @@ class Watch:
 
     @property
     def peer_failed(self) -> bool:
-        """Whether a rank is known to have failed, other than by leaving in good order."""
+        """Whether a failure is known that is not quiet."""
         return self.failure is not None and not self.failure.quiet
 
     def report_at_exit(self) -> None:
-        """Report an uncaught exception of this process to the other ranks, and its exit if it does not close.
+        """Report to the other ranks when this process has an uncaught exception, or exits without closing its backend.
 
-        For this it chains ``sys.excepthook`` and registers an exit handler, the only places where a library learns of
-        either: without them the other ranks would wait for a rank whose program failed outside of dualtrain, or know
-        only that its connection broke. The earlier hook is called too, and :meth:`leave` undoes both.
+        A library learns of these only through ``sys.excepthook`` and an exit handler. Without them the other ranks would
+        wait for a rank whose program failed outside of dualtrain, or know only that its connection broke. The earlier
+        hook is still called, and :meth:`leave` removes both.
         """
         earlier = sys.excepthook
 
@@ -80,7 +81,7 @@ class Watch:
 
         def unhook() -> None:
             atexit.unregister(self.leave)
-            # A hook that was installed later keeps calling this one, which then only calls the earlier one.
+            # A hook that was installed later stays, and keeps calling this one, which then only calls the earlier hook.
             if sys.excepthook is report_and_print:
                 sys.excepthook = earlier
 
@@ -89,7 +90,7 @@ class Watch:
         self._unhook = unhook
 
     def announce(self, reason: str) -> None:
-        """Report to the other ranks that this one stops for ``reason``: a message, or a formatted traceback."""
+        """Report to the other ranks that this rank stops for ``reason``: a message, or a formatted traceback."""
         if not self._leaving:
             self._leaving = True
             headline = reason.strip().splitlines()[-1]
@@ -97,14 +98,14 @@ class Watch:
             self.send(asdict(PeerFailure(self.rank, f"stopped: {headline}{details}")))
 
     def leave(self) -> None:
-        """Report to the other ranks that this one leaves in good order."""
+        """Report to the other ranks that this rank leaves in good order."""
         self._unhook()
         self._unhook = _do_nothing
         if not self._leaving:
             self._leaving = True
             self.send(asdict(PeerFailure(self.rank, "has left the job", quiet=True)))
             for connection in self._connections:
-                # The peer reads up to the end of stream, then closes: that ends the receiving thread here.
+                # The peer reads to the end of the stream and closes the connection, which ends the receiving thread here.
                 with suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
 
@@ -114,11 +115,11 @@ class Watch:
             self._reported.wait(seconds)
 
     def report_wait(self, what: str, *, ended: bool = False) -> None:
-        """Report to the other ranks that this one waits for the operation ``what``, or no longer does."""
+        """Report to the other ranks that this rank waits for the operation ``what``, or no longer waits for it."""
         self.send({"rank": self.rank, "waits": what, "ended": ended})
 
     def send(self, message: Message) -> None:
-        """Send ``message`` on all connections but that of the rank which it is about."""
+        """Send ``message`` on all connections but the one to the rank that the message is about."""
         with self._sending:
             for connection in self._connections:
                 if connection.rank != message["rank"]:
@@ -129,7 +130,7 @@ class Watch:
         """Record a message about another rank.
 
         Raises:
-            TypeError: it is not of a kind that :meth:`send` sends.
+            TypeError: the message does not have the fields of a wait or of a failure.
         """
         if "waits" in message:
             self._note_wait(**message)
@@ -177,7 +178,7 @@ class Watch:
             if self.on_peer_failure is not None:
                 self.on_peer_failure(failure)
 
-    # -- names of version 0.1, for one version --------------------------------------------------------------------------
+    # -- deprecated names -----------------------------------------------------------------------------------------------
 
     @property
     def loss(self) -> PeerFailure | None:
@@ -207,7 +208,8 @@ def _do_nothing() -> None:
 
 
 def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is called {new} now; the old name goes with the next version", DeprecationWarning, stacklevel=3)
+    text = f"{old} is now called {new}; the old name will be removed in version 0.3.0"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def __getattr__(name: str) -> Any:
@@ -218,7 +220,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _end_of(connection: Connection, error: Exception) -> str:
-    """Why a rank failed whose connection ended without a message."""
+    """Return the reason of a failure when a rank's connection ended without a message."""
     if cut_off(error):
-        return f"cannot be reached: its host {connection.address} no longer answers; the host is down, or the network to it"
+        return f"cannot be reached: its host {connection.address} no longer answers; the host or the network to it is down"
     return "died: its process ended without a report"

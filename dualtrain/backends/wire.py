@@ -6,12 +6,12 @@ four wire dtypes (``REDUCIBLE``), wide enough that sums keep their precision:
 | tensor | wire dtype | reason |
 |---|---|---|
 | float32, float64, int32, int64 | itself | both libraries reduce them natively |
-| float16, bfloat16, float8 | float32 | Horovod has no bfloat16, and 16-bit sums overflow; rounded once, at the end |
+| float16, bfloat16, float8 | float32 | Horovod has no bfloat16; 16-bit sums overflow; the result is rounded only once |
 | int8, uint8, int16, uint16, uint32 | int32 or int64 | Gloo has no int16; the sum cannot overflow before the average |
 | bool | int32 | SUM and MAX are "any", PRODUCT and MIN are "all" |
 | complex | its real view | SUM and AVERAGE only: complex numbers have no order |
 
-The same table on every backend, so that every backend gives the same bits.
+All backends use the same table, so that they round at the same places.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _LOGICAL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Wire dtype of tensors of ``dtype`` (not complex).
+    """Return the wire dtype of tensors of ``dtype`` (not complex).
 
     Raises:
-        ValueError: no wider type holds its sums.
+        ValueError: no wire dtype holds sums of this dtype.
     """
     if dtype in REDUCIBLE:
         return dtype
     if dtype.is_floating_point:
         return torch.float32
     if dtype not in _WIDER:
-        raise ValueError(f"{dtype} tensors cannot be reduced: convert to a dtype of torch's ordinary arithmetic first")
+        raise ValueError(f"{dtype} tensors cannot be reduced: convert them to int64 or a floating-point dtype first")
     return _WIDER[dtype]
 
 
 def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
-    """Operation of the primitives for ``op`` on tensors of ``dtype``.
+    """Return the primitives' operation for ``op`` on tensors of ``dtype``.
 
     Raises:
         ValueError: the operation has no meaning for the dtype.
@@ -62,7 +62,7 @@ def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
 
 
 def pack(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert ``tensor`` to a contiguous tensor of its wire dtype: itself where it is one already, a copy otherwise."""
+    """Convert ``tensor`` to a contiguous tensor of its wire dtype; return ``tensor`` itself if it is one already."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.to(wire_dtype(tensor.dtype)).contiguous()
@@ -78,8 +78,8 @@ def unpack(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def average_(total: torch.Tensor, size: int) -> torch.Tensor:
     """Divide a sum over ``size`` ranks, in place, the same way on every backend.
 
-    Floating point: times 1/size in the tensor's own precision. Integers: exact, truncated toward zero as Horovod
-    documents (Horovod itself multiplies in floating point, and is one too small for some sizes).
+    Floating-point sums are multiplied by 1/size in their own precision. Integers are divided exactly and truncated toward
+    zero, as Horovod documents (Horovod itself multiplies in floating point; its result is one too small for some sizes).
     """
     if total.is_floating_point() or total.is_complex():
         return total.mul_(1.0 / size)
@@ -87,15 +87,16 @@ def average_(total: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of ``tensor`` as a flat uint8 tensor: a view where it is contiguous, a copy otherwise."""
+    """Return the memory of ``tensor`` as a flat uint8 tensor: a view if ``tensor`` is contiguous, otherwise a copy."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 1:
-        flat = flat.as_strided((1,), (1,))  # one element is contiguous with any stride, but a view as bytes needs stride 1
+        # A tensor of one element is contiguous with any stride, but a view of it as bytes needs stride 1.
+        flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)
 
 
 def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """View of ``data`` (contiguous uint8) as a tensor of this dtype and shape."""
+    """Return a view of ``data`` (contiguous uint8) as a tensor of this dtype and shape."""
     return data.view(dtype).view(shape)

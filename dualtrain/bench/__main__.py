@@ -3,8 +3,9 @@
 The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
 Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes, each close in time to its reference. Takes
 up to 20 minutes, or 3 with --quick, which runs only what the answer depends on. Run nothing else at the same time. Writes
-bench.json, bench.html and bench.png into --out. The last line of the output answers whether to move from Horovod to torch.
+bench.json, bench.html and bench.svg into --out. The last line of the output answers whether to move from Horovod to torch.
 With --jobs virtual it measures instead what --virtual-ranks costs, in steps of the trainer with it and without.
+With --targets it also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import platform
 import shlex
 import shutil
@@ -20,19 +22,22 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dualtrain.bench.measure import Plan, Results, measure
 from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, FALLBACKS, GROUPS, JOBS, QUICK, ROUNDS, jobs_of
-from dualtrain.bench.rows import Row, rows_of, sweep_of
+from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
 from dualtrain.bench.start_contender import LaunchSpec
 from dualtrain.console import parser_of, print_error, show
-from dualtrain.cores import usable_cores
+from dualtrain.cores import processor_name, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.launchers import detect_world
+from dualtrain.version import __version__
 
 LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0
 
@@ -50,6 +55,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", metavar="A,B", help=f"only these of {', '.join(ENTRIES)}")
     parser.add_argument("--jobs", metavar="A,B", help=f"only these of {', '.join((*JOBS, *GROUPS))}")
     parser.add_argument("--pairs", type=_ranks, default=ROUNDS, metavar="N", help=f"rounds (default: {ROUNDS})")
+    parser.add_argument(
+        "--targets", action="store_true", help="show the developers' targets; exit status 1 if one is not met"
+    )
     parser.add_argument("--out", metavar="FOLDER", help="folder of the results (default: a new one below runs/)")
     return parser.parse_args(arguments)
 
@@ -127,42 +135,59 @@ def _starts(prefix: Sequence[str], starter: str) -> bool:
     return Path(prefix[0]).name == "horovodrun" and (flag in prefix or (flag == "--gloo" and "--mpi" not in prefix))
 
 
-def _world(spec: LaunchSpec, results: Results) -> str:
-    from importlib.metadata import version
+def _load() -> str:
+    return "{:.2f}, {:.2f} and {:.2f}".format(*os.getloadavg())
 
+
+def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict[str, str]:
+    """Return the facts of the machine and the measurement; ``began``: the time and the load at its beginning."""
     ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), spec.ranks)
-    where = f"started by {shlex.join(spec.prefix)}" if spec.prefix else "on this host"
-    return (
-        f"{ranks} ranks {where}, {usable_cores()} cores here, device {spec.device}, one intra-op thread a "
-        f"rank, torch {version('torch')}, Python {platform.python_version()}"
-    )
+    return {
+        "measured": f"{began[0]} to {_now()}, in {results.rounds} round{'s' * (results.rounds != 1)}",
+        "ranks": f"{ranks}, {f'started by {shlex.join(spec.prefix)}' if spec.prefix else 'on this host'}",
+        "device": spec.device,
+        "processor": processor_name(),
+        "cores": f"{usable_cores()} usable here; one intra-op thread a rank",
+        "load": f"{began[1]} before (means of 1, 5 and 15 minutes), {_load()} after",
+        "versions": ", ".join([f"dualtrain {__version__}", f"Python {platform.python_version()}", *_versions()]),
+    }
 
 
-def _write(folder: Path, results: Results, rows: Sequence[Row], world: str) -> list[Path]:
-    from dualtrain.bench.bench_charts import picture
+def _versions() -> Iterator[str]:
+    """Yield the versions of the libraries that are compared, of those that are installed."""
+    for name in ("torch", "horovod", "accelerate", "lightning-fabric", "pytorch-ignite"):
+        with suppress(metadata.PackageNotFoundError):
+            yield f"{name} {metadata.version(name)}"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M")
+
+
+def _write(folder: Path, results: Results, rows: Sequence[Row], machine: dict[str, str], *, targets: bool) -> list[Path]:
+    from dualtrain.bench.bench_charts import chart_groups, picture
     from dualtrain.bench.bench_page import page
     from dualtrain.bench.table import answer
 
-    png = picture(results, rows)
     plain: dict[str, Any] = {
-        "world": world,
+        "machine": machine,
         "answer": answer(results, rows),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     plain |= {"rounds": results.rounds, "allreduce": sweep_of(results), **dataclasses.asdict(results)}
-    contents = {
-        "bench.json": json.dumps(plain, indent=1).encode(),
-        "bench.png": png,
-        "bench.html": page(results, rows, world, png).encode(),
-    }
+    # First, so that no error in a drawing loses it.
+    write_whole(folder / "bench.json", json.dumps(plain, indent=1).encode())
+    contents = {"bench.html": page(results, rows, machine, targets=targets)}
+    reference, groups = chart_groups(results)
+    if groups:
+        contents["bench.svg"] = picture(reference, groups)
     for name, content in contents.items():
-        write_whole(folder / name, content)
-    return [folder / name for name in contents]
+        write_whole(folder / name, content.encode())
+    return [folder / name for name in ("bench.json", *contents)]
 
 
-def _run(given: argparse.Namespace) -> None:
-    from dualtrain.report.report_charts import load_figure
-
+def _run(given: argparse.Namespace) -> int:
+    """Measure and print the results; return the exit status."""
     world = detect_world()
     if world.launcher != "none":
         raise UserError(
@@ -173,13 +198,13 @@ def _run(given: argparse.Namespace) -> None:
     default = [name for name, entry in ENTRIES.items() if (entry.quick or not given.quick) and jobs_of(entry, jobs)]
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
     prefix = _prefix(given.launch)
-    load_figure()  # report a missing matplotlib before the measurements, not after them
     folder = _folder(given.out)
     # Always a new folder, because it is deleted with its contents at the end.
+    began = (_now(), _load())
     with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
         spec = LaunchSpec(given.nproc, given.device, Path(work), prefix)
         results = _measure(given, jobs, names, spec)
-    _conclude(folder, results, _world(spec, results))
+    return _conclude(folder, results, _machine(spec, results, began), targets=given.targets)
 
 
 def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str, ...], spec: LaunchSpec) -> Results:
@@ -203,26 +228,29 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
     return results
 
 
-def _conclude(folder: Path, results: Results, world: str) -> None:
+def _conclude(folder: Path, results: Results, machine: dict[str, str], *, targets: bool) -> int:
     from dualtrain.bench.table import text
 
     rows = rows_of(results)
-    for path in _write(folder, results, rows, world):
+    for path in _write(folder, results, rows, machine, targets=targets):
         show(path, sys.stderr)
-    show(text(results, rows, world))
+    show(text(results, rows, machine, targets=targets))
+    return 1 if targets and any(row.verdict == NOT_MET for row in rows) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print the results. Return the exit status: 0, or 2 for an error that the user can fix."""
+    """Measure and print the results. Return the exit status.
+
+    0 for success, 1 with --targets if one is not met, 2 for an error that the user can fix, 130 after Ctrl-C.
+    """
     try:
-        _run(_parse(arguments))
+        return _run(_parse(arguments))
     except UserError as error:
         print_error(error)
         return 2
     except KeyboardInterrupt:
         print_error("interrupted")
         return 128 + signal.SIGINT
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,88 +1,146 @@
-"""The results as a picture: each ratio with its interval, and the time of an allreduce by size."""
+"""The bench's chart as SVG: the speed of each contender's steps, relative to one of them, by workload."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from dualtrain.bench.measure import Results
-from dualtrain.bench.rows import BUFFERS, Row, sweep_of
-from dualtrain.report.report_charts import load_figure
+from dualtrain.bench.plan import AGAIN, ENTRIES, LENGTHS, OURS, TRAINER, TUNED
+from dualtrain.bench.statistics import Estimate, estimate
+from dualtrain.report.document import asset, text
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+WIDE, NARROW = 760, 360  # of the chart in pixels; in the narrow one, names are above the intervals
+REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first that was measured is the unit of the axis
+LEFT_OUT = {AGAIN, "alone"}  # the noise, and what no library can do
+SKIPPED = ("empty",)  # a step that computes nothing is no training
+TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # in the order of their importance
+LABELS, VALUES, EDGE = 250, 130, 12  # widths of the columns beside the intervals, and of the margin
+ROW, HEAD, AXIS = 20, 30, 26  # heights
 
-MET = {None: "#0b6fb8", True: "#2a9152", False: "#c2383c"}
-LINE = 0.24  # inches
 
+@dataclass(frozen=True)
+class Mark:
+    """One line of the chart.
 
-def picture(results: Results, rows: Sequence[Row]) -> bytes:
-    """Draw the picture and return it as PNG.
-
-    Raises:
-        UserError: matplotlib is missing.
+    Attributes:
+        label: name of the contender.
+        own: whether it is dualtrain's.
+        found: its steps per second, relative to the reference's.
+        tip: shown under the pointer.
     """
-    figure_class = load_figure()
-    ratios = [row for row in rows if row.unit == "×"]
-    groups = [(name, list(members)) for name, members in groupby(ratios, key=lambda row: row.group)]
-    tall = LINE * (len(ratios) + 2 * len(groups)) + 1.2
-    sweep = sweep_of(results)
-    figure = figure_class(figsize=(12, tall + (5.0 if sweep else 0.0)), facecolor="white", layout="constrained")
-    axes = figure.subplots(1 + bool(sweep), 1, squeeze=False, height_ratios=[tall, 5.0] if sweep else [1])[:, 0]
-    _draw_ratios(axes[0], groups)
-    if sweep:
-        _draw_sweep(axes[1], sweep)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    return buffer.getvalue()
+
+    label: str
+    own: bool
+    found: Estimate
+    tip: str
 
 
-def _draw_ratios(axes: Axes, groups: Sequence[tuple[str, list[Row]]]) -> None:
-    labels: list[str] = []
-    ticks: list[float] = []
-    y = 0.0
-    for name, rows in groups:
-        y += 1
-        axes.text(0.005, y, name, transform=axes.get_yaxis_transform(), weight="bold", fontsize=9, va="center")
-        for row in rows:
-            y += 1
-            ticks.append(y)
-            labels.append(row.job)
-            found, color = row.found, MET[row.met]
-            axes.plot([found.low, found.high], [y, y], color=color, linewidth=2)
-            axes.plot([found.value], [y], "o", color=color, markersize=5)
-            if row.target is not None:
-                axes.plot([row.target], [y], "|", color="#222222", markersize=11)
-        y += 0.5
-    axes.set_yticks(ticks, labels, fontsize=8)
-    axes.set_ylim(y + 0.5, 0)
-    axes.set_xscale("log")
-    marks = [mark for mark in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 100) if _inside(mark, groups)]
-    axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
-    axes.minorticks_off()
-    axes.axvline(1, color="#888888", linewidth=1)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("ratio of throughput, median and 95 % interval; a bar is the target: green met, red not met")
+Groups = dict[str, list[Mark]]  # by workload
 
 
-def _inside(mark: float, groups: Sequence[tuple[str, list[Row]]]) -> bool:
-    ends = [end for _, rows in groups for row in rows for end in (row.found.low, row.found.high, row.target or 1.0)]
-    return min([1.0, *ends]) * 0.9 <= mark <= max([1.0, *ends]) * 1.1
+def chart_groups(results: Results) -> tuple[str, Groups]:
+    """Return the name of the reference, and the lines of the chart by workload; "" and none if there is no reference."""
+    reference = next((name for name in REFERENCES if results.count(name)), "")
+    groups: Groups = {}
+    for job in (job for job in LENGTHS if job not in SKIPPED and reference):
+        for name in results.samples:
+            if name != reference and name not in LEFT_OUT and ENTRIES[name].ranks == ENTRIES[reference].ranks:
+                mark = _mark(results, name, reference, job)
+                if mark is not None:
+                    groups.setdefault(job, []).append(mark)
+    ordered = {job: sorted(marks, key=lambda mark: not mark.own) for job, marks in groups.items()}
+    return (ENTRIES[reference].title if groups else ""), ordered
 
 
-def _draw_sweep(axes: Axes, sweep: dict[str, dict[int, float]]) -> None:
-    names = list(dict.fromkeys(title.removesuffix(BUFFERS) for title in sweep))
-    for title, found in sweep.items():
-        # One color per contender; the dashed line is for the library's own buffers.
-        color, style = f"C{names.index(title.removesuffix(BUFFERS))}", "--" if title.endswith(BUFFERS) else "-"
-        times = [1e3 * seconds for seconds in found.values()]
-        axes.plot(list(found), times, style, color=color, marker="o", markersize=3, label=title)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("ms")
-    axes.set_title("allreduce", loc="left", weight="bold", fontsize=11)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+def _mark(results: Results, name: str, reference: str, job: str) -> Mark | None:
+    pairs = [(a, b) for a, b in results.pairs(name, reference) if job in a.seconds and job in b.seconds]
+    if not pairs:
+        return None
+    found = estimate([b.seconds[job] / a.seconds[job] for a, b in pairs])
+    here, there = (1e3 * estimate([sample.seconds[job] for sample in side]).value for side in zip(*pairs, strict=True))
+    entry = ENTRIES[name]
+    tip = (
+        f"{entry.title}, {job}: {found.value:.2f} times the steps per second of {ENTRIES[reference].title}, "
+        f"{found.low:.2f} to {found.high:.2f} ({found.pairs} pairs); {here:.2f} ms against {there:.2f} ms"
+    )
+    return Mark(entry.title, entry.module in (OURS, TRAINER), found, tip)
+
+
+def chart(reference: str, groups: Groups, width: int) -> str:
+    """Return the chart as an SVG element of this width, which may be scaled."""
+    row = ROW if width == WIDE else 2 * ROW
+    axis = _Axis.of(groups, width)
+    parts: list[str] = []
+    y = 6.0
+    for job, marks in groups.items():
+        parts.append(f'<text class="job" x="{EDGE}" y="{y + 20:g}">{text(job)}</text>')
+        y += HEAD
+        for mark in marks:
+            parts.append(_line(mark, axis, y, width))
+            y += row
+        y += 8
+    ticks = list(axis.ticks(y))
+    names = f'<text class="unit" x="{axis.left:g}" y="{y + AXIS + 16:g}">1 = {text(reference)}; more is faster</text>'
+    height = y + AXIS + 28
+    return (
+        f'<svg class="bars" role="img" viewBox="0 0 {width} {height:g}" xmlns="http://www.w3.org/2000/svg" '
+        f'aria-label="Steps per second relative to {text(reference)}">\n'
+        + "\n".join([f'<rect class="back" width="{width}" height="{height:g}"/>', *ticks, *parts, names])
+        + "\n</svg>"
+    )
+
+
+def picture(reference: str, groups: Groups) -> str:
+    """Return the chart as an SVG file, which has its style in itself."""
+    head, _, rest = chart(reference, groups, WIDE).partition("\n")
+    head = head.replace('class="bars"', f'class="bars" width="{WIDE}"')
+    return f"{head}\n<style>\n{asset('page.css')}</style>\n{rest}\n"
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Logarithmic axis of ratios, in pixels from ``left`` to ``right``."""
+
+    low: float
+    high: float
+    left: float
+    right: float
+
+    @classmethod
+    def of(cls, groups: Groups, width: int) -> _Axis:
+        ends = [end for marks in groups.values() for mark in marks for end in (mark.found.low, mark.found.high)]
+        left, right = EDGE + (LABELS if width == WIDE else 4), width - VALUES
+        return cls(min(1.0, *ends) / 1.08, max(1.0, *ends) * 1.08, left, right)
+
+    def __call__(self, ratio: float) -> float:
+        share = math.log(ratio / self.low) / math.log(self.high / self.low)
+        return self.left + share * (self.right - self.left)
+
+    def ticks(self, bottom: float) -> Iterator[str]:
+        """Yield vertical lines with their numbers, as many as there is room for."""
+        places: list[float] = []
+        for ratio in TICKS:
+            x = self(ratio)
+            if self.low <= ratio <= self.high and all(abs(x - other) > 34 for other in places):
+                places.append(x)
+                kind = "tick one" if ratio == 1 else "tick"
+                yield f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{bottom:g}"/>'
+                yield f'<text class="number" x="{x:.1f}" y="{bottom + 16:g}">{ratio:g}</text>'
+
+
+def _line(mark: Mark, axis: _Axis, y: float, width: int) -> str:
+    found, at = mark.found, y + ROW / 2 + 4.5
+    below = at if width == WIDE else at + ROW - 4
+    middle = below - 4.5
+    x, low, high = (axis(ratio) for ratio in (found.value, found.low, found.high))
+    values = f"<tspan>{found.value:.2f}</tspan> ({found.low:.2f}–{found.high:.2f})"
+    return (
+        f'<g class="{"own" if mark.own else "peer"}"><title>{text(mark.tip)}</title>'
+        f'<rect class="hit" x="0" y="{y:g}" width="{width}" height="{ROW if width == WIDE else 2 * ROW}"/>'
+        f'<text x="{EDGE}" y="{at:g}">{text(mark.label)}</text>'
+        f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle:g}" y2="{middle:g}"/>'
+        f'<circle cx="{x:.1f}" cy="{middle:g}" r="4.5"/>'
+        f'<text class="value" x="{width - EDGE}" y="{below:g}">{values}</text></g>'
+    )

@@ -42,6 +42,26 @@ JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
 DEFAULT = tuple(job for job in JOBS if job not in ("tiny", *VIRTUAL))
 GROUPS = {"virtual": VIRTUAL}  # names for several jobs
 QUICK = ("empty", "small", "convnet", "sweep", "trainer")
+#: What each job measures; "large" is part of the sweep.
+ABOUT = {
+    "tiny": "a step of a model of 18 weights; for tests",
+    "empty": "a step of a model of 2 weights, batch 1: what a step costs that computes nothing",
+    "small": "a step of 100 linear layers of 68 × 68 (465,198 weights), batch 32: many small gradients",
+    "convnet": "a step of the MNIST ConvNet (29,034 weights), batch 100 images of 28 × 28",
+    "resnet18": "a step of ResNet-18 (11.2 M weights), batch 32 images of 3 × 32 × 32",
+    "mlp": "a step of an MLP of 784-4096-4096-10 (20.0 M weights), batch 128: much to send, little to compute",
+    "resnet18-cl": "as resnet18, in the channels_last layout",
+    "resnet18-bf16-cl": "as resnet18, under bf16 autocast, in the channels_last layout",
+    "virtual-convnet": "a step of the trainer on the ConvNet, with virtual ranks and without",
+    "virtual-resnet18": "a step of the trainer on ResNet-18, with virtual ranks and without",
+    "virtual-mlp": "a step of the trainer on the MLP, with virtual ranks and without",
+    "sweep": "an all-reduce of 4 B to 256 MB, of a plain tensor and of the library's own buffer",
+    "trainer": "what dualtrain's trainer adds to a step by hand, on the empty model",
+    "stall": "how long a checkpoint of ResNet-18 stops the training",
+    "feed": "the delivery of one MNIST sample to the training loop, in batches of 100",
+    "epoch": "an epoch of mnist-convnet on 12,000 images, with reading and evaluation",
+    "import": "import dualtrain, beyond import torch",
+}
 #: Rounds to aim at, and the number of pairs that a verdict needs.
 ROUNDS = 7
 TRAINER_STEPS = 250

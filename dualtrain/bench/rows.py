@@ -1,6 +1,7 @@
 """Rows of the result table: throughput ratios and costs, each with its interval, its target and the verdict.
 
-A row with fewer pairs than ``ROUNDS`` gets no verdict: the interval of so few pairs says little.
+A target is met if the whole interval reaches it, and not met if none of it does; otherwise neither is shown. A row with
+fewer pairs than ``ROUNDS`` gets no verdict: the interval of so few pairs says little.
 """
 
 from __future__ import annotations
@@ -16,11 +17,27 @@ RAW = {TUNED, "ddp", "hvd-gloo", "hvd-mpi"}  # the reference for final weights
 UNITS = {"ms": 1e3, "µs": 1e6}
 BUFFERS = ", its buffers"
 SAME, OTHER, NONE = "same", "other numerics", "–"
+MET, NOT_MET, NOT_SHOWN = "met", "not met", "not shown"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. For a ratio, ``seconds`` holds the medians of both contenders; a cost is in its ``unit``."""
+    """One row of the table.
+
+    Attributes:
+        group: heading of the rows that it belongs to.
+        job: what was measured.
+        found: the ratio, or the cost.
+        unit: "×" for a ratio, else that of the cost.
+        seconds: of a ratio, the medians of both contenders.
+        weights: whether the final weights are those of the raw script.
+        target: value that the interval should reach, if there is one.
+        verdict: ``MET``, ``NOT_MET`` or ``NOT_SHOWN``; empty without a target, and if there are too few pairs.
+        note: remark on the verdict, or the reason why there is none.
+        accuracies: of both contenders, in an epoch.
+        one: name of the contender that is measured.
+        other: name of the contender that it is compared with.
+    """
 
     group: str
     job: str
@@ -29,8 +46,9 @@ class Row:
     seconds: tuple[float, ...] = ()
     weights: str = NONE
     target: float | None = None
-    met: bool | None = None  # None: there is no target, or there are too few pairs for a verdict
+    verdict: str = ""
     note: str = ""
+    accuracies: str = ""
     one: str = ""
     other: str = ""
 
@@ -56,17 +74,24 @@ def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]
     found = estimate([b.seconds[job] / a.seconds[job] for a, b in pairs])
     weights = _weights(job, one, other, results)
     target = comparison.targets.get(job, comparison.targets.get("*") if weights != NONE else None)
-    met, note = None, _unjudged(target, found)
+    verdict, note = "", _unjudged(target, found)
     if target is not None and not note:
         floor = noise_floor(before, job) if comparison.allow_noise else 0.0
-        met = weights != OTHER and found.low >= target * (1 - floor)
-        note = f"within the noise of {100 * floor:.0f} %" if met and found.low < target else ""
+        least = target * (1 - floor)
+        verdict = NOT_MET if weights == OTHER else _verdict(found.low >= least, found.high < least)
+        note = f"within the noise of {100 * floor:.0f} %" if verdict == MET and found.low < target else ""
+    accuracies = ""
     if job == "epoch":
         means = [sum(s.accuracy or 0.0 for s in side) / len(pairs) for side in zip(*pairs, strict=True)]
-        note = ", ".join(part for part in (note, f"accuracy {means[0]:.3f} and {means[1]:.3f}") if part)
+        accuracies = f"accuracy {means[0]:.3f} and {means[1]:.3f}"
     medians = tuple(estimate([s.seconds[job] for s in side]).value for side in zip(*pairs, strict=True))
     group = f"{ENTRIES[one].title} / {ENTRIES[other].title}"
-    return Row(group, job, found, "×", medians, weights, target, met, note, one, other)
+    return Row(group, job, found, "×", medians, weights, target, verdict, note, accuracies, one, other)
+
+
+def _verdict(reached: bool, missed: bool) -> str:
+    """Return the verdict on an interval of which the whole, or nothing, reaches the target."""
+    return MET if reached else NOT_MET if missed else NOT_SHOWN
 
 
 def _unjudged(target: float | None, found: Estimate) -> str:
@@ -111,8 +136,10 @@ def _cost(cost: Cost, results: Results) -> Row | None:
         return None
     found = estimate([value * UNITS[cost.unit] for value in values])
     note = _unjudged(cost.target, found)
-    met = None if cost.target is None or note else found.high <= cost.target
-    return Row("costs", cost.title, found, cost.unit, (), NONE, cost.target, met, note, cost.one, cost.other)
+    verdict = ""
+    if cost.target is not None and not note:
+        verdict = _verdict(found.high <= cost.target, found.low > cost.target)
+    return Row("costs", cost.title, found, cost.unit, (), NONE, cost.target, verdict, note, "", cost.one, cost.other)
 
 
 def sweep_of(results: Results) -> dict[str, dict[int, float]]:

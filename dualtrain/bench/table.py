@@ -1,42 +1,58 @@
-"""The results as text: the table, remarks, and the answer in the last line."""
+"""The results as text: the table, remarks, and the answer in the last line.
+
+``targets``: whether the developers' targets and the verdicts on them are shown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import CURES, ENTRIES, ROUNDS, TUNED
-from dualtrain.bench.rows import OTHER, Row, sweep_of
+from dualtrain.bench.rows import NOT_MET, NOT_SHOWN, OTHER, Row, sweep_of
 from dualtrain.bench.statistics import pairs_of
 from dualtrain.console import size_in_words
 
-HEAD = ("", "ratio", "95 % interval", "ms", "ms of the other", "weights", "target", "")
+HEAD = ("", "ratio", "interval", "ms", "ms of the other", "weights", "")
+TARGET_HEAD = ("target", "")
 
 
-def cells(row: Row) -> list[str]:
+def head(targets: bool) -> list[str]:
+    """Return the heading of the table."""
+    return [*HEAD, *(TARGET_HEAD if targets else ())]
+
+
+def cells(row: Row, targets: bool) -> list[str]:
     """Return the cells of a row as text."""
     digits = 2 if row.unit == "×" else 1
-    sign = "≥" if row.unit == "×" else "≤"
     unit = "" if row.unit == "×" else f" {row.unit}"
-    target = "" if row.target is None else f"{sign} {row.target:.{digits}f}{unit}"
-    verdict = {None: "", True: "met", False: "not met"}[row.met]
-    times = [f"{1e3 * seconds:.3f}" if seconds < 0.01 else f"{1e3 * seconds:.1f}" for seconds in row.seconds] or ["", ""]
-    notes = ", ".join(part for part in (verdict, row.note) if part)
+    times = [milliseconds(seconds) for seconds in row.seconds] or ["", ""]
     interval = f"{row.found.low:.{digits}f} to {row.found.high:.{digits}f}"
-    return [row.job, f"{row.found.value:.{digits}f}{unit}", interval, *times, row.weights, target, notes]
+    shown = [row.job, f"{row.found.value:.{digits}f}{unit}", interval, *times, row.weights, row.accuracies]
+    if targets:
+        sign = "≥" if row.unit == "×" else "≤"
+        target = "" if row.target is None else f"{sign} {row.target:.{digits}f}{unit}"
+        shown += [target, ", ".join(part for part in (row.verdict, row.note) if part)]
+    return shown
 
 
-def text(results: Results, rows: Sequence[Row], world: str) -> str:
+def milliseconds(seconds: float) -> str:
+    """Format a time as a number of milliseconds, of short ones with three decimals."""
+    return f"{1e3 * seconds:.3f}" if seconds < 0.01 else f"{1e3 * seconds:.1f}"
+
+
+def text(results: Results, rows: Sequence[Row], machine: Mapping[str, str], *, targets: bool) -> str:
     """Return the whole report; the answer is its last line."""
-    lines = [world, ""]
-    widths = [max([len(HEAD[i]), *(len(cells(row)[i]) for row in rows)]) for i in range(len(HEAD))]
+    lines, heading = [*(f"{name}: {value}" for name, value in machine.items()), ""], head(targets)
+    table = [heading, *(cells(row, targets) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for group, members in groupby(rows, key=lambda row: row.group):
-        lines += [group, *("  " + _line(cells(row), widths) for row in members)]
-    head = "  " + _line(HEAD, widths)
-    lines[1:1] = ["", head, "-" * len(head)]
+        lines += [group, *("  " + _line(cells(row, targets), widths) for row in members)]
+    first = "  " + _line(heading, widths)
+    lines[len(machine) : len(machine)] = ["", first, "-" * len(first)]
     lines += ["", *_sweep(results)]
-    lines += list(remarks(results, rows))
+    lines += list(remarks(results, rows, targets))
     return "\n".join([*lines, "", answer(results, rows)])
 
 
@@ -51,26 +67,32 @@ def bytes_of(size: int) -> str:
     return size_in_words(size)
 
 
-def _sweep(results: Results) -> Iterator[str]:
+def sweep_table(results: Results) -> list[list[str]]:
+    """Return the table of the milliseconds of all-reduces by size, the heading first; empty if none was measured."""
     found = sweep_of(results)
-    if not found:
-        return
     sizes = sorted({size for one in found.values() for size in one})
-    yield "allreduce, ms (median)"
-    wide = max(map(len, found))
-    yield "  " + " " * wide + "".join(f"{bytes_of(size):>15}" for size in sizes)
-    for title, one in found.items():
-        yield f"  {title:<{wide}}" + "".join(f"{1e3 * one[s]:>15.3f}" if s in one else f"{'–':>15}" for s in sizes)
-    yield ""
+    rows = [[title, *(f"{1e3 * one[s]:.3f}" if s in one else "–" for s in sizes)] for title, one in found.items()]
+    return [["", *map(bytes_of, sizes)], *rows] if found else []
 
 
-def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the remarks below the table: method, missing contenders, failures and targets that are not met."""
-    pairs = f"{pairs_of(results.rounds)} of fresh processes"
-    yield (
-        f"ratios are of throughput, the first over the second: the median of {pairs} and its bootstrap 95 % interval; a "
-        "target is met if the interval's lower end reaches it; for times, the upper end"
-    )
+def _sweep(results: Results) -> Iterator[str]:
+    table = sweep_table(results)
+    if table:
+        yield "allreduce, ms (median)"
+        wide = max(len(title) for title, *_ in table)
+        yield from (f"  {title:<{wide}}" + "".join(f"{cell:>15}" for cell in row) for title, *row in table)
+        yield ""
+
+
+def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[str]:
+    """Yield the remarks below the table: method, missing contenders, failures and verdicts."""
+    levels = {row.found.pairs: f"{100 * row.found.level:.1f} % ({pairs_of(row.found.pairs)})" for row in rows}
+    if levels:
+        likely = ", ".join(levels[pairs] for pairs in sorted(levels, reverse=True))
+        yield (
+            "ratios are of throughput, the first over the second: the median over pairs of fresh processes, and an "
+            f"interval that holds the true median with a probability of {likely}"
+        )
     yield "on the CPU, dualtrain's script calls dualtrain.keep_freed_memory(); the others leave glibc's heap as it is"
     for name, reason in results.missing.items():
         yield f"{ENTRIES[name].title}: not measured: {reason}"
@@ -78,11 +100,18 @@ def remarks(results: Results, rows: Sequence[Row]) -> Iterator[str]:
         if name not in results.missing:
             yield f"{ENTRIES[name].title}: failed in {len(reasons)} of its starts: {reasons[0]}"
     if any(row.weights == OTHER for row in rows):
-        yield f"{OTHER}: the final weights differ from the raw script's; such a ratio meets no target"
-    failed = [f"{row.group}: {row.job}" for row in rows if row.met is False]
-    if failed:
-        yield f"targets that are not met: {'; '.join(failed)}"
-    unjudged = [row for row in rows if row.target is not None and row.met is None]
+        yield f"{OTHER}: the final weights differ from the raw script's" + "; such a ratio meets no target" * targets
+    if targets:
+        yield from _verdicts(rows)
+
+
+def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
+    yield "a target is met if the whole interval reaches it, not met if none of it does; otherwise neither is shown"
+    for verdict in (NOT_MET, NOT_SHOWN):
+        named = [f"{row.group}: {row.job}" for row in rows if row.verdict == verdict]
+        if named:
+            yield f"targets that are {verdict}: {'; '.join(named)}"
+    unjudged = [row for row in rows if row.target is not None and not row.verdict]
     if unjudged:
         yield f"targets that are not judged: {len(unjudged)}; a verdict needs {pairs_of(ROUNDS)}"
 

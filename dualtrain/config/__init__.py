@@ -5,7 +5,7 @@ Nothing here imports torch: a mistyped flag is reported before torch is loaded.
 
 from dualtrain.config.commandline import parse
 from dualtrain.config.fields import Setting
-from dualtrain.config.recipes import load_recipe, recipe_names
+from dualtrain.config.recipes import load_recipe, own_settings, recipe_names, run_name
 from dualtrain.config.sections import (
     AUTO,
     MOST_THREADS,
@@ -19,6 +19,7 @@ from dualtrain.config.sections import (
     ScheduleSection,
     StepSection,
 )
+from dualtrain.config.without_effect import without_effect
 
 __all__ = [
     "AUTO",
@@ -34,6 +35,9 @@ __all__ = [
     "Setting",
     "StepSection",
     "load_recipe",
+    "own_settings",
     "parse",
     "recipe_names",
+    "run_name",
+    "without_effect",
 ]

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from dualtrain.config.fields import Setting
 from dualtrain.config.recipes import load_recipe, recipe_list
 from dualtrain.config.sections import AUTO, SECTIONS, SETTINGS, Config, ModelSection, RunSection
-from dualtrain.console import Parser, show
+from dualtrain.console import Parser, program, show
 from dualtrain.errors import UserError
 
 LARGEST = 2**32 - 1  # of whole numbers: products of a few of them stay within 64 bits
@@ -49,6 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
     if "batch_size" in flags and "global_batch_size" in flags:
         raise UserError("--batch-size (of each rank) and --global-batch-size (of all) exclude each other: give one")
     _check_run(config.run, config.model)
+    _check_restarts(config.run)
     _check_step(config)
     return config
 
@@ -82,6 +83,12 @@ def _check_run(run: RunSection, model: ModelSection) -> None:
         )
 
 
+def _check_restarts(run: RunSection) -> None:
+    """Refuse restarts that nothing would carry out."""
+    if run.max_restarts and run.nproc is None:
+        raise UserError("--max-restarts is for the ranks that --nproc starts: add --nproc, or give it to torchrun")
+
+
 def _check_step(config: Config) -> None:
     """Refuse settings of steps, learning rates and resuming that lack another setting which they need."""
     step, schedule, output = config.step, config.schedule, config.output
@@ -103,7 +110,7 @@ def _check_step(config: Config) -> None:
 
 def _parser() -> _Parser:
     parser = _Parser(
-        prog="python -m dualtrain.main",
+        prog=program("dualtrain.main"),
         description="Trains a model on one process or many, over torch.distributed or Horovod.",
         epilog="Start it alone, or with torchrun, horovodrun, mpirun or srun. The default trains the embedded digits.",
     )

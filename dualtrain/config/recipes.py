@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
+from dualtrain.config.sections import Config
 from dualtrain.errors import UserError
 
 
@@ -26,10 +28,30 @@ def load_recipe(name: str) -> dict[str, Any]:
     return tomllib.loads(_text(name))
 
 
+def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of all ``settings`` of a run by name that its recipe has not, or has with other values."""
+    recipe = Config.of(load_recipe(settings["recipe"])).plain()
+    return {name: value for name, value in settings.items() if value != recipe[name]}
+
+
 def recipe_list() -> str:
     """Return one line for each recipe: its name and its first comment."""
     width = max(map(len, recipe_names()))
     return "\n".join(f"{name:{width}}  {_text(name).splitlines()[0].removeprefix('# ')}" for name in recipe_names())
+
+
+def run_name(recipe: str, dataset: str, model: str) -> str:
+    """Return what a run is called: its recipe, or its dataset and model where they are not the recipe's."""
+    values = load_recipe(recipe)
+    if (values["dataset"], values["model"]) == (dataset, model):
+        return recipe
+    return "-".join(map(_short, (dataset, model)))
+
+
+def _short(name: str) -> str:
+    """``pkg.mod:build`` → ``mod``, ``pkg.mod:other`` → ``mod.other``; other names are short."""
+    module, _, function = name.partition(":")
+    return f"{module.rpartition('.')[2]}{f'.{function}' if function not in ('', 'build') else ''}"
 
 
 def _text(name: str) -> str:

@@ -36,6 +36,7 @@ class RunSection:
         one_of("auto", "shm", "native"),
     )  # fmt: skip
     nproc: int | None = setting(None, "start this many ranks on this host, without a launcher", at_least(1))
+    max_restarts: int = setting(0, "how often --nproc starts all ranks again when one has failed", at_least(0))
     data_parallel: bool = setting(False, "one process, all visible GPUs: torch's nn.DataParallel (with --backend local)")
     output_device: int | None = setting(None, "the GPU that nn.DataParallel gathers the outputs on", at_least(0))
     parallel_loss: bool = setting(
@@ -185,7 +186,11 @@ class OutputSection:
         one_of("val_loss", "val_accuracy"),
     )
     log_every: int = setting(10, "optimizer steps between lines of metrics.jsonl", at_least(1))
+    log_seconds: float = setting(
+        10.0, "without a terminal: seconds between lines that say how far the run is; 0: none", at_least(0)
+    )
     tensorboard: bool = setting(False, "write the metrics for TensorBoard too, below the run's folder")
+    verbose: bool = setting(False, "print all settings and, with torchinfo, the model's layers at the start")
 
     @property
     def resume_file(self) -> Path | None:

@@ -1,4 +1,4 @@
-"""Check before torchvision downloads a dataset: it would write through any link or device at a file's path."""
+"""Check of a dataset's paths before torchvision downloads it: torchvision would write through any link or device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
     """Return whether one of ``files`` is missing.
 
     Raises:
-        UserError: one is missing, and one of ``files`` or of the ``archives`` to download exists but is not a regular file.
+        UserError: a file is missing, and one of ``files`` or of the ``archives`` to download is not a regular file.
     """
     if all(path.is_file() for path in files):
         return False

@@ -40,18 +40,20 @@ class Geometry:
     interpolation: str = "bilinear"
 
     def check(self, image: Any) -> None:
-        """Raise ValueError where ``image`` is so long and thin that scaling its shorter side would fill the memory."""
+        """Raise ValueError if ``image`` is so long and thin that scaling its shorter side would fill the memory."""
         from PIL import Image
 
         short, long = sorted(image.size)
         pixels = self.resize * self.resize * long // max(short, 1)
-        if self.augment != "imagenet" and pixels > 2 * (Image.MAX_IMAGE_PIXELS or pixels):  # PIL's limit for a bomb
+        if self.augment != "imagenet" and pixels > 2 * (
+            Image.MAX_IMAGE_PIXELS or pixels
+        ):  # from here on PIL raises an error
             raise ValueError(
                 f"{image.size[0]} × {image.size[1]} pixels, which become {pixels} when scaled to {self.resize}"
             )
 
     def pipeline(self) -> Callable[[Any], torch.Tensor]:
-        """Build the function from a PIL image to a uint8 tensor (3, size, size). It uses torch's global generator."""
+        """Build a function from a PIL image to a uint8 tensor (3, size, size), which uses torch's global generator."""
         t = v2()
         how = {"interpolation": t.InterpolationMode(self.interpolation), "antialias": True}
         if self.augment == "imagenet":
@@ -92,7 +94,7 @@ class ImageFiles:
                     images[index] = self._pipeline(image)
             except UserError as error:
                 return error
-            except (OSError, ValueError, MemoryError) as error:  # its size cannot be cropped or resized
+            except (OSError, ValueError, MemoryError) as error:  # an image of this size cannot be cropped or resized
                 reason = (str(error) or type(error).__name__).partition("\n")[0]
                 return UserError(f"the image {path!r} cannot be used ({reason}): fix or delete it")
         return images, torch.tensor([self.samples[number][1] for number in numbers], dtype=torch.int64)

@@ -79,15 +79,15 @@ class LoaderSource(Source):
     def close(self) -> None:
         """Stop the workers. An open stream cannot continue."""
         atexit.unregister(self.close)
-        # Private API of torch, seen in torch 2.13: no public function stops the workers. tests/data/test_private_torch.py
-        # fails when it is gone.
+        # Private API of torch, the same in torch 2.5 to 2.15: no public function stops the workers.
+        # tests/data/test_private_torch.py fails when this API is gone.
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             # Don't wait for garbage collection: an error's traceback may keep the iterator alive for too long.
             iterator._shutdown_workers()
             for worker in getattr(iterator, "_workers", ()):
                 if worker.is_alive():
-                    worker.kill()  # it hangs in a read, and workers ignore SIGTERM
+                    worker.kill()  # the worker hangs in a read, and ignores SIGTERM
         self._loader = None
 
     def _start(self, device: torch.device) -> DataLoader[Any]:
@@ -144,7 +144,7 @@ def _begin(worker: int) -> None:
 
 
 def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Iterator[Tensors]:
-    """Copy the batches to ``device``; to a GPU, one is copied while the trainer computes with the one before."""
+    """Copy the batches to ``device``. To a GPU, each batch is copied while the trainer computes with the previous one."""
     if device.type != "cuda":
         for batch in batches:
             inputs, targets = _good(batch)

@@ -60,7 +60,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not in the idx format, or has another type or shape.
+        ValueError: the file is not in the idx format, or its values have another type or shape.
     """
     dimensions = 1 + len(shape)
     with open_regular(path) as file:

@@ -20,8 +20,8 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 class Batch:
     """The samples ``numbers``, int64, (n,), of a split; n may be 0.
 
-    ``seed`` determines their augmentation: that of sample i is a function of (seed, i) alone. It does not depend on the
-    world size, the other samples of the batch, the worker processes, or restarts.
+    ``seed`` determines the augmentation: sample i is augmented as a function of (seed, i) alone, which does not depend on
+    the world size, the other samples of the batch, the worker processes, or restarts.
     """
 
     numbers: torch.Tensor
@@ -39,7 +39,7 @@ class Source(ABC):
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """Yield inputs (n, …) and targets of each batch, in order, on ``device``. Only one stream may be open at a time.
 
-        ``batches`` is iterated ahead of the batches yielded (prefetching). An empty batch gives tensors with n = 0.
+        To prefetch, ``batches`` is iterated some batches ahead of what is yielded. An empty batch gives tensors with n = 0.
 
         Raises:
             UserError: a sample cannot be read.

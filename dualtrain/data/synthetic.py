@@ -21,7 +21,7 @@ VAL_SHARE = 5
 class SyntheticSource(Source):
     """``samples`` inputs of ``shape``, float32, uniform with mean 0 and variance 1, with random classes.
 
-    Each input is a window of one row of random numbers: generating every input anew would take most of a short step.
+    Each input is a window of one row of random numbers, since generating every input would take most of a short step.
     """
 
     def __init__(self, samples: int, shape: tuple[int, ...], classes: int, seed: int) -> None:

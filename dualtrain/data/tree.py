@@ -31,15 +31,20 @@ def read_tree(folder: str) -> Tree:
         raise FileNotFoundError("no folders of classes in it")
     samples: list[tuple[str, int]] = []
     for number, name in enumerate(classes):
-        images = _images(os.path.join(folder, name))
+        images = images_below(os.path.join(folder, name))
         if not images:
             raise FileNotFoundError(f"no images of class {name!r}; they end in {', '.join(EXTENSIONS)}")
         samples += [(path, number) for path in images]
     return Tree(classes, samples)
 
 
-def _images(top: str) -> list[str]:
-    """List the images below ``top``, sorted by folder, then by name. Links to folders are followed."""
+def images_below(top: str) -> list[str]:
+    """List the images below ``top``, sorted by folder, then by name. Links to folders are followed.
+
+    Raises:
+        OSError: a folder cannot be read.
+        UserError: an image is not a regular file, or a link leads to a folder that contains it.
+    """
     found: list[tuple[str, list[str]]] = []
     pending: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
     while pending:
@@ -69,7 +74,7 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 
 def _check_image(entry: os.DirEntry[str]) -> None:
     try:
-        regular = entry.is_file()  # the directory entry says so; only a link needs a stat call
+        regular = entry.is_file()  # known from the directory entry, without a stat call unless it is a link
     except OSError as error:
         raise UserError(f"the image {entry.path!r} cannot be read ({error.strerror}): fix or delete it") from error
     if not regular:

@@ -14,7 +14,7 @@ from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import Source, Task, Tensors
 from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import with_torchvision_shim
-from dualtrain.user_code import call_user_code
+from dualtrain.user_code import call_user_code, user_code
 
 
 class Samples:
@@ -22,21 +22,24 @@ class Samples:
 
     def __init__(self, dataset: Any, sample: Tensors) -> None:
         self.dataset = dataset
-        self.sample = sample  # its shapes are those of an empty batch
+        self.sample = sample  # an empty batch gets its shapes and dtypes
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
-        """Read the samples and stack them. Exceptions of the dataset itself pass through."""
+        """Read the samples and stack them; if the dataset fails, return its error."""
         numbers, seed = wanted
         if not numbers:
             inputs, targets = (part.new_empty(0, *part.shape) for part in self.sample)
             return inputs, targets
         samples = []
         for number in numbers:
-            with seeded(seed, number):
-                samples.append(self.dataset[number])
+            try:
+                with seeded(seed, number), user_code(f"sample {number} of the dataset"):
+                    samples.append(self.dataset[number])
+            except UserError as error:
+                return error
         try:
             inputs, targets = _stacked(samples)
         except ValueError as error:
@@ -52,7 +55,7 @@ def _stacked(samples: list[Any]) -> Any:
     """Stack the samples to a batch. Raises ValueError or TypeError."""
     try:
         return default_collate(samples)
-    except RuntimeError as error:  # torch's: tensors of different sizes or kinds
+    except RuntimeError as error:  # torch raises it for tensors of different sizes or kinds
         raise ValueError(str(error).partition("\n")[0]) from error
 
 
@@ -87,7 +90,7 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
     ``classes`` is needed if the training dataset has no attribute ``classes`` (the names) or ``num_classes``.
 
     Raises:
-        UserError: samples of another kind, or an unknown number of classes.
+        UserError: the samples are of another kind, or the number of classes is unknown.
     """
     known = len(train.classes) if hasattr(train, "classes") else getattr(train, "num_classes", None)
     classes = classes or known
@@ -108,11 +111,13 @@ def _source(dataset: Any, sample: Tensors, workers: int) -> Source:
 
 
 def _sample(dataset: Any, name: str) -> Tensors:
+    if not len(dataset):
+        raise UserError(f"--dataset {name!r} has no samples to train on: give some")
+    with seeded(0, 0), user_code(f"sample 0 of --dataset {name!r}"):
+        sample = dataset[0]
     try:
-        with seeded(0, 0):
-            sample = dataset[0]
         inputs, targets = _stacked([sample])
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError) as error:
         raise UserError(
             f"--dataset {name!r} has samples that are not (tensor, class number): {str(error).partition(chr(10))[0]}"
         ) from error

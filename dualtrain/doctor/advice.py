@@ -27,7 +27,7 @@ def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
         (problems if broken else notes).append(rebuilt)
     # One line per host: the advice for its first rank that has any.
     found = {row["host"]: line for row in reversed(rows) if (line := gpu_advice(row))}
-    return problems, [*notes, *found.values(), *_crowded(rows)]
+    return problems, [*notes, *found.values(), *_crowded(rows), *_cpus(rows)]
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -96,6 +96,26 @@ def _crowded(rows: Sequence[Row]) -> list[str]:
         available, what = (len(here[0]["devices"]), "GPUs") if here[0]["cuda"] else (_cores(here), "cores")
         if len(here) > available:
             lines.append(f"{host} has {len(here)} ranks for {available} {what}: they slow each other down; start fewer")
+    return lines
+
+
+def _cpus(rows: Sequence[Row]) -> list[str]:
+    """Return what makes the processors of a host slower than they look."""
+    lines = []
+    for host in dict.fromkeys(row["host"] for row in rows):
+        here = [row for row in rows if row["host"] == host]
+        first, cores = here[0], len(set().union(*(row["cores"] for row in here)))
+        quotas = [row["quota"] for row in here if row["quota"] is not None]
+        if quotas and max(quotas) < cores:
+            limit = f"a CPU quota (docker --cpus, a pod's limit) allows {max(quotas):g} of its {cores} cores"
+            lines.append(f"{host}: {limit}, and stops what uses more: --threads counts that, --workers is up to you")
+        own = len(first["cores"])
+        alike = len(here) > 1 and all(row["cores"] == first["cores"] for row in here)
+        if first["launcher"] == "mpirun" and own < min(3, first["host_cores"]) and not alike:
+            bound = f"mpirun binds each rank to {own} of {first['host_cores']} cores"
+            lines.append(f"{host}: {bound}, which its threads and data workers share: give mpirun --bind-to none")
+        if first["bf16"] is False and not first["cuda"]:
+            lines.append(f"{host}: no bf16 instructions (avx512_bf16, amx_bf16): --amp bf16 is slower than fp32 here")
     return lines
 
 

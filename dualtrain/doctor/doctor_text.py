@@ -13,7 +13,8 @@ from dualtrain.doctor.probe import SIZES
 def page(report: Mapping[str, Any]) -> str:
     """Format ``report``, the object that ``--json`` prints, as text; the last line is the verdict."""
     lines = [f"{label:<11} {text}".rstrip() for label, text in _facts(report)]
-    lines += ["", *_table(report["allreduce"])]
+    lines.append("")
+    lines += _table(report["allreduce"])
     lines += [f"note: {line}" for line in report["notes"]] + [f"problem: {line}" for line in report["problems"]]
     verdict = "would work" if report["works"] else "would not work; fix the problems above"
     return "\n".join([*lines, f"a run with --backend {report['chosen']} {verdict}"])

@@ -106,7 +106,8 @@ def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str, si
         "notes": notes,
         "threads": min(row["threads"] for row in rows),
         "interface": used(rows[0]["interfaces"], rows[0]["overrides"], single_host),
-        "allreduce": {name: _measured(rows, name) for name in rows[0]["probes"]},
+        # One rank alone sends nothing.
+        "allreduce": {name: _measured(rows, name) for name in rows[0]["probes"] if rows[0]["size"] > 1},
         "ranks": list(rows),
     }
 

@@ -17,7 +17,7 @@ import torch
 
 from dualtrain.backends import horovod as horovod_backend
 from dualtrain.backends import torch as torch_backend
-from dualtrain.cores import cpu_quota
+from dualtrain.cores import cpu_quota, processor_name
 from dualtrain.doctor.gpu import gpu_facts
 from dualtrain.doctor.network import interfaces
 from dualtrain.errors import UserError
@@ -46,6 +46,8 @@ def gather(world: World) -> dict[str, Any]:
         "ignored": ignored(world, os.environ),
         "host": socket.gethostname(),
         "cores": sorted(os.sched_getaffinity(0)),
+        "host_cores": os.cpu_count() or 1,
+        "bf16": has_bf16(),
         "quota": cpu_quota(),
         "cuda": torch.cuda.is_available(),
         "gpu": gpu_facts(),
@@ -95,12 +97,17 @@ def _devices() -> list[str]:
     if torch.cuda.is_available():
         each = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
         return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in each]
-    return [f"{_processor()}, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"]
+    return [f"{processor_name()}, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"]
 
 
-def _processor() -> str:
+def has_bf16() -> bool | None:
+    """Return whether the processor has bf16 instructions, which ``--amp bf16`` needs to be fast; ``None`` if unknown."""
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)", _cpuinfo(), re.MULTILINE)
+    return None if flags is None else bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags[1].split()))
+
+
+def _cpuinfo() -> str:
     try:
-        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        model = None
-    return model[1] if model else platform.machine()
+        return ""

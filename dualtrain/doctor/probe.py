@@ -1,4 +1,4 @@
-"""Probe of one backend: join the world and time allreduces."""
+"""Probe of one backend: join the world and time allreduces, over the transport that a run would use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dualtrain.backends import Backend, ReduceOp, connect
+from dualtrain.backends import Backend, connect
 from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
 
@@ -64,24 +64,24 @@ def probe(name: str, world: World, timeout: float) -> Probe:
 
 def _join(found: Probe, world: World, timeout: float) -> None:
     try:
-        found.backend = connect(found.name, world=world, timeout=timeout, groups=False, transport="native")
+        found.backend = connect(found.name, world=world, timeout=timeout, groups=False)
     except Exception as error:  # a library may raise anything, and the doctor reports it
         known = isinstance(error, UserError | BackendError)
         found.error = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
 
 
 def _measure(backend: Backend, size: int) -> float:
-    """Return the median seconds of an allreduce of ``size`` bytes, by the primitive that gradients use.
+    """Return the median seconds of an allreduce of ``size`` bytes, by the primitive and in the memory that gradients use.
 
     Raises:
         BackendError: it failed, or its sum is wrong.
     """
-    values = torch.ones(size // 4, device=backend.device)
+    values = backend.new_buffer(size // 4, torch.float32, backend.device).fill_(1)
     backend.barrier()
     times = []
     for repetition in range(21 if size <= 1 << 20 else 6):
         began = time.perf_counter()
-        backend.start_allreduce(values, ReduceOp.SUM, f"doctor.{size}").wait()
+        backend.start_sum(values, f"doctor.{size}").wait()
         if values.is_cuda:
             torch.cuda.synchronize(values.device)
         times.append(time.perf_counter() - began)

@@ -1,8 +1,9 @@
 """``python -m dualtrain.drill [flags of dualtrain.main]``: check that a job survives its processes, with the same result.
 
 Runs the job once undisturbed, then once more with faults at seeded moments (killed and stopped ranks, a killed launcher,
-SIGTERM, a kill while a checkpoint is written, a damaged checkpoint), and compares the results. Under torchrun the launcher
-restarts the ranks; the drill starts again what ends. The exit status is 0 if the results are the same, bit for bit, else 1.
+SIGTERM, a kill while a checkpoint is written, a damaged checkpoint, as root a full file system), and compares the results.
+Under torchrun the launcher restarts the ranks; the drill starts again what ends. The exit status is 0 if the results are
+the same, bit for bit, else 1.
 """
 
 from __future__ import annotations

@@ -10,13 +10,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dualtrain.drill.faults import FAULTS, Fault
+from dualtrain.drill.faults import FAULTS, FULL_DISK, Fault
 from dualtrain.drill.job import Job
+from dualtrain.drill.small_disk import SmallDisk
 from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
 _POLL_SECONDS = 0.002
 _EXIT_SECONDS = 0.03  # for a killed process to be gone
+_REPEATS = 2  # faults after one step: a run that dies more often in a row after the same step ends for that
 _EARLY = 0.25  # of the faults come while the ranks start, and not at a step
 _SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
 
@@ -89,6 +91,7 @@ class Exercise:
     ) -> None:
         self._folder, self._flags, self._nproc, self._horovod = folder, list(flags), nproc, horovod
         self._choice, self._limit, self._progress = random.Random(seed), limit, progress
+        self._steps: list[int] = []  # those that the last faults came after
         self.report = Report()
 
     def run(self, faults: int) -> Report:
@@ -103,10 +106,35 @@ class Exercise:
         self._progress(
             f"undisturbed: {steps} steps in {seconds:.1f} s, weights {self.report.undisturbed['weights_sha256'][:16]}"
         )
+        disk = self._small_disk(faults)
+        try:
+            self._disturb(faults, steps, FAULTS if disk is None else (*FAULTS, FULL_DISK))
+        finally:
+            if disk is not None:
+                self._keep(disk)
+        return self.report
+
+    def _keep(self, disk: SmallDisk) -> None:
+        try:
+            disk.close()
+        except OSError as error:
+            self.report.problems.append(f"the folder of the run with faults could not be kept ({error.strerror or error})")
+
+    def _small_disk(self, faults: int) -> SmallDisk | None:
+        """Give the run with faults a small file system, which can be filled; ``None`` where that cannot be."""
+        try:
+            return SmallDisk(self._folder / "disturbed", self._folder / "undisturbed", faults + 3)
+        except OSError as error:
+            reason = error.strerror or error
+            self._progress(f"without the fault {FULL_DISK.name!r}: no file system can be mounted ({reason})")
+            return None
+
+    def _disturb(self, faults: int, steps: int, kinds: Sequence[Fault]) -> None:
+        """Run the job with faults, and compare the result."""
         job = Job(self._folder / "disturbed", self._flags, self._nproc, horovod=self._horovod, restarts=faults + 3)
         try:
             job.start()
-            for number, (fault, step) in enumerate(self._plan(faults, steps), 1):
+            for number, (fault, step) in enumerate(self._plan(faults, steps, kinds), 1):
                 if job.status() == 0:
                     done = len(self.report.rows)
                     self._progress(f"the job has ended after {done} of {faults} faults: give it more steps for more")
@@ -120,7 +148,6 @@ class Exercise:
         if left and not self.report.problems:
             self.report.problems.append(f"{len(left)} processes were left behind")
         self._compare(job)
-        return self.report
 
     def _undisturbed(self) -> dict[str, Any]:
         job = Job(self._folder / "undisturbed", self._flags, self._nproc, horovod=self._horovod, restarts=0)
@@ -136,17 +163,18 @@ class Exercise:
         summary: dict[str, Any] = read_json(job.folder / "summary.json")
         return summary
 
-    def _plan(self, faults: int, steps: int) -> list[tuple[Fault, int]]:
+    def _plan(self, faults: int, steps: int, kinds: Sequence[Fault]) -> list[tuple[Fault, int]]:
         """Return the faults in a random order, each kind as often as the others, and the steps that they come after."""
-        kinds: list[Fault] = []
-        while len(kinds) < faults:
-            kinds += self._choice.sample(FAULTS, len(FAULTS))
+        planned: list[Fault] = []
+        while len(planned) < faults:
+            planned += self._choice.sample(kinds, len(kinds))
         moments = sorted(self._choice.randrange(max(1, steps - 1)) for _ in range(faults))
-        return list(zip(kinds, moments, strict=False))
+        return list(zip(planned, moments, strict=False))
 
     def _one(self, job: Job, fault: Fault, step: int) -> str:
         """Wait for the moment, strike, and wait until the job goes on; add a row, and return it in words."""
         moment = self._reach(job, step)
+        self._leave_step(job)
         row = Row(fault.name, self._strike(job, fault), moment)
         if not row.target:
             return f"{fault.name}: not carried out, since the job has ended"
@@ -193,6 +221,13 @@ class Exercise:
             return f"{seconds:.1f} s after the last one"
         self._wait(job, lambda: job.position()[1] >= step or job.status() is not None, f"step {step}")
         return f"after step {job.position()[1]}"
+
+    def _leave_step(self, job: Job) -> None:
+        """Wait for another step than that of the last faults: a run that dies after one step repeatedly ends for that."""
+        last = self._steps[-_REPEATS:]
+        if len(last) == _REPEATS and set(last) == {job.position()[1]}:
+            self._wait(job, lambda: job.position()[1] != last[0] or job.has_finished(), "another step")
+        self._steps.append(job.position()[1])
 
     def _to_the_end(self, job: Job) -> None:
         self._wait(job, job.has_finished, "the end of the run")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dualtrain.drill.job import Job, send
+from dualtrain.drill.small_disk import fill
 
 _WRITE_SECONDS = 5.0  # to wait for the beginning of a checkpoint
 
@@ -82,6 +83,23 @@ def _damaged(job: Job, choice: random.Random) -> str:
     return path.name
 
 
+def _full(job: Job, choice: random.Random) -> str:
+    """Fill the file system, wait until a write has failed, kill a rank, and free the space."""
+    ranks = job.ranks()
+    if not ranks or not job.folder.exists():
+        return ""
+    rank, before = choice.choice(sorted(ranks)), job.failed_writes()
+    filler = fill(job.folder)
+    try:
+        deadline = time.monotonic() + _WRITE_SECONDS
+        while not (failed := job.failed_writes() > before) and time.monotonic() < deadline and job.status() is None:
+            time.sleep(0.01)
+        send(ranks[rank], signal.SIGKILL)
+    finally:
+        filler.unlink()
+    return f"rank {rank}, {'after a write failed' if failed else 'none was written meanwhile'}"
+
+
 KILL_RANK = Fault("SIGKILL of a rank", _one_rank(signal.SIGKILL))
 FAULTS = (
     KILL_RANK,
@@ -93,3 +111,5 @@ FAULTS = (
     Fault("newest checkpoint damaged", _damaged),
     Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP)),
 )
+#: Where the run has a small file system of its own.
+FULL_DISK = Fault("file system full", _full)

@@ -176,6 +176,10 @@ class Job:
         except OSError:
             return False
 
+    def failed_writes(self) -> int:
+        """Return how many writes of files the runs have reported as failed."""
+        return self.log.read_bytes().count(b"could not be written") if self.log.exists() else 0
+
     def last_words(self) -> str:
         """Return the last line of the job's output that names an error."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []

@@ -28,24 +28,24 @@ class Slot:
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: ``None`` before the layout, and for a sparse gradient.
     bucket: Bucket | None = None
-    #: What ``param.grad`` becomes. Never ``view`` itself: the user may assign the ``.data`` of a gradient.
+    #: The tensor that becomes ``param.grad``. It is not ``view`` itself, since the user may assign to its ``.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    #: Of ``view``. A gradient with the same four is in the bucket, whatever object it is.
+    #: Storage address, strides, shape and dtype of ``view``. A gradient that equals it in all four lies in the bucket.
     address: int = 0
     strides: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    #: The schedule's round in which its gradient was marked ready last.
+    #: The last round of the schedule in which the gradient was marked ready.
     ready_in_round: int = 0
-    #: Backward passes that have reached it since the last exchange, where the reducer counts them.
+    #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
     passes: int = 0
-    #: Whether it is copied to the bucket by itself, before the others.
+    #: Whether the gradient is copied to the bucket as soon as it is ready, before the bucket is complete.
     large: bool = False
 
     def copy_to_bucket(self) -> None:
-        """Copy the gradient to its bucket as soon as it is there.
+        """Copy the gradient, which has just become ready, to its bucket.
 
-        It is still in the processor's cache then, and the memory that it was in is free for the next one.
+        At this time it is still in the processor's cache, and the next gradient can reuse its memory.
         """
         p = self.param
         grad = p.grad
@@ -53,7 +53,7 @@ class Slot:
             return
         address = grad.data_ptr()
         if address == self.address or (self.bucket is not None and self.bucket.covers(address)):
-            return  # there already, or in the memory of another gradient
+            return  # in its place already, or in the memory of another gradient
         # Later hooks, of another reducer or of the user, must see this rank's own gradient and not a partial sum.
         # torch (2.5 to 2.15) has no public way to count the hooks of a parameter.
         if len(p._post_accumulate_grad_hooks) == 1:
@@ -64,7 +64,7 @@ class Slot:
         """Assign the gradient to ``view``, a part of ``bucket``."""
         self.bucket, self.view, self.alias = bucket, view, view.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
-        # A GPU's copies are fewer and faster all at once.
+        # On a GPU, it is faster to copy all gradients of a bucket in one call.
         self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES
 
     def unpack(self) -> None:
@@ -74,7 +74,7 @@ class Slot:
             self.alias = alias = self.view.detach()
         try:
             self.param.grad = alias
-        except RuntimeError:  # it has another shape or dtype
+        except RuntimeError:  # the parameter has another shape or dtype now
             self.alias = self.param.grad = self.view.detach()
 
     def describe(self) -> str:
@@ -87,19 +87,20 @@ class Slot:
 
 
 class Bucket:
-    """One flat buffer of gradients, and behind them ``extra`` scalars that are sent along.
+    """Flat buffer of gradients, with ``extra`` scalars behind them.
 
-    Gradients of 16 bits are summed in a second buffer of 32 bits, and others in one of 16 bits if the transfer says so
-    (``wire``); otherwise ``wire`` is the buffer itself. Collective to make: the backend chooses the memory.
+    The buffer ``wire`` is sent. Gradients are copied to it if it has another dtype: 32 bits for gradients of 16 bits, or
+    the transfer's dtype, such as float16. Otherwise they lie in ``wire`` itself. Construction is collective, since the
+    backend allocates the memory.
 
     Args:
-        name: of its operations, in reports.
-        layout: of its gradients.
-        slots: those of the layout's places, in the same order.
-        extra: how many scalars.
+        name: name of the bucket's operations, in reports.
+        layout: where the gradients lie.
+        slots: the slots of the layout's places, in the same order.
+        extra: how many scalars are sent behind the gradients.
         backend: the ranks.
         transfer: how gradients are sent.
-        order: the tree that they are summed along; ``None`` for the order of the backend.
+        order: the tree along which they are summed; ``None`` for the backend's own order.
     """
 
     def __init__(
@@ -120,35 +121,37 @@ class Bucket:
         narrow = transfer.dtype if transfer.dtype is not None and real.itemsize > transfer.dtype.itemsize else None
         self.wire = backend.new_buffer(numel + extra, narrow or wire_dtype(real), layout.device)
         self.extra = self.wire[numel:]
-        #: The gradients as real numbers: the front of the wire itself, or a buffer of their own.
+        #: The gradients as real numbers: the front of ``wire``, or a buffer of their own.
         self.values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
         self._staged = real != self.wire.dtype
         self.sum: BucketSum = RankSum(backend, self.wire) if order is None else ShardSums(backend, self.wire, order)
         self._before, self._after = transfer.before, transfer.factor_after(self.sum.shards)
-        #: Whether the wire's dtype is the shorter one: the sum is scaled in the other.
+        #: Whether the wire's dtype is shorter than the gradients'. If so, the sum is scaled in the gradients' dtype.
         self._narrow = self.wire.dtype.itemsize < real.itemsize
         if self._narrow and self._after < 1:
-            # Divide before the sum: the sum of a few large gradients does not fit into float16, their average does.
+            # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
             self._before, self._after = self._before * self._after, 1.0
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
         self._layout = layout
-        self._parts_of: dict[int, dict[Slot, torch.Tensor]] = {}  # of other buffers, by their addresses
+        self._parts_of: dict[int, dict[Slot, torch.Tensor]] = {}  # of partial sums, by the buffer's address
         for slot, view in zip(self.slots, _views(self.values, layout), strict=True):
             slot.place(self, view)
         start = self.values.data_ptr()
-        #: Addresses, first and past the last, of the gradients of this bucket and of the others of its layout.
+        #: Addresses, first and past the last, of the gradients in each bucket of the layout.
         self.ranges = [(start, start + self.values.nbytes)]
-        #: Gradients that were copied, those that were there, and those that count as zeros.
+        #: Slots whose gradients were copied to the bucket, or will be made there by ``unpack``.
         self._copied: list[Slot] = []
+        #: Slots whose gradients lay in the bucket already.
         self._kept: list[Slot] = []
+        #: Slots whose gradients count as zeros.
         self._missing: list[Slot] = []
-        #: The first gradient that lies in the memory of another one, found by ``pack``.
+        #: The first slot whose gradient lies in the memory of another gradient, found by ``pack``.
         self.misplaced: Slot | None = None
-        #: The first gradient that is sparse and must not be, found by ``pack``.
+        #: The first slot whose gradient is sparse although only dense ones can be summed, found by ``pack``.
         self.sparse: Slot | None = None
         self._dense_only = order is not None and not transfer.sparse_as_dense
-        #: The first gradient that has another shape than its slot, found by ``pack``; zeros are sent instead.
+        #: The first slot whose gradient has another shape than the slot, found by ``pack``; zeros are sent instead.
         self.reshaped: Slot | None = None
 
     def covers(self, address: int) -> bool:
@@ -156,7 +159,7 @@ class Bucket:
         return any(low <= address < high for low, high in self.ranges)
 
     def clear(self) -> None:
-        """Fill it with zeros; gradients that lie in it get memory of their own."""
+        """Move gradients that lie in a bucket to memory of their own, then fill the buffer with zeros."""
         for slot in self.slots:
             grad = slot.param.grad
             if grad is not None and grad.layout is torch.strided and self.covers(grad.data_ptr()):
@@ -165,7 +168,7 @@ class Bucket:
         self.sum.clear()
 
     def pack(self) -> None:
-        """Copy every gradient to the buffer; a missing one counts as zero. Those that are there already stay."""
+        """Copy every gradient to the buffer, unless it lies there already. Missing gradients count as zeros."""
         slots, grads = self._sort()
         for slot in self._missing:
             slot.view.zero_()
@@ -179,7 +182,7 @@ class Bucket:
             self.wire[: self.values.numel()].copy_(self.values)
 
     def _sort(self) -> tuple[list[Slot], list[torch.Tensor]]:
-        """Return the slots whose gradients lie elsewhere, and these; note those that lie here, and missing ones."""
+        """Return the slots whose gradients must be copied, and these gradients; record the other slots."""
         slots, grads = [], []
         self._copied, self._kept, self._missing = [], [], []
         low, high = self.ranges[0][0], self.ranges[-1][1]
@@ -194,14 +197,14 @@ class Bucket:
                 continue
             try:
                 address = grad.data_ptr()
-            except RuntimeError:  # a sparse one
+            except RuntimeError:  # a sparse gradient has no address
                 address, grad = -1, grad.to_dense()
                 self.sparse = self.sparse or (slot if self._dense_only else None)
             if address == slot.address:
                 if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype:
                     self._kept.append(slot)
                     continue
-                grad = grad.clone()  # this part of the buffer, transposed
+                grad = grad.clone()  # it is this part of the buffer, but with other strides, shape or dtype
             if grad.shape != slot.shape:
                 self.reshaped = self.reshaped or slot
                 self._missing.append(slot)
@@ -214,7 +217,7 @@ class Bucket:
         return slots, grads
 
     def add_shard(self) -> None:
-        """Add the gradients and the extra scalars to the partial sums: this rank has more shards of this step."""
+        """Add the gradients and the extra scalars to the partial sums, as a shard that is not this rank's last one."""
         if self._staged or self._before != 1:
             self.pack()
             self.sum.add_shard(self._put_all)
@@ -222,16 +225,16 @@ class Bucket:
             self.sum.add_shard(self._put)
 
     def _put_all(self, target: torch.Tensor, add: bool) -> None:
-        """Copy, or ``add``, the buffer to ``target``, another one like it."""
+        """Copy the buffer to ``target``, a buffer of the same size; with ``add``, add it to ``target``."""
         (target.add_ if add else target.copy_)(self.wire)
 
     def _put(self, target: torch.Tensor, add: bool) -> None:
-        """Copy, or ``add``, the gradients and the extra scalars to ``target``, without a copy in the buffer itself."""
+        """Copy the gradients and the extra scalars to ``target``, or ``add`` them to it, without using the own buffer."""
         slots, grads = self._sort()
         parts = self._parts(target)
         for slot in self._missing:
             if add:
-                parts[slot].add_(0.0)  # not left out: it makes 0 of -0
+                parts[slot].add_(0.0)  # needed for equal bits: it changes -0 to 0
             else:
                 parts[slot].zero_()
         targets = [parts[slot] for slot in (*slots, *self._kept)]
@@ -242,7 +245,7 @@ class Bucket:
         (extra.add_ if add else extra.copy_)(self.extra)
 
     def _parts(self, buffer: torch.Tensor) -> dict[Slot, torch.Tensor]:
-        """Return the part of each slot in ``buffer``, which is like the bucket's own."""
+        """Return the part of each slot in ``buffer``, which has the size and dtype of the bucket's own buffer."""
         address = buffer.data_ptr()
         if address not in self._parts_of:
             views = _views(buffer[: self.values.numel()], self._layout)
@@ -250,7 +253,7 @@ class Bucket:
         return self._parts_of[address]
 
     def start(self) -> None:
-        """Start the all-reduce; the gradients' sum is scaled as the transfer says, the extra scalars' is not."""
+        """Start the all-reduce. The sums of the gradients are scaled as the transfer says; the scalars' sums are not."""
         factor = 1.0 if self._narrow else self._after
         self.work = self.sum.start(self.name, factor, self.extra.numel())
 
@@ -266,12 +269,12 @@ class Bucket:
                 self.values.mul_(self._after)
 
     def unpack(self) -> None:
-        """Make every ``param.grad`` its part of the buffer."""
+        """Make every ``param.grad`` a view of its part of the buffer."""
         for slot in self._copied:
             slot.unpack()
         for slot in self._kept:
             grad = slot.param.grad
-            # Another reducer of the same parameter may have put its own there since.
+            # Another reducer of the same parameter may have replaced ``param.grad`` since.
             if grad is None or grad.data_ptr() != slot.address:
                 slot.unpack()
 
@@ -280,7 +283,7 @@ def _views(flat: torch.Tensor, layout: BucketLayout) -> list[torch.Tensor]:
     """Return the parts of a buffer for the places of ``layout``."""
     if layout.dtype.is_complex:
         flat = torch.view_as_complex(flat.view(-1, 2))
-    origin = int(flat.storage_offset())  # which as_strided counts from
+    origin = int(flat.storage_offset())  # as_strided counts from the start of the storage
     return [flat.as_strided(place.shape, place.strides, origin + place.offset) for place in layout.places]
 
 
@@ -292,9 +295,9 @@ def make_buckets(
     transfer: Transfer = AVERAGE,
     order: SumOrder | None = None,
 ) -> list[Bucket]:
-    """Make the buckets ``name.0``, … for ``slots`` (in registration order); the last has ``extra`` scalars. Collective.
+    """Make the buckets ``name.0``, … for ``slots`` (in registration order). Collective; blocks.
 
-    Blocks. Without slots, one bucket without gradients holds the scalars, if there are any.
+    The last bucket has ``extra`` scalars. Without slots, a bucket without gradients has the scalars, if there are any.
     """
     layouts = lay_out([slot.param for slot in slots], transfer)
     if not layouts and extra:

@@ -1,4 +1,4 @@
-"""Former names of options and attributes, which work for one version more."""
+"""Warnings for the deprecated names of options and attributes, which will be removed in version 0.3.0."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import warnings
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that ``old`` is deprecated; ``stacklevel`` as of :func:`warnings.warn`, 3 for the caller's caller."""
+    """Warn that ``old`` is deprecated. ``stacklevel`` is that of :func:`warnings.warn`; 3 is the caller's caller."""
     warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=stacklevel)
 
 
 def renamed_option(old: str, value: int | None, new: str, default: int) -> int:
-    """Return ``value``, with a DeprecationWarning, if the option ``old`` was given; else ``default``, that of ``new``."""
+    """Return ``value``, with a DeprecationWarning, if the option ``old`` was given; else ``default``, ``new``'s value."""
     if value is None:
         return default
     warn_renamed(old, new, stacklevel=4)

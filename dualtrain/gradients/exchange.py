@@ -1,7 +1,8 @@
-"""Send the buckets of one reducer, and wait for them: what every reducer does, whoever decides when.
+"""Send the buckets of one reducer, and wait for them. Every kind of reducer uses this module, and decides when to send.
 
-An exchange holds the layout's buckets, the schedule, the sparse gradients, and what is sent behind the last bucket: the
-caller's scalars, the flag of a rank that refuses, and with ``unused="none"`` which parameters were used.
+An exchange has the layout's buckets, the schedule, the sparse gradients, and the numbers that are sent behind the gradients
+of the last bucket: the caller's scalars, a flag by which a rank refuses to go on (``refusals.py``), and with
+``unused="none"`` one number for each parameter, 1 if this rank used the parameter.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ Unused = Literal["zero", "none"]
 
 
 class Exchange:
-    """The exchange of the gradients of a reducer, round after round.
+    """The exchange of a reducer's gradients, in one round after another.
 
     Args:
-        hooks: the reducer's parameters; after more are added, :meth:`lay_out` is called again.
+        hooks: the reducer's parameters. When parameters were added, :meth:`lay_out` must be called again.
         transfer: how gradients are sent.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         scalars: how many extra scalars are sent behind the last bucket.
-        order: the tree that they are summed along; ``None`` for the order of the backend.
+        order: the tree along which gradients are summed; ``None`` for the backend's own order.
 
     Attributes:
-        extra: (scalars,), where they lie in the last bucket, in its dtype; sums over ranks after a round.
+        extra: the extra scalars, (scalars,), a part of the last bucket in its dtype; after a round, sums over the ranks.
         laid_out: whether there are buckets for all slots.
         reduced: whether the gradients are the result of the last round, as far as the reducer knows.
     """
@@ -58,13 +59,13 @@ class Exchange:
         self.reduced = False
         self._hooks = hooks
         self._backend: Backend | None = None
-        self._used = self.extra[:0]  # behind them and the flag: how many ranks used each parameter
-        self._results: list[tuple[torch.Tensor, int]] = []  # buffers that gradients share, and their versions then
+        self._used = self.extra[:0]  # how many ranks used each parameter; sent behind the extra scalars and the flag
+        self._results: list[tuple[torch.Tensor, int]] = []  # the gradients' buffers, and their versions after a round
 
     # -- the layout -----------------------------------------------------------------------------------------------
 
     def lay_out(self, backend: Backend, name: str) -> None:
-        """Make the buckets for all slots, once the ranks agree on them and on the sparse ones. Collective; blocks."""
+        """Make the buckets, when the ranks have agreed on all slots and the sparse gradients. Collective; blocks."""
         self._backend = backend
         self._hooks.check_devices()
         for slot in self.slots:
@@ -72,7 +73,7 @@ class Exchange:
         dense = [slot for number, slot in enumerate(self.slots) if number not in self.sparse.dims]
         scalars = len(self.extra)
         count = scalars + len(self.slots) * (self.unused == "none")
-        # With the flag that says that a rank cannot go on, unless there are no parameters and nothing is sent at all.
+        # Add one for the flag of a rank that refuses to go on, unless there is nothing else to send.
         buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer, self._order)
         extras = buckets[-1].extra if buckets else torch.zeros(scalars + 1)
         self.extra, flag, self._used = extras[:scalars], extras[scalars : scalars + 1], extras[scalars + 1 :]
@@ -82,21 +83,24 @@ class Exchange:
         self.laid_out = True
 
     def expect_sparse(self, found: Mapping[int, int]) -> None:
-        """Gather these gradients (slot number → sparse dimensions) where sums have no fixed order; else refuse them."""
+        """Gather these sparse gradients (slot number → sparse dimensions) from now on.
+
+        Does nothing if the sum has a fixed order and they are not sent as dense ones: the exchange then refuses them.
+        """
         if self._order is None or self.transfer.sparse_as_dense:
             self.sparse.add(found, self.transfer)
 
     def leave_layout(self, *, host_waits: bool) -> None:
-        """Complete an exchange of zeros in the present layout, before another: some ranks may keep it. Collective; blocks.
+        """Complete an exchange of zeros before the layout is replaced, since ranks that keep it wait. Collective; blocks.
 
         Raises:
-            BackendError: on every rank, if not all of them leave it.
+            BackendError: on every rank, if some ranks keep the layout.
         """
         if self._backend is not None:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, host_waits)
 
     def forget(self) -> None:
-        """Drop the buckets, and an exchange that failed with them: the world was replaced by another one."""
+        """Drop the buckets, and with them an exchange that failed. Called when another world replaces the present one."""
         self.schedule.use([])
         self.schedule.start_round()
         self.laid_out = self.reduced = False
@@ -106,7 +110,7 @@ class Exchange:
     # -- one round ------------------------------------------------------------------------------------------------
 
     def send_next(self, scalars: torch.Tensor | None = None) -> Bucket:
-        """Send the next bucket; does not block. Behind the last one, ``scalars`` replace the extra scalars if given."""
+        """Send the next bucket; does not block. ``scalars``, if given, are sent as extra scalars with the last bucket."""
         assert self._backend is not None
         schedule = self.schedule
         bucket = schedule.take_next()
@@ -125,7 +129,7 @@ class Exchange:
             self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
 
     def add_shard(self, scalars: torch.Tensor | None = None) -> None:
-        """Add the gradients to the partial sums, as one of this rank's shards but the last; drop them. Not collective."""
+        """Add the gradients to the partial sums, as a shard that is not this rank's last; drop them. Not collective."""
         self._load_extra(scalars)
         self.refusals.load_none()
         for bucket in self.schedule.buckets:
@@ -134,13 +138,13 @@ class Exchange:
             slot.param.grad = None
 
     def wait(self, *, host_waits: bool = False) -> bool:
-        """Block until a round whose buckets were all sent has ended; return whether a rank refuses, the same on all.
+        """Block until the round, all of whose buckets were sent, has ended. Return, on every rank, whether a rank refuses.
 
         Args:
-            host_waits: whether the host waits for the result on a GPU anyway.
+            host_waits: whether the host waits anyway for results on a GPU.
 
         Raises:
-            BackendError: a rank failed, did not come within the backend's timeout, or (on a GPU) refuses.
+            BackendError: a rank failed, did not take part within the backend's timeout, or (on a GPU) refuses.
         """
         assert self._backend is not None
         for bucket in self.schedule.buckets:
@@ -148,18 +152,18 @@ class Exchange:
         return self.refusals.flagged(self._backend, self.schedule.buckets, host_waits)
 
     def refuse(self) -> NoReturn:
-        """Raise BackendError with the first reason of all ranks, after a round in which one refused. Collective; blocks."""
+        """Raise BackendError with the first rank's reason, after a round in which a rank refused. Collective; blocks."""
         assert self._backend is not None
         self.refusals.refuse(self._backend, self.schedule.buckets)
 
     def unpack(self) -> None:
-        """Make every ``param.grad`` the result of the round; gathers the sparse gradients. Collective; blocks."""
+        """Make every ``param.grad`` the result of the round, and gather the sparse gradients. Collective; blocks."""
         assert self._backend is not None
         self._share_buckets()
         self.sparse.reduce(self.slots, self._backend, self.transfer, drop_empty=self.unused == "none")
 
     def end_round(self, *, reduced: bool) -> None:
-        """Start the next round; ``reduced``: the gradients are this one's result."""
+        """Start the next round; ``reduced`` says whether the gradients are the result of the round that has ended."""
         self.schedule.start_round()
         self.reduced = reduced
 
@@ -173,7 +177,7 @@ class Exchange:
                     slot.param.grad = None
         self.sparse.restore(self.slots)
         any_grad = any(slot.param.grad is not None for slot in self.slots)
-        # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes, which no public name tells.
+        # Private in torch 2.5 to 2.15: the counter of a tensor's in-place changes has no public name.
         self._results = [(bucket.values, bucket.values._version) for bucket in buckets] if any_grad else []
 
     def is_reduced(self) -> bool:
@@ -183,14 +187,14 @@ class Exchange:
         if all(slot.param.grad is None for slot in self.slots):
             self.reduced = False
         elif any(buffer.is_cpu and buffer._version != version for buffer, version in self._results):
-            # Clipped in place, or zeroed. A GPU's values are not looked at: the host would wait for it.
+            # The gradients were clipped in place, or zeroed. Values on a GPU are not read: the host would wait for them.
             self.reduced = any(has_values(slot.param.grad) for slot in self.slots)
         return self.reduced
 
     def refuse_change(self, slot: Slot) -> None:
-        """Raise BackendError if the bucket of ``slot``, whose gradient came once more in this round, was sent already."""
+        """Raise BackendError if the gradient of ``slot``, which is ready again in this round, was sent already."""
         if slot.bucket is not None and slot.bucket.work is not None:
             raise BackendError(
-                f"the gradient of {slot.name!r} changed after it was sent, in one backward pass: this is what reentrant "
-                "checkpointing does to a parameter used twice; pass use_reentrant=False to torch.utils.checkpoint"
+                f"the gradient of {slot.name!r} changed after it was sent, in the same backward pass: this is what "
+                "reentrant checkpointing does to a parameter used twice; pass use_reentrant=False to torch.utils.checkpoint"
             )

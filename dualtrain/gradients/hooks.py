@@ -29,10 +29,13 @@ class Reducer(Protocol):
     hooks: ParameterHooks
 
     def gradient_ready(self, slot: Slot) -> None:
-        """Handle a gradient that autograd has accumulated. Called for each of them in every backward pass."""
+        """Handle a gradient that autograd has accumulated. Called for each gradient in every backward pass."""
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Handle that the parameter ``name`` was replaced in ``place`` (module id, name); ``None``: by one of ours."""
+        """Handle that a new parameter replaced ``name`` in ``place`` (module id, attribute name).
+
+        ``name`` is ``None`` if the new parameter is one of this reducer's.
+        """
 
 
 class ParameterHooks:
@@ -40,8 +43,8 @@ class ParameterHooks:
 
     Attributes:
         slots: one for each trained parameter, in the order in which they were added.
-        lock: held while a hook runs; ``None`` where all parameters are on one device, and so in one thread.
-        known: ids of all parameters that were added, the frozen ones too.
+        lock: held while a hook runs; ``None`` if all parameters are on one device, since autograd then uses one thread.
+        known: ids of all parameters that were added, including frozen ones.
     """
 
     def __init__(self) -> None:
@@ -52,10 +55,10 @@ class ParameterHooks:
         self._handles: list[RemovableHandle] = []
 
     def add(self, reducer: Reducer, named_parameters: Named) -> int:
-        """Add parameters whose gradients go to ``reducer``, and return how many are trained; frozen ones are kept aside.
+        """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones get no hook yet.
 
         Raises:
-            ValueError: the gradient of one cannot be averaged. None was added.
+            ValueError: a parameter's gradient cannot be averaged; no parameter was added.
         """
         pairs, before = list(named_parameters), len(self.slots)
         for name, p in pairs:
@@ -73,14 +76,14 @@ class ParameterHooks:
         return len(self.slots) - before
 
     def take_unfrozen(self) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters that were frozen when they were added and are not any more; forget them."""
+        """Return parameters that were frozen when they were added and no longer are; forget them."""
         unfrozen = [pair for pair in self._frozen if pair[1].requires_grad]
         if unfrozen:
             self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
         return unfrozen
 
     def check_devices(self) -> None:
-        """Use a lock if the parameters are on several devices now: autograd runs hooks in one thread for each."""
+        """Use a lock if the parameters are on several devices now: autograd has a thread for each device."""
         if self.lock is None and len({slot.param.device for slot in self.slots}) > 1:
             self.lock = threading.RLock()
 
@@ -115,6 +118,11 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
     return hook
 
 
+def reducers_of(p: nn.Parameter) -> list[Reducer]:
+    """Return the reducers that have a hook on ``p``."""
+    return [reducer for ref, _ in _watchers(p) if (reducer := ref()) is not None]
+
+
 def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], str]]:
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
     hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
@@ -122,7 +130,7 @@ def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], st
 
 
 def _observe_replacements() -> None:
-    """Have modules report when a watched parameter is replaced by another one. Done once in a process."""
+    """Make modules report when a new parameter replaces a watched one. Only the first call in a process does anything."""
     global _observing
     if not _observing:
         _observing = True
@@ -139,7 +147,7 @@ def _on_registration(module: nn.Module, name: str, new: Any) -> None:
     for keeper in keepers:
         if keeper is not None:
             keeper.parameter_replaced(place, None)
-    # Ignore a new parameter that is frozen, or that the same reducer watches: it is tied to another one.
+    # Ignore a new parameter that is frozen. Ignore one that the same reducer watches already: the two are tied.
     for ref, old_name in _watchers(old) if new.requires_grad else ():
         reducer = ref()
         if reducer is not None and not any(reducer is keeper for keeper in keepers):

@@ -1,8 +1,8 @@
-"""Which gradient lies where: a pure function of the parameters, so that every rank and every backend has the same.
+"""Which gradient lies where: a pure function of the parameters, so that the layout is the same on all ranks and backends.
 
-Buckets take the parameters in reverse registration order (backward finishes the last layers first). Each has one dtype
-and device and about 25 MB; the first one is smaller, so that sending starts early. Equal buckets, sent in equal order,
-make two backends sum to the same bits.
+Buckets are filled in reverse registration order, since backward finishes the last layers first. Each bucket has one dtype,
+one device and about 25 MB; the first bucket is smaller, so that sending starts early. Two backends can give the same bits
+only if their buckets are equal and are sent in the same order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Transfer:
     """How gradients are sent, the same on every rank.
 
     Attributes:
-        before: a factor on each rank's gradients before they are summed.
-        after: a factor on the sum; ``None`` for 1/size, the average.
-        dtype: what wider floating-point gradients are sent as, such as ``torch.float16``; ``None`` for their own dtype.
-        bucket_bytes: the largest bucket, in bytes; 0 for one gradient each, ``None`` for about 25 MB.
-        groups: parameters that share a bucket, whatever its size.
+        before: factor on each rank's gradients before they are summed.
+        after: factor on the sum; ``None`` for 1/size, which gives the average.
+        dtype: dtype in which wider floating-point gradients are sent, such as ``torch.float16``; ``None`` for their own.
+        bucket_bytes: size of the largest bucket; 0 for buckets of one gradient, ``None`` for about 25 MB.
+        groups: sets of parameters; those of one set share a bucket, whatever its size.
         sparse_as_dense: whether sparse gradients are sent as dense ones, and made sparse again.
     """
 
@@ -51,10 +51,10 @@ class Place:
     """Where one gradient lies in its bucket.
 
     Attributes:
-        number: of the parameter, in registration order.
-        offset: where it starts, in elements of the gradient's dtype.
-        shape: of the gradient.
-        strides: of the gradient, in elements; dense, channels_last included.
+        number: the parameter's number in registration order.
+        offset: where the gradient starts, in elements of its dtype.
+        shape: the gradient's shape.
+        strides: the gradient's strides, in elements; they are dense, but may be those of channels_last.
     """
 
     number: int
@@ -68,10 +68,10 @@ class BucketLayout:
     """The gradients of one bucket, back to back.
 
     Attributes:
-        dtype: of the gradients.
-        device: where they are.
-        places: in the order of their offsets.
-        numel: how many elements they have together.
+        dtype: dtype of the gradients.
+        device: device of the gradients.
+        places: the gradients' places, in the order of their offsets.
+        numel: how many elements the gradients have together.
     """
 
     dtype: torch.dtype
@@ -117,5 +117,5 @@ def _partition(params: Sequence[torch.Tensor], transfer: Transfer) -> list[list[
 
 
 def dense_strides(p: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of ``p`` where it fills its memory without gaps, else those of a dense tensor like it."""
+    """Return the strides of ``p`` if it fills its memory without gaps, else the strides of a dense tensor like it."""
     return tuple(torch.empty_like(p, device="meta").stride())

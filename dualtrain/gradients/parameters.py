@@ -17,7 +17,7 @@ _DTYPE = attrgetter("dtype")
 
 
 def gradient_dtype(p: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the gradient of ``p``, which torch allows to differ from its own."""
+    """Return the dtype of the gradient of ``p``; torch allows it to differ from the dtype of ``p``."""
     return grad_dtype(p) or p.dtype
 
 
@@ -31,13 +31,15 @@ def check_supported(name: str, p: torch.Tensor) -> None:
     elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
         reason = "belongs to FullyShardedDataParallel: each rank has a shard of its own, and no average of them exists"
     elif grad_dtype(p) is None:
-        reason = "has grad_dtype=None (any dtype), but the ranks must know the dtype before: set it to one"
+        reason = (
+            "has grad_dtype=None (any dtype), but the ranks must know the gradient's dtype in advance: set grad_dtype to it"
+        )
     if reason is not None:
         raise ValueError(f"parameter {name!r} {reason}")
 
 
 def warn_of_ddp(model: nn.Module) -> None:
-    """Warn if ``model`` is or has a DistributedDataParallel. Its parameters do not show it."""
+    """Warn if ``model`` is or contains a DistributedDataParallel, which its parameters do not show."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         warnings.warn(
             "the model is in DistributedDataParallel: its gradients would be reduced twice. Give the model itself "
@@ -59,8 +61,8 @@ class Forms:
         self._numels = [p.numel() for p in self._params]
 
     def difference(self) -> str | None:
-        """Return the first parameter that has another form now, for an error message; ``None`` if there is none."""
-        # Whole lists are compared in C: this runs in every step.
+        """Describe, for an error message, the first parameter whose form has changed; ``None`` if there is none."""
+        # This runs in every step, so it compares whole lists, in C.
         params = self._params
         if (
             list(map(_DTYPE, params)) == self._dtypes
@@ -71,7 +73,7 @@ class Forms:
         before = zip(self._dtypes, self._devices, self._shapes, strict=True)
         for name, p, was in zip(self._names, params, before, strict=True):
             now = p.dtype, p.device, p.shape
-            if now != was and p.requires_grad:  # a frozen one takes part as zeros
+            if now != was and p.requires_grad:  # the gradients of frozen parameters count as zeros
                 return (
                     f"parameter {name!r} was {_form(*was)} when its gradient was laid out, and is {_form(*now)} now: "
                     "change it back, or make the optimizer anew after the change"

@@ -9,18 +9,18 @@ import torch
 
 
 class EndOfPass:
-    """A callback for the end of a backward pass; of the outermost one, if it runs inside of others.
+    """Callback for the end of the outermost backward pass that is running.
 
-    Reentrant checkpointing runs a backward pass of its own for every segment. Finishing the reduction at the end of each
-    would send the extra scalars, which are sums by then, once more.
+    Reentrant checkpointing runs an inner backward pass for every segment. If each inner pass ended the reduction, the extra
+    scalars would be sent several times, although they are sums after the first time.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
     def __call__(self) -> None:
-        """Called by autograd at the end of the pass it was queued in."""
-        # Private in torch 2.5 to 2.15: no public name tells whether a backward pass runs inside of another.
+        """Call the function, or wait for the enclosing pass. Autograd calls this at the end of a pass."""
+        # Private in torch 2.5 to 2.15: there is no public way to find out whether a backward pass runs inside of another.
         node = torch._C._current_autograd_node()
         if node is None:
             self._call()

@@ -1,8 +1,9 @@
 """Average gradients over the ranks while backward still runs.
 
-Autograd finishes a parameter's gradient → its hook marks it ready → its bucket is complete and next in line: one
-``start_sum``, while backward goes on → at the end of backward: wait; the sum was scaled by 1/size. From then on
-``param.grad`` is the average on every rank, so that clipping, unscaling and reading it need no further call.
+When autograd finishes a parameter's gradient, the parameter's hook marks it ready. When the next bucket in line is
+complete, ``start_sum`` sends it, while backward goes on. The end of backward waits for all sums, which are scaled by
+1/size. From then on ``param.grad`` is the average on every rank, so that clipping, unscaling and reading it need no
+further call.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class GradientReducer:
     """Averages the gradients of some parameters over the ranks of a backend, in backward.
 
     Args:
-        named_parameters: (name, parameter) pairs, the same on every rank. Frozen ones may be among them, and are
-            reduced from the step on in which they are unfrozen.
+        named_parameters: (name, parameter) pairs, the same on every rank. Some may be frozen; these are reduced from the
+            step on in which they are unfrozen.
         backend: the ranks to average over.
         unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, Horovod's rule: weight decay
             and momentum still apply), or none at all (``"none"``, DDP's). A parameter that only some ranks used gets the
@@ -43,21 +44,21 @@ class GradientReducer:
         passes: backward passes that are summed locally before the ranks exchange anything.
         extra: how many scalars of the caller's own are sent along and summed over ranks (see :attr:`extra`).
         transfer: how gradients are sent: the factors around the sum (the average by default), their dtype, the buckets.
-        order: the tree along which the sum is made, so that its bits do not depend on backend and transport; the shards of
-            the tree are what is averaged (see :meth:`add_shard`). ``None`` for the order of the backend.
+        order: the tree along which gradients are summed, so that the bits do not depend on backend and transport. The
+            average is then over the tree's shards (see :meth:`add_shard`). ``None`` for the backend's own order.
         carry: the former name of ``extra``; deprecated.
 
     The first reduction is collective in two more ways: the ranks compare their layouts (a difference raises
-    BackendError, naming the parameter), and they agree on which parameters have sparse gradients; of those the indices
-    and values are gathered. ``param.grad`` is a view into a buffer that the next backward overwrites; assign to it or to
-    its ``.data`` as you like. Keep the reducer as long as the model trains: the hooks on its parameters do not keep it.
+    BackendError, naming the parameter), and they agree on which parameters have sparse gradients, whose indices and values
+    are gathered. ``param.grad`` is a view into a buffer that the next backward overwrites; assign to it or to its ``.data``
+    as you like. Keep a reference to the reducer as long as the model trains; the hooks on its parameters do not keep one.
 
     Attributes:
-        extra: float64, (extra,), on the CPU: this rank's scalars, to be set before the next reduction; after it their
-            sums over ranks. They are summed in the precision of the gradients.
+        extra: float64, (extra,), on the CPU. Set this rank's scalars before a reduction; after it they are the sums over
+            the ranks. They are summed in the precision of the gradients.
 
     Raises:
-        ValueError: an option out of its bounds, or a parameter whose gradient cannot be averaged.
+        ValueError: an option is out of its bounds, or the gradient of a parameter cannot be averaged.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class GradientReducer:
             raise ValueError(f"the {backend.name} backend does not carry {transfer.dtype}: compress to float16")
         if order is not None and (transfer.dtype is not None or len(order.ranges) != backend.size):
             raise ValueError(
-                "the fixed order of a sum is made for the backend's size, and for gradients in their own dtype"
+                "a fixed order of the sum must be made for the backend's size, and needs gradients in their own dtype"
             )
         if passes < 1:
             raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
         extra = renamed_option("carry", carry, "extra", extra)
         self.backend = backend
-        # Two reducers may have their first bucket under way at once, and Horovod tells them apart by name.
+        # Two reducers may send their first buckets at the same time, and Horovod matches operations by name.
         self.name = f"gradients.{next(_NUMBERS.setdefault(backend, itertools.count()))}"
         self.passes = passes
         self.extra = torch.zeros(extra, dtype=torch.float64, device="cpu")
@@ -96,7 +97,7 @@ class GradientReducer:
         self._closed = False
         self._paused = False
         self._seen = 0  # backward passes since the last reduction
-        #: The callback for the end of the pass that is running; dead if that pass failed: autograd has dropped it then.
+        #: The callback for the end of the running pass. The reference is dead if the pass failed: autograd has dropped it.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self.add(named_parameters)
 
@@ -117,10 +118,10 @@ class GradientReducer:
         return self._exchange.schedule.buckets
 
     def add(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Reduce these parameters too, from the next backward on. Every rank adds the same.
+        """Reduce these parameters too, from the next backward on. Every rank must add the same parameters.
 
         Raises:
-            ValueError: the gradient of one cannot be averaged. None was added.
+            ValueError: a parameter's gradient cannot be averaged; no parameter was added.
         """
         if self.hooks.add(self, named_parameters):
             self._exchange.laid_out = False
@@ -130,14 +131,14 @@ class GradientReducer:
         self._exchange.refusals.optimizer = optimizer
 
     def close(self) -> None:
-        """Remove the hooks: gradients of later backward passes stay this rank's own. May be called again. On every rank."""
+        """Remove the hooks, so that later backward passes average nothing. Call it on every rank. May be repeated."""
         self._closed = True
         self._turns.leave(self._number)
         self.hooks.remove()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside only accumulate; the next one outside (or ``reduce``) sends the sum."""
+        """Inside the block, backward passes only accumulate; the next pass after it, or ``reduce``, sends the sum."""
         paused, self._paused = self._paused, True
         try:
             yield
@@ -145,13 +146,13 @@ class GradientReducer:
             self._paused = paused
 
     def reduce(self) -> None:
-        """Make every ``param.grad`` the average over ranks, unless it is already. Collective; blocks.
+        """Make every ``param.grad`` the average over ranks, unless it is the average already. Collective; blocks.
 
-        Backward calls it at its end. ``step`` calls it once more, for a rank that had no backward at all (it counts as
-        zeros).
+        Backward calls it at its end. ``step`` calls it once more, since a rank may have had no backward at all; its
+        gradients count as zeros.
 
         Raises:
-            BackendError: a rank failed, did not come within the backend's timeout, or has other parameters.
+            BackendError: a rank failed, did not take part within the backend's timeout, or has other parameters.
             RuntimeError: the reducer was closed.
         """
         if self.is_reduced():
@@ -164,12 +165,12 @@ class GradientReducer:
 
     @property
     def steps(self) -> int:
-        """The number of steps that the optimizer which uses the gradients has taken."""
+        """How many steps the optimizer has taken with these gradients."""
         return self._exchange.refusals.steps
 
     @property
     def is_due(self) -> bool:
-        """Whether a bucket was sent already, or the backward pass that ends has given gradients to send."""
+        """Whether a bucket was sent already, or the backward pass that ends now has produced gradients to send."""
         ended = self._ending is not None and self._ending() is not None and self._seen >= self.passes
         return ended or self._exchange.schedule.next > 0
 
@@ -188,10 +189,10 @@ class GradientReducer:
         self._start_over(reduced=True)
 
     def begin_shards(self) -> None:
-        """Begin a step in which ranks have several shards. Collective where the buckets are to be made; blocks.
+        """Begin a step in which ranks have several shards. Collective if buckets must be made; blocks.
 
         Raises:
-            BackendError: a step that failed has sent a part of its gradients.
+            BackendError: an earlier backward pass failed after it had sent some of its gradients.
         """
         self._forget_failed_pass()
         self._use_layout()
@@ -205,13 +206,13 @@ class GradientReducer:
             self._lay_out()
 
     def add_shard(self) -> None:
-        """Add this rank's gradients and :attr:`extra` to the sum as those of its next shard but the last; drop them.
+        """Add this rank's gradients and :attr:`extra` to the partial sums, as its next shard; drop the gradients.
 
-        For a reducer with ``order``, after :meth:`begin_shards`, and after backward passes in :meth:`no_sync`. The next
-        reduction takes the last shard's gradients. Not collective.
+        Not for a rank's last shard, which the next reduction adds. The reducer needs an ``order``; call
+        :meth:`begin_shards` before, and run the shard's backward passes in :meth:`no_sync`. Not collective.
 
         Raises:
-            RuntimeError: this rank has no shard left besides its last one.
+            RuntimeError: all of this rank's shards but the last were added already.
         """
         self._exchange.add_shard(self._scalars)
         self._exchange.reduced = False
@@ -225,12 +226,12 @@ class GradientReducer:
         return self._exchange.is_reduced()
 
     def renew(self, *, stepped: bool = False) -> None:
-        """Let ``reduce`` start from ``param.grad`` next: the gradients were used, by a step (``stepped``) or otherwise."""
+        """Make the next ``reduce`` start from ``param.grad``, since the averages were used, by a step if ``stepped``."""
         self._exchange.reduced = False
         self._exchange.refusals.steps += stepped
 
     def forget(self, backend: Backend) -> None:
-        """Drop an exchange that failed, and go on with another backend: layouts are compared anew."""
+        """Drop an exchange that failed, and go on with another backend, whose ranks compare their layouts again."""
         self.backend = backend
         self._exchange.forget()
         self._seen, self._ending = 0, None
@@ -238,11 +239,11 @@ class GradientReducer:
     # -- during backward ------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse to go on while a module has a new parameter in ``place`` instead of ``name``; ``None`` takes it back."""
+        """Refuse to go on while a new parameter replaces ``name`` in ``place``; ``None`` ends the refusal."""
         self._exchange.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:
-        """Mark a gradient ready, and send the buckets that are complete. All that is done for each gradient in a step."""
+        """Mark a gradient ready, and send the buckets that are complete. No other code runs per gradient and step."""
         exchange = self._exchange
         exchange.reduced = False
         if self._paused:
@@ -250,10 +251,10 @@ class GradientReducer:
         if self._ending is None or self._ending() is None:
             self._begin_pass()
         if self._seen < self.passes or not exchange.laid_out:
-            return  # summed locally, or the first reduction: nothing is sent before the layouts were compared
+            return  # a pass that is only summed locally, or the first reduction, which has to compare the layouts before
         bucket = slot.bucket
         if bucket is None:
-            return  # sparse: it is sent at the end
+            return  # a sparse gradient, which is sent at the end
         schedule = exchange.schedule
         if slot.ready_in_round == schedule.round:
             exchange.refuse_change(slot)
@@ -279,7 +280,7 @@ class GradientReducer:
         at_end_of_pass(end_pass)
 
     def end_pass(self) -> None:
-        """End the backward pass that is running: all its gradients are there."""
+        """Handle the end of the running backward pass: all its gradients are ready."""
         self._ending = None
         if self._seen >= self.passes:
             self.reduce()
@@ -288,7 +289,8 @@ class GradientReducer:
         if self._exchange.schedule.next:
             raise BackendError(
                 f"an earlier backward pass failed on rank {self.backend.rank}, after some of its gradients had been sent: "
-                "call synchronize() on the ranks where it failed, to end the exchange, and drop these gradients on all"
+                "call synchronize() on the ranks where it failed, to end the exchange, and drop these gradients on every "
+                "rank"
             )
         self._exchange.schedule.forget_ready()
 

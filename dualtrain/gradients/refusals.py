@@ -1,4 +1,4 @@
-"""Why a rank cannot average its gradients any more, and how all ranks are told.
+"""Find out why a rank cannot average its gradients any more, and raise the same error on all ranks.
 
 Only the rank itself can see that the user changed a parameter or the optimizer after the buckets were made. It sends a
 flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same error. No
@@ -31,12 +31,12 @@ _SAME_STEPS = "step or skip on all ranks alike, and call optimizer.zero_grad() a
 class Refusals:
     """The checks of a reducer in every exchange.
 
-    The flag is NaN if this rank has a reason; else infinite, positive after an odd number of optimizer steps and negative
-    after an even one. The sum over ranks of any size and dtype is NaN if a rank has a reason, or if some ranks have taken a
-    step that others have not: by then their weights differ.
+    Each rank sends a flag: NaN if it has a reason to refuse; otherwise infinity after an odd number of optimizer steps, and
+    minus infinity after an even number. The sum of the flags is NaN, for any dtype and number of ranks, if a rank has a
+    reason, or if some ranks have taken a step that others have not, so that their weights differ.
 
     Attributes:
-        optimizer: the one whose param_groups must not get other parameters than ``known``; ``None`` for no check.
+        optimizer: the optimizer whose param_groups must have no parameters but those in ``known``; ``None`` for no check.
         known: ids of the reducer's parameters, which the reducer keeps alive.
         steps: the number of steps that the optimizer has taken on this rank.
     """
@@ -46,7 +46,7 @@ class Refusals:
         self.optimizer: torch.optim.Optimizer | None = None
         self.known = known
         self._forms = Forms([])
-        self._in_groups: list[list[torch.Tensor]] = []  # the optimizer's parameters, when they were all known
+        self._in_groups: list[list[torch.Tensor]] = []  # the optimizer's parameters, when all of them were known last
         self._replaced: dict[tuple[int, str], str] = {}  # where modules have new parameters → name of the old one
         self._flag = torch.zeros(1)
         self._late: _LateFlag | None = None
@@ -56,7 +56,7 @@ class Refusals:
         self._forms, self._flag, self._late = Forms(named), flag, None
 
     def replace(self, place: tuple[int, str], name: str | None) -> None:
-        """Note that the parameter ``name`` was replaced in ``place`` by a new one; ``None``: by one of ours."""
+        """Record that a new parameter replaced ``name`` in ``place``; ``None`` if it is one of the reducer's own."""
         if name is None:
             self._replaced.pop(place, None)
         else:
@@ -67,10 +67,10 @@ class Refusals:
         for bucket in buckets:
             if bucket.misplaced is not None:
                 name = bucket.misplaced.name
-                return f"the gradient of {name!r} lies in the memory of another one: assign a copy of it (clone())"
+                return f"the gradient of {name!r} lies in the memory of another gradient: assign a copy of it (clone())"
             if bucket.sparse is not None:
                 return (
-                    f"the gradient of {bucket.sparse.name!r} is sparse, and only dense ones have a fixed order of the sum: "
+                    f"the gradient of {bucket.sparse.name!r} is sparse, and only dense ones have sums in a fixed order: "
                     "give its module sparse=False, or leave sum_order (virtual_ranks) out"
                 )
             if bucket.reshaped is not None:
@@ -83,7 +83,7 @@ class Refusals:
             return (
                 f"parameter {next(iter(self._replaced.values()))!r} was replaced in its module by a new one "
                 "(load_state_dict(assign=True), or an assignment), which the optimizer does not have: make the optimizer "
-                "after that"
+                "after the replacement"
             )
         return self._forms.difference() or self._unknown()
 
@@ -92,7 +92,7 @@ class Refusals:
             return None
         groups = self.optimizer.param_groups
         in_groups = [group["params"] for group in groups]
-        # In C, twice in every step. Not ==, which compares the values of tensors.
+        # This runs twice in every step, so it compares in C; with ``is``, since == compares the values of tensors.
         as_many = list(map(len, in_groups)) == list(map(len, self._in_groups))
         if as_many and all(map(is_, chain(*in_groups), chain(*self._in_groups))):
             return None
@@ -103,7 +103,7 @@ class Refusals:
                         f"group {number} parameter {i} {tuple(p.shape)} came into the optimizer's param_groups after the "
                         "optimizer was wrapped: use add_param_group on every rank"
                     )
-        if self.known.issuperset(map(id, chain(*in_groups))):  # one that is frozen may be unfrozen later
+        if self.known.issuperset(map(id, chain(*in_groups))):  # an unknown frozen parameter may be unfrozen later
             self._in_groups = [list(params) for params in in_groups]
         return None
 
@@ -125,10 +125,10 @@ class Refusals:
         self._flag.zero_()
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], host_waits: bool) -> bool:
-        """Return whether a rank has refused in the exchange that has ended; the same on every rank.
+        """Return, on every rank, whether a rank has refused in the exchange that has ended.
 
-        On a GPU, where the host does not wait for the exchange anyway, raises BackendError instead: at once on the rank
-        that has the reason, one step later on the others.
+        With gradients on a GPU, the host reads the flag only if it waits for the exchange anyway. If it does not, this
+        raises BackendError instead: at once on the rank that has the reason, one step later on the others.
         """
         if not buckets:
             return False
@@ -147,13 +147,14 @@ class Refusals:
         return False
 
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, host_waits: bool) -> None:
-        """Complete an exchange of zeros in the layout that this rank leaves; ``sent`` of its buckets were sent before.
+        """Complete an exchange of zeros in the layout that this rank leaves. Collective; blocks.
 
-        A rank that keeps the layout waits for that exchange, and sees from the flag that this one does not. Collective;
-        blocks. Does nothing on a GPU where the host does not wait for the exchange, nor the other ranks for a reason.
+        A rank that keeps the layout waits for this exchange, and learns from the flag that this rank leaves it. Does
+        nothing with gradients on a GPU if the host does not wait for the exchange: the other ranks do not compare reasons
+        then. The first ``sent`` buckets were sent before.
 
         Raises:
-            BackendError: on every rank, if not all of them leave it.
+            BackendError: on every rank, if some ranks keep the layout.
         """
         if not buckets or not (self._flag.is_cpu or host_waits):
             return
@@ -170,19 +171,19 @@ class Refusals:
             _raise_first(states)
 
     def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:
-        """Raise BackendError with the first reason of all ranks. Collective."""
+        """Raise BackendError with the reason of the first rank that has one. Collective."""
         mine = self.reason(buckets)
         for bucket in buckets:
             bucket.misplaced = bucket.reshaped = bucket.sparse = None
         _raise_first(self._exchange_reasons(backend, mine))
 
     def _exchange_reasons(self, backend: Backend, mine: str | None) -> list[tuple[str | None, int]]:
-        """Return every rank's reason, and the number of its optimizer's steps. Collective; blocks."""
+        """Return every rank's reason and number of optimizer steps. Collective; blocks."""
         return backend.allgather_object((mine, self.steps), name="refused parameters")
 
 
 def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
-    """Raise BackendError with the first reason among those of all ranks."""
+    """Raise BackendError with the reason of the first rank that has one, or with the numbers of steps that differ."""
     for rank, (reason, _) in enumerate(states):
         if reason is not None:
             raise BackendError(f"rank {rank}: {reason}")
@@ -193,22 +194,22 @@ def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
                 f"rank 0 has taken {first} steps of an optimizer, and rank {rank} {steps}: their weights differ; "
                 + _SAME_STEPS
             )
-    raise BackendError("a rank could not average its gradients, for a reason that is gone")
+    raise BackendError("a rank could not average its gradients, for a reason that no longer exists")
 
 
 class _LateFlag:
-    """A flag on a GPU that the host reads one step later, so that it does not wait for it."""
+    """A flag on a GPU that the host reads one step later, so that the host does not wait for the GPU."""
 
     def __init__(self, flag: torch.Tensor) -> None:
         self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def copy(self, flag: torch.Tensor) -> None:
-        """Start to copy ``flag`` to the host, after :meth:`raised` has looked at the one before."""
+        """Start to copy ``flag`` to the host; :meth:`raised` has read the previous flag before."""
         self._value.copy_(flag, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(flag.device))
 
     def raised(self) -> bool:
-        """Return whether it was set. Blocks until the last copy has ended."""
+        """Return whether the flag that was copied last is set. Blocks until that copy has ended."""
         self._copied.synchronize()
         return math.isnan(self._value.item())

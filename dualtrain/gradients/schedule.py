@@ -1,7 +1,7 @@
-"""Which bucket is sent next: the order of the layout, on every rank, whatever order its own backward has.
+"""Which bucket is sent next: every rank sends them in the order of the layout, whichever is complete first.
 
-Bucket k is sent when it is complete and the k buckets before it were sent. Those that never become complete, because
-backward did not reach one of their parameters, are sent at the end.
+Bucket k is sent when it is complete and the k buckets before it were sent. Buckets that never become complete, because
+backward did not reach one of their parameters, are sent at the end of backward.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Schedule:
     """The buckets of a layout, exchanged in one round after another. Communicates nothing itself.
 
     Attributes:
-        buckets: in the order in which they are sent.
-        next: the number of the first one that was not sent in this round.
+        buckets: the buckets in the order in which they are sent.
+        next: the number of the first bucket that was not sent in this round.
         round: the number of this round, from 1.
     """
 
@@ -52,7 +52,7 @@ class Schedule:
         return bucket
 
     def forget_ready(self) -> None:
-        """Forget which gradients are ready: their backward pass failed. Only for a round in which no bucket was sent."""
+        """Forget which gradients are ready, after a backward pass that failed before it sent a bucket."""
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
         self.round += 1

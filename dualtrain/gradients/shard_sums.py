@@ -1,7 +1,7 @@
-"""How the gradients in a bucket become one sum: over the ranks as the backend adds them, or over shards along a tree.
+"""Sum the gradients in a bucket: over the ranks in the backend's order, or over shards along a tree.
 
-With a tree, a rank has several shards of a step, one after another. Their partial sums are kept in buffers of their own,
-and only those that cannot be added up on this rank are exchanged.
+With a tree, a rank computes several shards of a step, one after another, and keeps their partial sums in buffers. It adds
+up as many of them as the tree allows; only the remaining ones are exchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.sum_order import SumOrder
 
-#: Writes a shard's gradients to a buffer like the bucket's: added to what it holds, if the second argument is true.
+#: Function that writes a shard's gradients to a buffer, or adds them to its content if the second argument is true.
 Put = Callable[[torch.Tensor, bool], None]
 
 
@@ -25,20 +25,20 @@ class BucketSum(Protocol):
     shards: int
 
     def begin(self) -> None:
-        """Forget the shards of a step that was not completed."""
+        """Forget shards that were added in a step that was not completed."""
 
     def add_shard(self, put: Put) -> None:
-        """Add to the partial sums what ``put`` writes: a shard of this rank that is not its last. Not collective."""
+        """Add a shard, which ``put`` writes, to the partial sums; not for a rank's last shard. Not collective."""
 
     def clear(self) -> None:
-        """Make all shards of this rank but the last one zeros."""
+        """Replace all shards of this rank but the last one by zeros."""
 
     def start(self, name: str, factor: float, tail: int) -> Work[None]:
-        """Start the sum of the buffer, this rank's last shard, and all others; see ``Backend.start_sum``."""
+        """Start the sum of all shards; the buffer holds this rank's last shard. See ``Backend.start_sum``."""
 
 
 class RankSum:
-    """The sum over the ranks, which have one shard each, in the order that the backend adds in."""
+    """The sum over the ranks, which have one shard each, in the backend's own order."""
 
     def __init__(self, backend: Backend, wire: torch.Tensor) -> None:
         self.shards = backend.size
@@ -63,7 +63,7 @@ class ShardSums:
     """The sum over all shards along the tree of ``order``.
 
     Args:
-        backend: the ranks; chooses the memory of the partial sums. Collective.
+        backend: the ranks; it allocates the memory of the partial sums, which is collective.
         wire: the bucket's buffer.
         order: which shards this rank has.
     """
@@ -73,7 +73,7 @@ class ShardSums:
         self._backend, self._wire, self._order = backend, wire, order
         self._merges = order.merges[backend.rank]
         self._partial = [backend.new_buffer(wire.numel(), wire.dtype, wire.device) for _ in range(order.buffers)]
-        self._kept, self._added = 0, 0  # partial sums and shards in this step
+        self._kept, self._added = 0, 0  # how many partial sums are kept, and how many shards were added, in this step
 
     def begin(self) -> None:
         """See :class:`BucketSum`."""

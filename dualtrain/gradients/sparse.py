@@ -1,4 +1,4 @@
-"""Sparse gradients: their indices and values are gathered, or they are sent as dense ones and made sparse again."""
+"""Sparse gradients: their indices and values are gathered, or they are sent as dense gradients and made sparse again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SparseGradients:
     """Which parameters have sparse gradients, the same on every rank.
 
     Attributes:
-        dims: slot number → number of sparse dimensions, of gradients that are gathered.
-        dims_as_dense: the same, of gradients that are sent as dense ones.
+        dims: slot number → number of sparse dimensions, for gradients that are gathered.
+        dims_as_dense: the same for gradients that are sent as dense ones.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class SparseGradients:
         self.dims_as_dense: dict[int, int] = {}
 
     def add(self, found: Mapping[int, int] | Iterable[tuple[int, int]], transfer: Transfer) -> None:
-        """Add what a rank, or all ranks, found."""
+        """Add sparse gradients that were found on a rank, as slot number → number of sparse dimensions."""
         (self.dims_as_dense if transfer.sparse_as_dense else self.dims).update(found)
 
     def restore(self, slots: Sequence[Slot]) -> None:
@@ -36,10 +36,10 @@ class SparseGradients:
 
     @torch.no_grad()
     def reduce(self, slots: Sequence[Slot], backend: Backend, transfer: Transfer, *, drop_empty: bool) -> None:
-        """Sum the other sparse gradients over the ranks, and scale them as ``transfer`` says. Collective; blocks.
+        """Sum the gradients of ``dims`` over the ranks, and scale them as ``transfer`` says. Collective; blocks.
 
         Args:
-            slots: those of the reducer.
+            slots: the reducer's slots.
             backend: the ranks.
             transfer: the factors.
             drop_empty: whether a gradient without values on any rank becomes ``None``.
@@ -61,13 +61,13 @@ class SparseGradients:
 
 
 def sparse_dims(slots: Sequence[Slot]) -> dict[int, int]:
-    """Return slot number → number of sparse dimensions, of the gradients that are sparse on this rank."""
+    """Return slot number → number of sparse dimensions for the gradients that are sparse on this rank."""
     grads = [slot.param.grad for slot in slots]
     return {number: grad.sparse_dim() for number, grad in enumerate(grads) if grad is not None and grad.is_sparse}
 
 
 def has_values(grad: torch.Tensor | None) -> bool:
-    """Return whether a gradient has an element other than zero (a sparse one: any stored element)."""
+    """Return whether a gradient has an element other than zero, or a sparse gradient any stored element."""
     if grad is None:
         return False
     # torch 2.5 to 2.15 has no public name for the number of stored elements of an uncoalesced tensor.
@@ -75,5 +75,5 @@ def has_values(grad: torch.Tensor | None) -> bool:
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    # With its default, torch warns that the check of the indices is off.
+    # Without ``check_invariants=False``, torch warns that it does not check the indices.
     return torch.sparse_coo_tensor(indices, values, like.shape, device=like.device, check_invariants=False).coalesce()

@@ -1,8 +1,8 @@
 """The order in which several gradient reducers of one backend exchange their buckets.
 
-Operations on a backend are matched by their order, but backward reaches two reducers in one order on this rank and in
-another on that one, or only one of the two. So where a backend has several reducers, the ranks agree at the end of a
-backward pass on the reducers that have gradients on any rank, and all ranks exchange these, in one order.
+Operations on a backend are matched by their order. But backward may reach two reducers in a different order on each rank,
+or only one of them on some ranks. So if a backend has several reducers, the ranks agree at the end of a backward pass on
+the reducers that have gradients on any rank, and all ranks exchange these reducers' gradients in the same order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Member(Protocol):
 
 
 class Turns:
-    """The reducers of ``backend`` that were made and not closed, on every rank the same."""
+    """The reducers of ``backend`` that are not closed, the same on every rank."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)
@@ -46,13 +46,13 @@ class Turns:
         self._first = 0  # number of the reducer that sends its buckets before the others
 
     def enter(self, member: Member) -> int:
-        """Register a reducer, in the same order on every rank; return its number: the lowest that is free."""
+        """Register a reducer, in the same order on every rank; return its number, the lowest free one."""
         number = next(each for each in itertools.count() if each not in self._members)
         self._members[number] = weakref.ref(member)
         return number
 
     def leave(self, number: int) -> None:
-        """Remove a reducer that was closed, on every rank; may be repeated. One that was collected leaves by itself."""
+        """Remove a closed reducer, on every rank; may be repeated. :meth:`due` removes reducers that were dropped."""
         self._members.pop(number, None)
 
     def may_send(self, number: int) -> bool:
@@ -63,7 +63,7 @@ class Turns:
         """Return the reducers that exchange gradients together with reducer ``number``. Collective if there are several.
 
         Raises:
-            BackendError: the ranks are in different calls, or this one has dropped a reducer that another one uses.
+            BackendError: the ranks are in different calls, or a rank has dropped a reducer that another rank uses.
         """
         backend = self._backend()
         if backend is None or len(self._members) < 2:
@@ -84,7 +84,7 @@ class Turns:
         return [each for each in members if each is not None]
 
     def _state(self, number: int) -> int:
-        """Three sets of reducers on this rank: those to exchange, those that took an odd number of steps, dropped ones."""
+        """Return three sets of this rank's reducers: to exchange, with an odd number of steps taken, and dropped."""
         due = odd = dropped = 0
         for each, ref in self._members.items():
             member = ref()
@@ -104,7 +104,7 @@ class Turns:
             )
 
     def _refuse_other_order(self, wanted: int, odd: list[int]) -> None:
-        """Raise BackendError if ranks are a step apart: they would average the gradients of two steps."""
+        """Raise BackendError if some ranks are a step ahead: they would average gradients of different steps."""
         if len({each & wanted for each in odd}) > 1:
             raise BackendError(
                 "the optimizers have not taken the same steps on every rank: step them in the same order on all ranks, or "

@@ -1,12 +1,21 @@
-"""Run an unmodified Horovod script on torch.distributed, or list what would differ there.
+"""Run an unmodified Horovod script on torch.distributed, or list and repair what would differ there.
 
 usage: torchrun --nproc_per_node=N -m dualtrain.horovodize SCRIPT [ARGUMENT…]
        torchrun --nproc_per_node=N -m dualtrain.horovodize -m MODULE [ARGUMENT…]
        python -m dualtrain.horovodize --check SCRIPT [SCRIPT…]
+       python -m dualtrain.horovodize --fix [--diff] SCRIPT [SCRIPT…]
+       python -m dualtrain.horovodize --prove [OPTION…] SCRIPT [ARGUMENT…]
+       python -m dualtrain.horovodize --recorder
 
 Instead of torchrun you can use mpirun, srun or plain python. --check does not run the scripts: it prints one line for each
 finding, "differs" (works, but not as on Horovod), "trap" (a known mistake, on Horovod too) or "unsupported". Its exit
 status is 0 if all findings are "differs", 1 if there are others, 2 if a file cannot be read.
+
+--fix changes the scripts where that is safe, leaves every other byte as it is, and lists what is left; the exit status
+is that of --check for what is left. --diff prints the changes, for patch, and writes nothing.
+
+--prove runs the script on Horovod and on torch.distributed, and compares weights and speed (--prove --help). --recorder
+prints the program that records a script where Horovod is and dualtrain is not.
 """
 
 from __future__ import annotations
@@ -31,6 +40,18 @@ def main(arguments: Sequence[str]) -> int:
         from dualtrain.horovodize.check import check
 
         return check(rest)
+    if first == "--fix":
+        from dualtrain.horovodize.fix import fix
+
+        return fix(rest)
+    if first == "--prove":
+        from dualtrain.horovodize.prove.command import prove
+
+        return prove(rest)
+    if first == "--recorder":
+        from dualtrain.horovodize.prove.command import print_recorder
+
+        return print_recorder()
     world = World()
     try:
         world = detect_world()
@@ -45,7 +66,8 @@ def _load(first: str, rest: list[str]) -> Program:
     if not first:
         raise UserError("no script was given: name one, or see --help")
     if first.startswith("-") and first != "-m":
-        raise UserError(f"unknown option {first!r}: known are -m, --check, --help; options of the script follow its name")
+        known = "-m, --check, --fix, --prove, --recorder, --help"
+        raise UserError(f"unknown option {first!r}: known are {known}; options of the script follow its name")
     if first == "-m" and not rest:
         raise UserError("-m was given without a module: name one, or see --help")
     wanted = os.environ.get("DUALTRAIN_BACKEND", "")

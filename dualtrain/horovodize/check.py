@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dualtrain.console import show
 from dualtrain.errors import UserError
-from dualtrain.files import read_text
+from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.rules import RULES
+from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Finding, Source
 
 _LEVELS = ("trap", "unsupported", "differs")
@@ -22,49 +23,44 @@ def check(files: Sequence[str]) -> int:
         if options or not files:
             what = f"unknown option {options[0]!r}" if options else "--check was given no script"
             raise UserError(f"{what}: name the scripts to read, or see --help")
-        texts = {name: _read(name) for name in files}
-        # The files are parts of one program: one may wrap the optimizer that another one steps.
-        wrapped = set().union(*(_parse(name, text).own_wrapped for name, text in texts.items()))
-        sources = {name: _parse(name, text, wrapped) for name, text in texts.items()}
+        sources = {name: source for name, (_, source) in parse_scripts(files).items()}
     except UserError as error:
         show(f"dualtrain: error: {error}", sys.stderr)
         return 2
-    levels: Counter[str] = Counter()
-    for name, source in sources.items():
-        for finding in findings(source):
+    found = {name: findings(source) for name, source in sources.items()}
+    for name, of_file in found.items():
+        for finding in of_file:
             show(f"{name}:{finding.line}: [{finding.level}] {finding.message}")
-            levels[finding.level] += 1
-    show(_summary(sources, levels))
-    return 1 if levels["trap"] or levels["unsupported"] else 0
+    everything = [finding for of_file in found.values() for finding in of_file]
+    repairs = sum(bool(finding.edits) for finding in everything)
+    more = f"; --fix repairs {repairs} of them" if repairs else ""
+    show(f"{summary(sources.values(), everything)}{more}")
+    return status(everything)
 
 
 def findings(source: Source) -> list[Finding]:
-    """Return the findings of all rules in one script, sorted by line, without duplicates."""
-    return sorted({finding for rule in RULES for finding in rule(source)})
+    """Return the findings of all rules in one script, sorted by line, without duplicates.
+
+    Lines that run only where Horovod is not used have none.
+    """
+    if not source.uses_horovod and not source.wrapped:
+        return []
+    off = Guards(source).lines_without_horovod()
+    found = {finding[:3]: finding for rule in RULES for finding in rule(source) if finding.line not in off}
+    return sorted(found.values())
 
 
-def _summary(sources: dict[str, Source], levels: Counter[str]) -> str:
+def status(found: Iterable[Finding]) -> int:
+    """Return the exit status: 1 if anything is worse than "differs"."""
+    return 1 if any(finding.level != "differs" for finding in found) else 0
+
+
+def summary(sources: Iterable[Source], found: Iterable[Finding]) -> str:
+    """Return how many files were read, and how many findings of each level there are."""
+    sources, levels = list(sources), Counter[str](finding.level for finding in found)
     read = f"{len(sources)} file{'s' * (len(sources) > 1)} read"
-    if not any(source.uses_horovod for source in sources.values()):
+    if not any(source.uses_horovod for source in sources):
         return f"{read}: no use of Horovod found"
     counted = {"trap": f"{levels['trap']} trap{'s' * (levels['trap'] != 1)}"}
-    found = [counted.get(level, f"{levels[level]} {level}") for level in _LEVELS if levels[level]]
-    return f"{read}: {', '.join(found) or 'nothing found'}"
-
-
-def _read(name: str) -> str:
-    try:
-        return read_text(name, "utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read the script {name!r} ({error.strerror}): check its path") from None
-    except UnicodeDecodeError:
-        raise UserError(f"the script {name!r} is not text in UTF-8: name a Python source file") from None
-
-
-def _parse(name: str, text: str, wrapped: set[str] | None = None) -> Source:
-    try:
-        return Source(text, wrapped or ())
-    except (SyntaxError, ValueError) as error:
-        where = f"{name}:{error.lineno}" if isinstance(error, SyntaxError) else name
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UserError(f"{where} is not valid Python ({reason}): fix it first") from None
+    parts = [counted.get(level, f"{levels[level]} {level}") for level in _LEVELS if levels[level]]
+    return f"{read}: {', '.join(parts) or 'nothing found'}"

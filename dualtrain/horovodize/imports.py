@@ -25,6 +25,7 @@ HOMES = {
     "horovod.common.process_sets": "dualtrain.hvd.process_sets",
     "horovod.common.util": "dualtrain.hvd.util",
     "horovod.runner.elastic.worker": "dualtrain.hvd.elastic.common",
+    "horovod.runner.util.threads": "dualtrain.hvd.threads",
 }
 
 
@@ -42,6 +43,7 @@ PACKAGES: dict[str, dict[str, Any]] = {
     "horovod.common": {},
     "horovod.runner": {"run": run},
     "horovod.runner.elastic": {},
+    "horovod.runner.util": {},
 }
 
 _OTHER_FRAMEWORKS = ("tensorflow", "keras", "_keras", "mxnet", "spark", "ray", "data")

@@ -39,12 +39,12 @@ BUILD = {
     "rocm_built",
 }
 OPS = {"Adasum", "Average", "Max", "Min", "Product", "Sum"}
-_RANKS = {"rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous"}
+RANK_NAMES = {"rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous"}
 _SETS = {"ProcessSet", "add_process_set", "global_process_set", "remove_process_set"}
 _LIFECYCLE = {"init", "is_initialized", "poll", "start_timeline", "stop_timeline", "synchronize"}
 _CLASSES = {"Compression", "DistributedOptimizer", "HorovodInternalError", "SyncBatchNorm", "elastic"}
 _MODULES = {"compression", "functions", "mpi_ops", "optimizer", "process_sets", "sync_batch_norm"}
-PUBLIC = COLLECTIVES | BUILD | OPS | _RANKS | _SETS | _LIFECYCLE | _CLASSES | _MODULES
+PUBLIC = COLLECTIVES | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE | _CLASSES | _MODULES
 
 #: Subpackages of horovod for other frameworks than torch.
 OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "ray", "spark", "tensorflow"}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from dualtrain.horovodize.edits import Edit, Layout
 from dualtrain.horovodize.names import PUBLIC
 
 Level = Literal["differs", "trap", "unsupported"]
@@ -14,15 +15,18 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 #: A block of statements with its own names. Rules about the order of calls look at one scope at a time.
 Scope = ast.Module | Function
 
+#: Modules with the names of horovod.torch.
+HOMES = ("horovod.torch", "dualtrain.hvd")
 _MODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
 
 
 class Finding(NamedTuple):
-    """A rule's finding about one line."""
+    """A rule's finding about one line; ``edits`` are its repair, if there is a safe one."""
 
     line: int
     level: Level
     message: str
+    edits: tuple[Edit, ...] = ()
 
 
 class Source:
@@ -37,6 +41,7 @@ class Source:
     """
 
     def __init__(self, text: str, wrapped: Iterable[str] = ()) -> None:
+        self.text = text
         self.tree = ast.parse(text)
         #: All nodes in source order.
         self.nodes = list(_in_order(self.tree))
@@ -46,18 +51,25 @@ class Source:
         #: Names of variables that hold an hvd.DistributedOptimizer: ``optimizer`` also for ``self.optimizer``.
         self.wrapped = {*self.own_wrapped, *wrapped}
 
+    @cached_property
+    def layout(self) -> Layout:
+        """Positions in the text, for repairs."""
+        return Layout(self.text, self.tree)
+
     def _imports(self) -> Iterator[tuple[str, str]]:
         for node in self.nodes:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield (
-                        alias.asname or alias.name.partition(".")[0],
-                        (alias.name if alias.asname else alias.name.partition(".")[0]),
-                    )
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                for alias in node.names:
-                    names = PUBLIC if alias.name == "*" and node.module == "horovod.torch" else [alias.name]
-                    yield from ((alias.asname or name, f"{node.module}.{name}") for name in names)
+            yield from self._imports_of(node)
+
+    def _imports_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
+        """Yield (name in the script, full name) of each import of one statement."""
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                yield alias.asname or first, alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                names = PUBLIC if alias.name == "*" and node.module in HOMES else [alias.name]
+                yield from ((alias.asname or name, f"{node.module}.{name}") for name in names)
 
     def name(self, node: ast.AST) -> str:
         """Resolve ``node`` by the imports to its full dotted name; return an empty string if it is not imported."""
@@ -70,16 +82,50 @@ class Source:
 
     def hvd(self, node: ast.AST) -> str:
         """Return the name of ``node`` in horovod.torch (``allreduce``, ``elastic.run``), or an empty string."""
-        for root in ("horovod.torch.", "dualtrain.hvd."):
-            full = self.name(node)
-            if full.startswith(root):
-                first, _, rest = full.removeprefix(root).partition(".")
+        full = self.name(node)
+        for root in HOMES:
+            if full.startswith(f"{root}."):
+                first, _, rest = full.removeprefix(f"{root}.").partition(".")
                 return rest if first in _MODULES and rest else f"{first}.{rest}".rstrip(".")
         return ""
 
     def hvd_calls(self, *names: str) -> Iterator[ast.Call]:
         """Return the calls of these functions of horovod.torch."""
         return (call for call in self.calls if self.hvd(call.func) in names)
+
+    def spell(self, name: str, at: ast.AST) -> str:
+        """Return how code at ``at`` writes horovod.torch's ``name``; nothing unless it is imported there for sure."""
+        for node in self.nodes:
+            if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, at):
+                continue
+            for bound, full in self._imports_of(node):
+                if full in HOMES:
+                    return f"{bound}.{name}"
+                if full in {f"{home}.{name}" for home in HOMES}:
+                    return bound
+        return ""
+
+    def _is_certain(self, node: ast.stmt, at: ast.AST) -> bool:
+        """Return whether the statement ``node``, an import, runs whenever ``at`` does, and before it."""
+        scope = self.parents[node]
+        if scope is self.tree:
+            return self.scope(at) is not self.tree or node.lineno < getattr(at, "lineno", 0)
+        return scope is self.scope(at) and node.lineno < getattr(at, "lineno", 0)
+
+    def imports_torch(self, at: ast.AST) -> bool:
+        """Return whether ``torch`` is torch at ``at``, for sure."""
+        imports = (node for node in self.nodes if isinstance(node, ast.Import) and self._is_certain(node, at))
+        return any(bound == "torch" for node in imports for bound, _ in self._imports_of(node))
+
+    @property
+    def imported_names(self) -> set[str]:
+        """Full names of everything that is imported."""
+        return set(self._imported.values())
+
+    @property
+    def uses_elastic(self) -> bool:
+        """True if the script trains elastically."""
+        return any(self.hvd(node).startswith("elastic.") for node in self.nodes)
 
     @property
     def uses_horovod(self) -> bool:
@@ -96,6 +142,14 @@ class Source:
                     found += [(ast.unparse(t), value, node) for t, value in _pairs(target, node.value)]
             elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None:
                 found.append((ast.unparse(node.target), node.value, node))
+        return found
+
+    @cached_property
+    def values(self) -> dict[str, list[ast.expr]]:
+        """All values that are assigned to each target, by its text."""
+        found: dict[str, list[ast.expr]] = {}
+        for target, value, _ in self.assignments:
+            found.setdefault(target, []).append(value)
         return found
 
     @cached_property
@@ -117,22 +171,39 @@ class Source:
         """Functions and methods of the script by name."""
         return {node.name: node for node in self.nodes if isinstance(node, Function)}
 
-    def scopes(self) -> Iterator[tuple[Scope, list[ast.AST]]]:
-        """Yield the module and every function, each with its own nodes in source order."""
+    @cached_property
+    def scopes(self) -> list[tuple[Scope, list[ast.AST]]]:
+        """The module and every function, each with its own nodes in source order."""
         own: dict[ast.AST, list[ast.AST]] = {node: [] for node in self.nodes if isinstance(node, Scope)}
         for node in self.nodes[1:]:
             own[self.scope(node)].append(node)
-        yield from ((scope, nodes) for scope, nodes in own.items() if isinstance(scope, Scope))
+        return [(scope, nodes) for scope, nodes in own.items() if isinstance(scope, Scope)]
 
     def scope(self, node: ast.AST) -> Scope:
         """Return the innermost function, or else the module, that contains ``node``."""
         return next(above for above in self.above(node) if isinstance(above, Scope))
+
+    def parameters(self, node: ast.AST) -> set[str]:
+        """Return the names of the parameters of the function that contains ``node``."""
+        scope = self.scope(node)
+        given = scope.args if isinstance(scope, Function) else ast.arguments([], [], None, [], [], None, [])
+        return {word.arg for word in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes that contain ``node``, from the innermost to the outermost."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Return the innermost statement that contains ``node``, or is it."""
+        return next(above for above in (node, *self.above(node)) if isinstance(above, ast.stmt))
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the statements among which ``statement`` is."""
+        parent = self.parents[statement]
+        blocks = [getattr(parent, name, None) for name in ("body", "orelse", "finalbody")]
+        return next(block for block in blocks if isinstance(block, list) and statement in block)
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
         """Return whether the two nodes are in different branches of one ``if``."""

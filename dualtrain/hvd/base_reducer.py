@@ -11,9 +11,9 @@ import torch
 
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Slot
-from dualtrain.gradients.hooks import ParameterHooks
+from dualtrain.gradients.hooks import ParameterHooks, reducers_of
 from dualtrain.gradients.refusals import Refusals
-from dualtrain.hvd import basics
+from dualtrain.hvd import basics, compat
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet
 
@@ -125,8 +125,19 @@ class HorovodReducer(ABC):
     def add_unfrozen(self) -> None:
         """Add the parameters that were frozen and are not any more."""
         unfrozen = self.hooks.take_unfrozen()
-        if unfrozen:
+        if unfrozen and compat.enabled():
+            compat.note(compat.UNREDUCED)
+        elif unfrozen:
             self.add(unfrozen)
+
+    def fill_frozen(self) -> None:
+        """With Horovod's defects reproduced, give parameters that were frozen after the wrapping gradients of zeros."""
+        if not compat.enabled():
+            return
+        for slot in self.hooks.slots:
+            if not slot.param.requires_grad and slot.param.grad is None:
+                slot.param.grad = torch.zeros_like(slot.param)
+                compat.note(compat.FROZEN)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse to go on once ``optimizer`` has parameters that were not added here."""
@@ -136,6 +147,18 @@ class HorovodReducer(ABC):
         """Remove the hooks: gradients of later backward passes stay this rank's own. May be called again."""
         self.closed = True
         self.hooks.remove()
+
+    @staticmethod
+    def close_replaced(named: Named, base_name: str, process_set: ProcessSet) -> None:
+        """Close the reducers of earlier optimizers of all these parameters: a new one is made in their place.
+
+        Both at once cannot work, as on Horovod, where their calls have the same names. An old one may live on: Lightning
+        wraps anew in each ``fit``, and the old optimizer waits for the garbage collector.
+        """
+        params = {id(p) for _, p in named}
+        for old in {reducer for _, p in named for reducer in reducers_of(p) if isinstance(reducer, HorovodReducer)}:
+            if (old.base_name, old.process_set, old.hooks.known) == (base_name, process_set, params):
+                old.close()
 
     def enter_world(self) -> None:
         """Take a name in this world, if it is another one than in the last exchange."""

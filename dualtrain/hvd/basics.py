@@ -13,6 +13,7 @@ import torch
 from dualtrain.backends import Backend, connect
 from dualtrain.errors import UserError
 from dualtrain.horovod_variables import Settings, mention_others
+from dualtrain.hvd import compat
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet, attach, detach, ids_and_ranks
@@ -51,6 +52,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # as Horovod does
     if _current is None:
         settings = Settings.read(os.environ)
+        compat.enable(settings.compat)
         mention_others(os.environ)
         owned = not isinstance(comm, Backend)
         backend = _connect(comm, settings) if owned else comm

@@ -10,6 +10,7 @@ from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.hvd import basics
 from dualtrain.hvd.base_reducer import HorovodReducer, Named
+from dualtrain.hvd.compression import AnyCompressor
 from dualtrain.hvd.forms import new_handle, synchronize
 from dualtrain.hvd.mpi_ops import grouped_allreduce_async_
 from dualtrain.hvd.process_sets import ProcessSet
@@ -25,13 +26,22 @@ class CallReducer(HorovodReducer):
         passes: backward passes that are summed before.
         op: the reduction.
         compression: compresses gradients before the call, and decompresses the results.
+        predivide: f: gradients times 1/f before the reduction, f after it.
     """
 
     def __init__(
-        self, named: Named, base_name: str, process_set: ProcessSet, passes: int, op: int, compression: Any
+        self,
+        named: Named,
+        base_name: str,
+        process_set: ProcessSet,
+        passes: int,
+        op: int,
+        compression: AnyCompressor,
+        predivide: float = 1.0,
     ) -> None:
         super().__init__(base_name, process_set, passes)
         self._op, self._compression = op, compression
+        self._predivide = predivide
         self._call: tuple[int, list[Any]] | None = None  # the handle, and what the compressor needs to decompress
         self._refusals = Refusals(self.hooks.known)
         self._checked = False  # whether the refusals know the present parameters
@@ -91,6 +101,7 @@ class CallReducer(HorovodReducer):
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
             self.add_unfrozen()
+            self.fill_frozen()
             self._call = self._refuse() or self._start_call()
         return self._call
 
@@ -112,5 +123,12 @@ class CallReducer(HorovodReducer):
         tensors = [tensor.contiguous() for tensor, _ in packed]
         handle = -1
         if tensors:
-            handle = grouped_allreduce_async_(tensors, name=self.name, op=self._op, process_set=self.process_set)
+            handle = grouped_allreduce_async_(
+                tensors,
+                name=self.name,
+                op=self._op,
+                prescale_factor=1 / self._predivide,
+                postscale_factor=self._predivide,
+                process_set=self.process_set,
+            )
         return handle, [ctx for _, ctx in packed]

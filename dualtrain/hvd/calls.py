@@ -12,6 +12,7 @@ import torch
 
 from dualtrain.backends import wire
 from dualtrain.backends.collectives import rows_to_send
+from dualtrain.hvd import compat
 from dualtrain.hvd.arithmetic import NAMES, PLAIN, Adasum, Average, Sum
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.exceptions import HorovodInternalError
@@ -69,6 +70,8 @@ def _allreduce(kind: str, tensors: Tensors, outputs: Tensors | None, options: Op
     op = _resolve_op(options["op"], options["average"])
     set_id = usable_set(options["process_set"])
     _check_reducible(tensors, op)
+    if compat.enabled() and any(tensor.dtype == torch.float16 for tensor in tensors):
+        compat.note(compat.HALF)
     return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options))
 
 

@@ -59,6 +59,7 @@ class ChannelReducer(HorovodReducer):
         #: where a rank may have joined, which saves copies between host and GPU in every step.
         self._exchange = Exchange(self.hooks, transfer, scalars=1)
         self._is_left_out = False  # whether this rank is one of them
+        self._traced = False  # whether gradients of this exchange are on the timeline
         self.add(named)
         basics.engine().channels.register(self)
 
@@ -91,10 +92,7 @@ class ChannelReducer(HorovodReducer):
                 self._run_exchange()
         finally:
             self.exchanging = False
-            timeline = basics.engine().timeline if basics.is_initialized() else None
-            if timeline is not None and timeline.active:
-                for bucket in self._exchange.schedule.buckets:
-                    timeline.end(bucket.name, "ALLREDUCE")
+            self._end_lines()
         # Reading the scalar waits for a GPU: do so only where it may be more than 0.
         if self._on_cpu or self.exchanges in self.announced:
             self._count_active_only()
@@ -102,6 +100,7 @@ class ChannelReducer(HorovodReducer):
     def _run_exchange(self) -> None:
         exchange = self._exchange
         self.add_unfrozen()
+        self.fill_frozen()
         self.enter_world()
         if not self._agreed:
             self._agree()
@@ -142,6 +141,10 @@ class ChannelReducer(HorovodReducer):
 
     def slot_ready(self, slot: Slot) -> None:
         """Send the buckets that are complete; before the first exchange, ask for the channel once all gradients are."""
+        timeline = basics.engine().timeline
+        if timeline.active:  # until its bucket is sent; there is no negotiation after the first step
+            self._traced = True
+            timeline.begin(f"allreduce.{slot.name}", "NEGOTIATE_ALLREDUCE")
         if not self._agreed:
             if self.ready == len(self.hooks.slots):
                 self._open(start=self._on_cpu)
@@ -160,9 +163,19 @@ class ChannelReducer(HorovodReducer):
         with as_horovod_errors():
             self._begin_exchange()
             bucket = self._exchange.send_next(torch.ones(1) if self._is_left_out else None)
-        timeline = basics.engine().timeline
-        if timeline.active:
-            timeline.begin(bucket.name, "ALLREDUCE")
+        if self._traced:
+            timeline = basics.engine().timeline
+            for slot in bucket.slots:
+                timeline.end(f"allreduce.{slot.name}", "NEGOTIATE_ALLREDUCE")
+                timeline.begin(f"allreduce.{slot.name}", "ALLREDUCE")
+
+    def _end_lines(self) -> None:
+        """End the exchange on the lines of the timeline, one for each gradient."""
+        if self._traced and basics.is_initialized():
+            for slot in self.hooks.slots:
+                for activity in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE"):
+                    basics.engine().timeline.end(f"allreduce.{slot.name}", activity)
+        self._traced = False
 
     def _begin_exchange(self) -> None:
         if not self.exchanging:

@@ -21,6 +21,9 @@ class Compressor:
         raise NotImplementedError
 
 
+AnyCompressor = Compressor | type[Compressor]
+
+
 class NoneCompressor(Compressor):
     """Sends tensors as they are."""
 

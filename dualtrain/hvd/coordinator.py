@@ -145,9 +145,9 @@ class Coordinator:
             return
         if key not in self._table:
             self._table[key] = _Waiting(self._clock())
-            self._note("negotiate", _title(key), rank)
+            self._note("negotiate", _line(key), rank)
         self._table[key].calls.setdefault(rank, deque()).append(message)
-        self._note("ready", _title(key), rank)
+        self._note("ready", _line(key), rank)
         self._match(key)
 
     def _needed(self, key: Key) -> list[int]:
@@ -161,7 +161,7 @@ class Coordinator:
             calls = {rank: queue.popleft() for rank, queue in sorted(waiting.calls.items()) if queue}
             waiting.since = self._clock()
             self._reported.discard(_title(key))  # the next wait for it is another one
-            self._note("matched", _title(key), -1)
+            self._note("matched", _line(key), -1)
             self._do(key, calls)
         if not any(waiting.calls.values()):
             self._table.pop(key, None)
@@ -246,6 +246,7 @@ class Coordinator:
 
     def _fail_all_of(self, number: int) -> None:
         for key in [key for key in self._table if key[0] == number]:
+            self._note("matched", _line(key), -1)
             for rank, queue in self._table.pop(key).calls.items():
                 for message in queue:
                     self._send(rank, {"do": "fail", "id": message["id"], "why": f"process set {number} was removed"})
@@ -282,6 +283,11 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
 
 def _readable(name: str, value: Any) -> str:
     return NAMES.get(value, str(value)) if name == "op" else str(value)
+
+
+def _line(key: Key) -> str:
+    """Return the line of the timeline."""
+    return f"channel.{key[2]}" if key[1] == "channel" else _title(key)
 
 
 def _title(key: Key) -> str:

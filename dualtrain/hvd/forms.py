@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualtrain.hvd.compression import Compression
+from dualtrain.hvd.compression import AnyCompressor, Compression
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
 
@@ -109,7 +109,7 @@ def differentiable(
     options: Options,
     *,
     grouped: bool = False,
-    compression: Any = Compression.none,
+    compression: AnyCompressor = Compression.none,
 ) -> list[torch.Tensor]:
     """Return the results of a call on new tensors, one after another; autograd goes through it. Collective; blocks."""
     packed = [compression.compress(tensor) for tensor in _checked(tensors)]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dualtrain.backends import objects
+from dualtrain.hvd import compat
 from dualtrain.hvd.basics import engine, rank
 from dualtrain.hvd.calls import usable_set
 from dualtrain.hvd.mpi_ops import broadcast_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 from dualtrain.state import load_optimizer_state
+
+T = TypeVar("T")
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
@@ -51,11 +54,18 @@ def broadcast_optimizer_state(
         root_rank: the rank whose state is taken.
         model: accepted for Horovod's scripts.
     """
-    if not optimizer.state:
+    if compat.enabled():
+        compat.step_if_fresh(optimizer)
+    elif not optimizer.state:
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None):
             p.grad = torch.zeros_like(p)
     state = optimizer.state_dict() if rank() == root_rank else None
-    load_optimizer_state(optimizer, broadcast_object(state, root_rank, name="optimizer_state"))
+    received = broadcast_object(state, root_rank, name="optimizer_state")
+    if compat.enabled() and not received["state"]:
+        if received["param_groups"] != optimizer.state_dict()["param_groups"]:
+            compat.note(compat.OPTIONS)
+        return
+    load_optimizer_state(optimizer, received)
 
 
 def broadcast_object(
@@ -78,7 +88,7 @@ def broadcast_object(
     return obj if is_root and problem is None else _decoded(received, root_rank)
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Return every rank's ``obj`` in rank order, as :func:`broadcast_object`. Blocks."""
     set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)

@@ -7,14 +7,13 @@ and HorovodInternalError if the ranks do not match, one failed, or Horovod was s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from dualtrain.hvd.arithmetic import Average
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.calls import ALLGATHER, ALLTOALL, BROADCAST, REDUCESCATTER, usable_set
-from dualtrain.hvd.compression import Compression
+from dualtrain.hvd.compression import AnyCompressor, Compression
 from dualtrain.hvd.forms import call_options, differentiable, first, reduction_options, start, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
 
@@ -115,7 +114,7 @@ def alltoall_async(
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -146,7 +145,7 @@ def reducescatter_async(
 def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,

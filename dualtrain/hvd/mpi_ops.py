@@ -6,8 +6,6 @@ what happens once the ranks' calls match is in ``operations.py``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dualtrain.hvd import basics as _basics  # noqa: F401 (Horovod's tests look at it)
@@ -37,7 +35,7 @@ from dualtrain.hvd.basics import (
     stop_timeline,
 )
 from dualtrain.hvd.calls import ALLREDUCE
-from dualtrain.hvd.compression import Compression
+from dualtrain.hvd.compression import AnyCompressor, Compression
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.forms import differentiable, first, poll, reduction_options, start, synchronize
 from dualtrain.hvd.gather_ops import (
@@ -68,7 +66,7 @@ def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -143,7 +141,7 @@ def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,

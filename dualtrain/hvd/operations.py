@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends import Backend, ReduceOp, wire
+from dualtrain.hvd import compat
 from dualtrain.hvd.arithmetic import PLAIN, Adasum, adasum, finished, scaled
 
 
@@ -45,7 +46,9 @@ def allreduce(task: Task) -> list[torch.Tensor]:
     if facts["op"] == Adasum:
         results = [scaled(_adasum(task, tensor), facts["post"]) for tensor in inputs]
     else:
-        totals = _summed(task, inputs)
+        totals = [
+            compat.rounded_sum(total, tensor.dtype) for total, tensor in zip(_summed(task, inputs), inputs, strict=True)
+        ]
         done = [finished(total, facts["op"], facts["divisor"], facts["post"]) for total in totals]
         results = [wire.unpack(total, tensor) for total, tensor in zip(done, inputs, strict=True)]
     return _delivered(task, results)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from dualtrain.gradients import Transfer
+from dualtrain.hvd import compat
 from dualtrain.hvd.arithmetic import Adasum, Average, Sum
 from dualtrain.hvd.base_reducer import HorovodReducer
 from dualtrain.hvd.call_reducer import CallReducer
 from dualtrain.hvd.channel_reducer import ChannelReducer
-from dualtrain.hvd.compression import Compression
+from dualtrain.hvd.compression import AnyCompressor, Compression
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built
 from dualtrain.hvd.optimizer_options import NARROW, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
@@ -30,7 +31,7 @@ from dualtrain.optimizer import combined_loss
 def DistributedOptimizer(  # noqa: N802
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Any = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -38,7 +39,7 @@ def DistributedOptimizer(  # noqa: N802
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> torch.optim.Optimizer:
+) -> _Optimizer:
     """``optimizer`` with gradients combined over the ranks: an instance of its class, with its groups and state.
 
     Backward sends gradients while it runs, and never waits for another rank; ``synchronize()`` or ``step()`` waits, and
@@ -69,10 +70,14 @@ def DistributedOptimizer(  # noqa: N802
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
+    if compat.enabled():
+        optimizer = compat.without_state(optimizer)
     named = name_parameters(optimizer, named_parameters)
     base = _AdasumOptimizer if op == Adasum and (process_set.size() or 1) > 1 else _Optimizer
     # A subclass of the optimizer's own class, as with Horovod: a wrapped SGD is an instance of torch.optim.SGD.
-    cls = type(type(optimizer).__name__, (base, type(optimizer)), {"__module__": __name__})
+    # Lightning and others recognize it by the word "horovod" in the text of its class.
+    names = {"__module__": __name__, "__qualname__": f"horovod.{type(optimizer).__name__}"}
+    cls = type(type(optimizer).__name__, (base, type(optimizer)), names)
     made: _Optimizer = object.__new__(cls)
     transfer = transfer_of(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
     made.wrap(optimizer, named, compression, backward_passes_per_step, op, transfer, process_set)
@@ -86,7 +91,7 @@ class _Optimizer(NativeOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named: Named,
-        compression: Any,
+        compression: AnyCompressor,
         passes: int,
         op: int,
         transfer: Transfer,
@@ -110,10 +115,15 @@ class _Optimizer(NativeOptimizer):
         if self.reducer is not None:
             self.reducer.close()
 
-    def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> HorovodReducer:
+    def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
         ours = {p for group in self.optimizer.param_groups for p in group["params"]}
         named = [(name, p) for name, p in named if p in ours]
         place = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
+        HorovodReducer.close_replaced(named, *place[:2])
+        half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
+        if half and compat.enabled():
+            compat.note(compat.HALF)  # an ordinary call sums as Horovod does, and buckets do not
+            return CallReducer(named, *place, self.op, compression, predivide=1 / transfer.before)
         if self.op not in (Average, Sum) or compression not in NARROW:
             return CallReducer(named, *place, self.op, compression)
         return ChannelReducer(named, *place, transfer)
@@ -233,7 +243,11 @@ class _Optimizer(NativeOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its gradients are combined too. On every rank."""
-        if self.reducer is None:
+        if self.reducer is not None and compat.enabled():
+            compat.note(compat.UNREDUCED)
+            self.optimizer.add_param_group(param_group)
+            self.reducer.hooks.known.update(map(id, self.param_groups[-1]["params"]))
+        elif self.reducer is None:
             self.optimizer.add_param_group(param_group)
         else:
             super().add_param_group(param_group)
@@ -246,10 +260,18 @@ class _Optimizer(NativeOptimizer):
         self.optimizer.load_state_dict(state_dict)
 
 
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """Horovod's name, for programs that import it for isinstance: False for every optimizer, as in Horovod 0.28.1."""
+
+
+class _DistributedAdasumOptimizer(torch.optim.Optimizer):
+    """As ``_DistributedOptimizer``."""
+
+
 class _AdasumOptimizer(_Optimizer):
     """Each rank steps on its own gradients; the changes of the parameters are combined."""
 
-    def _make_reducer(self, named: Named, compression: Any, transfer: Transfer) -> Any:
+    def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> Any:
         self._compression, self._name = compression, base_name(named, self.process_set)
 
     def synchronize(self) -> None:

@@ -12,13 +12,17 @@ import torch
 from dualtrain.gradients import Transfer
 from dualtrain.hvd import basics
 from dualtrain.hvd.arithmetic import Sum
-from dualtrain.hvd.compression import BF16Compressor, Compression, FP16Compressor
+from dualtrain.hvd.compression import AnyCompressor, BF16Compressor, Compression, FP16Compressor
 from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.util import split_list
 
 Named = list[tuple[str, torch.nn.Parameter]]
 #: The compressors that buckets know, and the dtype that each of them sends.
-NARROW = {Compression.none: None, FP16Compressor: torch.float16, BF16Compressor: torch.bfloat16}
+NARROW: dict[AnyCompressor, torch.dtype | None] = {
+    Compression.none: None,
+    FP16Compressor: torch.float16,
+    BF16Compressor: torch.bfloat16,
+}
 
 
 def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
@@ -49,7 +53,7 @@ def transfer_of(
     optimizer: torch.optim.Optimizer,
     op: int,
     predivide: float,
-    compression: Any,
+    compression: AnyCompressor,
     groups: int | Sequence[Sequence[torch.Tensor]] | None,
     sparse_as_dense: bool,
     process_set: ProcessSet,

@@ -20,7 +20,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._lines: dict[str, int] = {}  # tensor → line of the chart
-        self._open: set[tuple[str, str]] = set()
+        self._open: set[tuple[str, str]] = set()  # also while there is no file
         self._start, self._end = 0.0, 0
         self.mark_cycles = False
 
@@ -38,12 +38,14 @@ class Timeline:
         self.stop()
         with self._lock:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (until stop)
-            self._lines, self._open, self.mark_cycles = {}, set(), mark_cycles
+            self._lines, self.mark_cycles = {}, mark_cycles
             self._start = time.time()
             self._end = 0
             self._write(
                 name="process_name", ph="M", pid=0, args={"start_time_since_epoch_in_micros": int(self._start * 1e6)}
             )
+            for what, activity in sorted(self._open):  # another rank may have called before this one started the file
+                self._write(name=activity, ph="B", pid=self._line(what))
 
     def stop(self) -> None:
         """End the file. Nothing to do where none is open."""
@@ -58,15 +60,19 @@ class Timeline:
     def begin(self, what: str, activity: str) -> None:
         """Record that ``activity`` (such as ALLREDUCE) starts on the tensor ``what`` (such as allreduce.loss)."""
         with self._lock:
-            if self._file is not None and (what, activity) not in self._open:
-                self._open.add((what, activity))
+            if (what, activity) in self._open:
+                return
+            self._open.add((what, activity))
+            if self._file is not None:
                 self._write(name=activity, ph="B", pid=self._line(what))
 
     def end(self, what: str, activity: str) -> None:
-        """Record that ``activity`` ends; nothing if its start was not recorded."""
+        """Record that ``activity`` ends; nothing if it has not started."""
         with self._lock:
-            if self._file is not None and (what, activity) in self._open:
-                self._open.remove((what, activity))
+            if (what, activity) not in self._open:
+                return
+            self._open.remove((what, activity))
+            if self._file is not None:
                 self._write(name=activity, ph="E", pid=self._line(what))
 
     def mark(self, what: str, name: str) -> None:

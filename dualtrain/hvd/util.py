@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -11,6 +12,8 @@ from dualtrain.backends.collectives import split_sizes
 from dualtrain.rendezvous import hosts
 
 T = TypeVar("T")
+#: Decorator that calls a function once for each set of arguments. Horovod's tests import it by this name.
+_cache = cache
 
 
 @contextmanager

@@ -38,8 +38,8 @@ _FROZEN = {nn.BatchNorm1d: FrozenNorm1d, nn.BatchNorm2d: FrozenNorm2d, nn.BatchN
 def freeze_backbone(model: nn.Module, head: str) -> None:
     """Freeze all modules except the one named ``head``, in place. Names and shapes of tensors do not change.
 
-    Parameters outside the head lose ``requires_grad``, and BatchNorm there keeps its running statistics, also after
-    ``model.train()`` and in copies of the model.
+    Parameters outside of the head lose ``requires_grad``. BatchNorm layers outside of the head keep their running
+    statistics, even after ``model.train()`` and in copies of the model.
     """
     for name, module in model.named_modules():
         if name == head or name.startswith(f"{head}."):

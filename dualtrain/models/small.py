@@ -1,7 +1,7 @@
-"""Small convolutional networks: the model of the default job, and those of two well-known tutorials.
+"""Small convolutional networks: the model of the default job, and the models of two well-known tutorials.
 
-Here pooling comes before ReLU; in the tutorials it comes after. Outputs and gradients are the same, bit for bit, because
-ReLU is monotonic, and ReLU then has a quarter of the elements to process.
+Here pooling comes before ReLU, which then has a quarter of the elements to process; in the tutorials it comes after.
+Outputs and gradients are the same, bit for bit, because ReLU is monotonic.
 """
 
 from __future__ import annotations

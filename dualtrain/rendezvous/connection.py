@@ -1,7 +1,7 @@
 """An authenticated TCP connection between two processes of a job. It carries JSON messages, one per line.
 
-Each end proves by HMAC that it knows the job's secret before the other reads anything else from it; the secret itself
-is not sent. The control channel is one such connection from rank 0 to every other rank.
+Each end proves by HMAC that it knows the job's secret before the other end reads anything else from it; the secret itself
+is not sent. The control channel consists of such connections, one from rank 0 to every other rank.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Connection:
         Args:
             accepted: the socket; the caller closes it on an error.
             secret: known to all processes of the job.
-            admit: called with the authenticated peer's rank and first message; returns why it is refused, or ``None``.
+            admit: called with the authenticated peer's rank and first message; returns a reason to refuse it, or ``None``.
 
         Raises:
             UnauthenticatedError: the peer does not know the secret, or was refused.
@@ -102,10 +102,10 @@ class Connection:
             rank: this process's rank.
             secret: known to all processes of the job.
             timeout: seconds to connect, and for each message of the handshake.
-            about: more about this process, for the other end's ``admit``.
+            about: further fields of the first message, for the other end's ``admit``.
 
         Raises:
-            UserError: the other end refuses this process; the message is its reason.
+            UserError: the other end refuses this process; the message is the reason.
             UnauthenticatedError: the other end does not know the secret.
             OSError: the connection failed, ended or timed out.
         """
@@ -139,24 +139,24 @@ class Connection:
             self.socket.sendall(data)
 
     def receive(self) -> list[Any]:
-        """Messages that have arrived, at least one; blocks for the first.
+        """Return the messages that have arrived; block until there is one.
 
         Raises:
             OSError: the connection ended or timed out.
-            ValueError: what arrives is not JSON, or too long.
+            ValueError: a message is not JSON, or too long.
         """
         self._read_line()
         *lines, self._unread = self._unread.split(b"\n")
         return [json.loads(line) for line in lines]
 
     def receive_one(self) -> Any:
-        """Next message; as :meth:`receive`."""
+        """Return the next message. Blocks and raises as :meth:`receive`."""
         self._read_line()
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
     def buffered(self) -> list[Any]:
-        """Messages that arrived together with the handshake, which a selector does not report. Does not block."""
+        """Return messages that arrived together with the handshake: a selector does not report these. Does not block."""
         return self.receive() if b"\n" in self._unread else []
 
     def _read_line(self) -> None:
@@ -166,20 +166,20 @@ class Connection:
                 raise ConnectionResetError("the peer has closed the connection")
             self._unread += data
             if len(self._unread) > self._max_bytes:
-                raise ValueError("a message without an end")
+                raise ValueError("a message is too long")
 
 
 def _proof(secret: str, end: str, rank: int, server_nonce: str, client_nonce: str, port: int) -> str:
-    """HMAC that only a holder of the secret can compute, for this one handshake.
+    """Return an HMAC that only a holder of the secret can compute, for this one handshake.
 
-    The port is part of it: a process that listens at another port cannot relay the two ends' proofs.
+    It includes the port, so that a process which listens at another port cannot relay the two ends' proofs.
     """
     facts = f"{end} {rank} {server_nonce} {client_nonce} {port}"
     return hmac.new(secret.encode(), facts.encode(), "sha256").hexdigest()
 
 
 def cut_off(error: Exception) -> bool:
-    """Whether the network or a dead host ended a connection; the kernel closes it when only the process ends."""
+    """Return whether a connection ended because a host or the network failed, and not only the peer's process."""
     return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in _NETWORK)
 
 
@@ -199,16 +199,16 @@ class Ranks(Protocol):
         ...
 
     def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
-        """Rank ``root``'s ``obj``, on every rank. Collective; blocks."""
+        """Return rank ``root``'s ``obj`` on every rank. Collective; blocks."""
         ...
 
 
 def open_control_channel(ranks: Ranks, address: str, name: str) -> list[Connection]:
-    """Connections from rank 0 to every other rank, or from another rank to rank 0. Collective; blocks.
+    """Connect every rank to rank 0. Return rank 0's connections, or another rank's only one. Collective; blocks.
 
     Args:
         ranks: broadcasts the address and the secret.
-        address: rank 0's address on the interface that the other ranks reach it by.
+        address: rank 0's address on the interface through which the other ranks reach it.
         name: shown in errors.
 
     Raises:

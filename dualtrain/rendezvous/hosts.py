@@ -1,6 +1,6 @@
 """Host identity, addresses and interfaces.
 
-Which ranks share a host follows from the identities that the ranks exchange: launchers disagree on it, or do not say.
+Ranks exchange the identities of their hosts to find out which of them share one: launchers disagree, or do not report it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dualtrain.launchers import World
 
 
 def identity() -> int:
-    """Number below 2**63 that identifies this host until it reboots; containers differ by their host names."""
+    """Return a number below 2**63 that identifies this host until it reboots; containers differ by their host names."""
     text = f"{socket.gethostname()} {_boot()}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -34,7 +34,7 @@ def _boot() -> str:
 
 
 def loopback() -> str:
-    """Name of the loopback interface."""
+    """Return the name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
@@ -44,11 +44,11 @@ _SIOCGIFADDR = 0x8915
 
 
 def address(towards: str = "") -> str:
-    """IPv4 address at which other hosts reach this one. Sends nothing.
+    """Return the IPv4 address at which other hosts reach this host. Sends nothing.
 
-    In order of preference: the address of the interface that the user chose, that of the route to the host ``towards``,
-    the one that this host's name resolves to (a loopback address on many systems, which does not count), that of the
-    default route, and that of any interface.
+    It is the first of these that exists and is not a loopback address: the address of the interface that the user chose,
+    the address on the route to the host ``towards``, the address that this host's name resolves to, the address on the
+    default route, and the address of any interface.
     """
     overrides = (os.environ.get(name, "").partition(",")[0].lstrip("=") for name in OVERRIDES)
     found = [ipv4(name) for name in overrides if name]
@@ -59,9 +59,9 @@ def address(towards: str = "") -> str:
 
 
 def listening_address(world: World) -> str:
-    """Address on which this host's ranks listen: loopback, or the one at which the other hosts of ``world`` reach it.
+    """Return the address on which this host's ranks listen: loopback, or the address at which other hosts reach this one.
 
-    The rendezvous may be on another host than rank 0: torchrun numbers its hosts without regard to it.
+    Rank 0 cannot use the address of the rendezvous: under torchrun, rank 0 may run on another host.
     """
     if world.single_host:
         return "127.0.0.1"
@@ -69,17 +69,17 @@ def listening_address(world: World) -> str:
 
 
 def listening_interface(world: World) -> str | None:
-    """Name of the interface that has :func:`listening_address`, or ``None``."""
+    """Return the name of the interface that has :func:`listening_address`, or ``None``."""
     return loopback() if world.single_host else interface(listening_address(world))
 
 
 def interface(own: str) -> str | None:
-    """Name of the network interface that has this address, or ``None``."""
+    """Return the name of the network interface that has this address, or ``None``."""
     return next((name for _, name in socket.if_nameindex() if ipv4(name) == own), None)
 
 
 def ipv4(interface: str) -> str | None:
-    """IPv4 address of a network interface, or ``None`` if it does not exist or has none."""
+    """Return the IPv4 address of a network interface, or ``None`` without such an interface or address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
@@ -101,7 +101,7 @@ def _resolved(host: str) -> str:
 
 
 def _route(towards: str) -> str:
-    """This host's address on the route to ``towards``; connecting a UDP socket sends nothing."""
+    """Return this host's address on the route to ``towards``. Connecting a UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         try:
             unsent.connect((towards, 9))
@@ -118,7 +118,7 @@ _environment = threading.RLock()
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
     """Set environment variables inside the block, for a library that reads them there, and restore them at its end.
 
-    ``None`` unsets a variable. Only one thread at a time is inside such a block; the others block.
+    ``None`` unsets a variable. Only one thread at a time can be inside such a block; the others wait.
     """
     with _environment:
         before = {name: os.environ.get(name) for name in values}

@@ -1,11 +1,12 @@
 """Key-value server at which Horovod's processes find each other when no horovodrun has started one.
 
-Horovod's Gloo controller speaks plain HTTP: PUT /scope/key, GET /scope/key (404 until it is there), DELETE
-/scope/rank when done. Its own server (``RendezvousServer``) listens on every interface, and drops the keys of one scope
-when another ends, so a second start on the same server can hang. This one listens on one address and serves one start.
+Horovod's Gloo controller speaks plain HTTP: PUT /scope/key, GET /scope/key (404 until the key is set), DELETE
+/scope/rank when done. Horovod's own server (``RendezvousServer``) listens on every interface, and drops the keys of one
+scope when another ends, so a second start on the same server can hang. This server listens on one address and serves one
+start.
 
-Horovod sends no password. But it uses the address that we give it as the beginning of a URL, so the secret is sent in
-the path, in front of every key; a request without it is answered with status 403.
+Horovod sends no password. But it uses the address that we give it as the beginning of a URL, so this address contains the
+secret as a part of the path, in front of every key. A request without the secret is answered with status 403.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class HttpStore(ThreadingHTTPServer):
 
     @property
     def url_prefix(self) -> str:
-        """Value for Horovod's address variable: Horovod appends ":port/scope/key" to it."""
+        """Value for Horovod's address variable, to which Horovod appends ":port/scope/key"."""
         return f"{self.server_address[0]!s}:{self.port}/{self._secret}"
 
     @property

@@ -1,7 +1,7 @@
 """Address and secret of the job's store, and the processes' connections to it.
 
-Where the launcher gives no address, rank 0 listens on a free port and sends it to the others: by MPI (mpi4py) under
-``mpirun`` and ``mpiexec``, through its key-value server under ``horovodrun --gloo``.
+If the launcher gives no address, rank 0 listens on a free port and sends its address to the others: by MPI (mpi4py) under
+``mpirun`` and ``mpiexec``, through horovodrun's key-value server under ``horovodrun --gloo``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _JOINED: dict[tuple[str, int, str, int], Store] = {}
 
 
 def meeting_point(world: World, timeout: float) -> World:
-    """``world`` with the address and secret of its store, if the launcher offers a way to exchange them.
+    """Return ``world`` with the address and secret of its store, if the launcher offers a way to exchange them.
 
-    Collective and blocking where the launcher has given no address.
+    Collective and blocking if the launcher has given no address.
 
     Raises:
         UserError: mpi4py is missing or does not see the launcher's world, or the launcher's server does not answer.
@@ -55,7 +55,7 @@ def join(world: World, timeout: float) -> Store:
     """Join the job's store at ``world``'s rendezvous. A process joins once; its later worlds use the same store.
 
     Raises:
-        UserError: it cannot be reached, or not be served.
+        UserError: the store cannot be reached, or rank 0 cannot serve it.
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous
@@ -72,7 +72,7 @@ def join(world: World, timeout: float) -> Store:
 
 
 def _secret(world: World) -> str:
-    """Secret of this world's store, different from those of the job's other worlds."""
+    """Return the secret of this world's store, which differs between the job's worlds."""
     return world.secret if world.launcher == "spawn" else f"{world.secret} {world.name}"
 
 
@@ -103,7 +103,7 @@ def _serve(world: World, host: str, port: int) -> StoreServer:
 
 
 def world_of(comm: Any, world: World) -> World:
-    """World of the processes of an mpi4py communicator. Collective over it; blocks."""
+    """Return the world of an mpi4py communicator's processes. Collective over the communicator; blocks."""
     place = replace(world, rank=comm.Get_rank(), size=comm.Get_size(), name=f"comm{comm.Get_size()}")
     if place.size == 1:
         return replace(place, name="")
@@ -112,7 +112,7 @@ def world_of(comm: Any, world: World) -> World:
 
 
 def ranks_in_world(comm: Any) -> list[int]:
-    """Ranks of a communicator's processes in MPI's world, ascending."""
+    """Return the ranks in MPI's world of a communicator's processes, ascending."""
     from mpi4py import MPI
 
     group = comm.Get_group()
@@ -150,7 +150,7 @@ def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
     """Return the result of ``call``, which waits for all ranks and has no timeout. Blocks for ``timeout`` seconds at most.
 
     Raises:
-        UserError: it took longer; the call continues in a daemon thread.
+        UserError: the call took longer; it continues in a daemon thread.
     """
     ended: Future[Result] = Future()
 
@@ -200,7 +200,7 @@ def _meet_by_server(world: World, timeout: float) -> Meeting:
     answer = _get_from_server(world, "meeting-point", deadline)
     if answer is None:
         raise UserError(
-            f"rank 0 left no address at horovodrun's server within {timeout:g} s: check that all processes were started"
+            f"rank 0 put no address on horovodrun's server within {timeout:g} s: check that all processes were started"
         )
     host, number, secret = answer.split()
     return (host, int(number)), secret
@@ -209,11 +209,12 @@ def _meet_by_server(world: World, timeout: float) -> Meeting:
 def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
 
-    It blocks some seconds longer if the names differ: horovodrun ends all processes when the first one exits. The list
-    is empty without such a server, under elastic horovodrun, and for all calls of a process but the first.
+    If the names differ, it blocks until all ranks have read them, for some seconds at most: horovodrun ends all processes
+    when the first one exits. The list is empty without such a server, under elastic horovodrun, and for all calls of a
+    process but the first.
 
     Raises:
-        UserError: a rank did not come in time, or the server does not answer.
+        UserError: a rank did not join in time, or the server does not answer.
     """
     if world.launcher != "horovodrun --gloo" or world.name or world.size == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
         return []
@@ -228,18 +229,18 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
 
 
 def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> list[str]:
-    """Gather every rank's ``value``, without spaces: rank 0 reads all of them, and puts the list on the server."""
+    """Gather every rank's ``value``, a word without spaces: rank 0 reads all values and puts the list on the server."""
     deadline = time.monotonic() + timeout
     _put_on_server(world, f"{key}-{world.rank}", value)
     if world.rank == 0:
         values = [_get_from_server(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
         missing = [rank for rank, each in enumerate(values) if each is None]
-        # The other ranks wait for this value: it names a missing rank.
+        # Put a value even if a rank is missing, since the other ranks wait for it; it then says which rank is missing.
         _put_on_server(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
     gathered = (_get_from_server(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()
     if gathered[0] == "missing":
         raise UserError(
-            f"rank {gathered[1]} of {world.size} did not come within {timeout:g} s: check that all processes were started"
+            f"rank {gathered[1]} of {world.size} did not join within {timeout:g} s: check that all processes were started"
         )
     return gathered
 
@@ -257,7 +258,7 @@ def _put_on_server(world: World, key: str, value: str) -> None:
 
 
 def _get_from_server(world: World, key: str, deadline: float) -> str | None:
-    """Value of ``key``, or ``None`` if it is not set by ``deadline``."""
+    """Return the value of ``key``, or ``None`` if it is not set by ``deadline``."""
     while True:
         try:
             with _open(f"http://{_server()}/dualtrain/{key}", timeout=30) as answer:
@@ -271,4 +272,4 @@ def _get_from_server(world: World, key: str, deadline: float) -> str | None:
 
 
 def _no_answer(world: World, error: OSError) -> UserError:
-    return UserError(f"horovodrun's server {_server()} does not answer rank {world.rank} ({error}): is it still there?")
+    return UserError(f"horovodrun's server {_server()} does not answer rank {world.rank} ({error}): check that it runs")

@@ -1,4 +1,4 @@
-"""Where each rank runs: the ranks exchange the identities of their hosts through the job's store."""
+"""Find out on which host each rank runs: the ranks exchange the identities of their hosts through the job's store."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _REFUSAL_SECONDS = 3.0  # for the other ranks to read why they are refused, befo
 
 
 class KeyValueStore(Protocol):
-    """The methods used here of torch.distributed's stores. Waits that time out raise RuntimeError."""
+    """The methods of torch.distributed's stores that are used here. Waits that time out raise RuntimeError."""
 
     def set(self, key: str, value: str) -> Any:
         """Set ``key``."""
         ...
 
     def get(self, key: str) -> bytes:
-        """Value of ``key``; blocks until it is set."""
+        """Return the value of ``key``; block until it is set."""
         ...
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number ``key``, from 0, and return the sum."""
+        """Add ``amount`` to the number ``key``, which begins at 0, and return the sum."""
         ...
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
@@ -41,17 +41,18 @@ class KeyValueStore(Protocol):
 def place_ranks(
     store: KeyValueStore, world: World, limit: tuple[float, float], backend: str, obstacle: str | None = None
 ) -> World:
-    """``world`` with local and cross ranks that follow from the hosts of all ranks. Collective; blocks.
+    """Return ``world`` with local and cross ranks that follow from the hosts of all ranks. Collective; blocks.
 
     Args:
-        store: the job's store, new for this world.
+        store: the job's store, without keys of earlier worlds.
         world: this process's place.
-        limit: total seconds of the wait for the others, for messages, and its end in ``time.monotonic()``.
+        limit: how long to wait for the others: the total seconds, which messages name, and the ``time.monotonic()`` at
+            which the wait ends.
         backend: name of the backend that this rank will use.
         obstacle: see :func:`dualtrain.rendezvous.reachability.check_all_reachable`.
 
     Raises:
-        UserError: a process did not come in time or has another ``backend``, two hosts cannot reach each other, or a
+        UserError: a process did not join in time or has another ``backend``, two hosts cannot reach each other, or a
             host has an ``obstacle``.
     """
     timeout, deadline = limit
@@ -63,7 +64,7 @@ def place_ranks(
             host, its_backend = store.get(f"host/{rank}").decode().split()
         except RuntimeError as error:
             raise UserError(
-                f"rank {rank} of {world.size} did not come within {timeout:g} s: check that all processes were started, "
+                f"rank {rank} of {world.size} did not join within {timeout:g} s: check that all processes were started, "
                 "each with its own rank"
             ) from error
         hosts.append(host)
@@ -75,7 +76,11 @@ def place_ranks(
 
 
 def _refuse_other_backends(store: KeyValueStore, world: World, backends: Sequence[str]) -> None:
-    """Refuse ranks with different backends; wait until all have read it, as the store may end with its process."""
+    """Check that all ranks have the same backend.
+
+    Raises:
+        UserError: they differ. Raised when all ranks have read this, since the store ends with the process that serves it.
+    """
     try:
         refuse_unlike("backend", backends, SAME_BACKEND)
     except UserError:

@@ -1,7 +1,7 @@
 """Check that the hosts of a job can reach each other, before a library tries.
 
-Gloo and Horovod open ports of their own between all hosts. Where a firewall or a wrong interface separates them, they
-block for minutes or end the process, and do not report which host could not reach which.
+Gloo and Horovod open ports of their own between all hosts. If a firewall or a wrong interface separates two hosts, these
+libraries block for minutes or end the process, and do not report which host could not reach which.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def check_all_reachable(
     take: Callable[[str], str],
     obstacle: str | None = None,
 ) -> None:
-    """Connect one rank of each host to those of the others. Collective; blocks; does nothing on one host.
+    """Connect one rank of each host to one rank of every other host. Collective; blocks; does nothing on one host.
 
     Args:
         world: this process's place.
         hosts: the host of each rank.
         put: stores a value under a key in the job's store.
-        take: waits for the value of a key. Raises RuntimeError when it is not set in time.
-        obstacle: a fault of this host that would break the library, or ``None``; every rank raises it.
+        take: waits for a key and returns its value. Raises RuntimeError if the key is not set in time.
+        obstacle: why the library cannot use this host, or ``None``. Every rank raises the reason.
 
     Raises:
-        UserError: on every rank, if one cannot reach another.
+        UserError: on every rank, if a host cannot reach another host or has an ``obstacle``.
     """
     leaders = [list(hosts).index(host) for host in dict.fromkeys(hosts)]
     if len(leaders) == 1:
@@ -57,11 +57,11 @@ def _listen(host: str, backlog: int) -> socket.socket:
 
 
 def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | None:
-    """Why ``rank`` cannot connect to the host of rank ``other``; ``None`` if it can."""
+    """Return the reason why ``rank`` cannot connect to the host of rank ``other``; ``None`` if it can."""
     try:
         host, port = take(f"reach/at/{other}").split()
     except RuntimeError:
-        return f"rank {other} did not say where its host can be reached: see its own message"
+        return f"rank {other} did not send its host's address: see the message of rank {other}"
     try:
         socket.create_connection((host, int(port)), _SECONDS).close()
     except OSError as error:
@@ -78,7 +78,9 @@ def _raise_first_result(leaders: Sequence[int], take: Callable[[str], str]) -> N
     try:
         results = [take(f"reach/result/{leader}") for leader in leaders]
     except RuntimeError as error:
-        raise UserError("not every host said in time whether it reaches the others: see their ranks' messages") from error
+        raise UserError(
+            "not every host has reported in time whether it reaches the others: see the other ranks' messages"
+        ) from error
     for result in results:
         if result:
             raise UserError(result)

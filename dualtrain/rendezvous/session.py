@@ -1,9 +1,15 @@
-"""A name that the ranks of one attempt agree on, in a store that outlives attempts.
+"""A name that the ranks of one attempt of a job agree on, in a store that outlives attempts.
 
 torchrun's agents keep their store when they restart the workers, with all keys of the attempt that failed. Restart counts
-do not tell attempts apart: each agent counts for itself. So the ranks agree on a new name by themselves, and keep all
-their keys below it. Each rank writes a random number; rank 0 answers every number that it reads with one random name, until
-every rank has confirmed that name. No live rank has a number of a dead attempt, so what that has left is never confirmed.
+cannot identify an attempt, since each agent counts its own restarts. So the ranks agree on a random name, and prefix all of
+their keys with it:
+
+1. Each rank but rank 0 writes a random number.
+2. Rank 0 draws the name, and answers every number that it reads with the name.
+3. A rank that reads the answer to its own number confirms the name.
+4. When all ranks have confirmed the name, rank 0 marks it as complete.
+
+No rank has a number that a dead attempt has left, so no rank confirms the answer to it.
 """
 
 from __future__ import annotations
@@ -16,24 +22,22 @@ from typing import Any, Protocol
 from dualtrain.errors import UserError
 
 _POLL_SECONDS = 0.01
-_OLDER = (
-    "a process of an attempt that failed still runs, or two processes were started as this rank: end them, and start anew"
-)
+_OLDER = "a process of a failed attempt still runs, or two processes were started as this rank: end them, and start anew"
 
 
 class LastingStore(Protocol):
-    """The methods used here of torch.distributed's stores."""
+    """The methods of torch.distributed's stores that are used here."""
 
     def set(self, key: str, value: str) -> Any:
         """Set ``key``."""
         ...
 
     def get(self, key: str) -> bytes:
-        """Value of ``key``; blocks until it is set."""
+        """Return the value of ``key``; block until it is set."""
         ...
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number ``key``, from 0, and return the sum."""
+        """Add ``amount`` to the number ``key``, which begins at 0, and return the sum."""
         ...
 
     def check(self, keys: list[str]) -> bool:
@@ -46,12 +50,13 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
 
     Args:
         store: all ranks use the same one, below the same prefix.
-        rank: of this process.
-        size: the number of ranks; those of another size are of another attempt.
-        limit: seconds that the wait for the others lasts in all, for messages, and its end in ``time.monotonic()``.
+        rank: this process's rank.
+        size: the number of ranks; a rank with another size belongs to another attempt.
+        limit: how long to wait for the others: the total seconds, which messages name, and the ``time.monotonic()`` at
+            which the wait ends.
 
     Raises:
-        UserError: a rank did not come in time, or another process has this rank.
+        UserError: a rank did not join in time, or another process has this rank.
     """
     if rank == 0:
         return _lead(store, size, limit)
@@ -61,12 +66,12 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
     def joined() -> bool:
         nonlocal session
         if store.check([f"answer/{rank}/{number}"]):
-            # A later rank 0 may answer too; the name that counts is the one whose rank 0 has seen all ranks.
+            # The answer changes if a later process answers as rank 0. Only one of the names will be complete.
             named = _read(store, f"answer/{rank}/{number}")
             if named != session:
                 session = named
                 if store.add(f"joined/{session}/{rank}", 1) > 1:
-                    raise UserError(f"rank {rank} of {size} is there already: {_OLDER}")
+                    raise UserError(f"rank {rank} of {size} has joined already: {_OLDER}")
         elif not store.check([f"come/{rank}"]) or _read(store, f"come/{rank}") != f"{number} {size}":
             store.set(f"come/{rank}", f"{number} {size}")
         return bool(session) and store.check([f"complete/{session}"])
@@ -76,13 +81,13 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
 
 
 def _lead(store: LastingStore, size: int, limit: tuple[float, float]) -> str:
-    """Do rank 0's part."""
+    """Do rank 0's part of :func:`agree_on_session`."""
     session, turn = secrets.token_hex(16), store.add("rank 0", 1)
     missing, answered = list(range(1, size)), dict[int, str]()
 
     def complete() -> bool:
         if store.add("rank 0", 0) != turn:
-            raise UserError(f"another process is rank 0 of {size} by now: {_OLDER}")
+            raise UserError(f"another process is rank 0 of {size} now: {_OLDER}")
         for rank in list(missing):
             if store.check([f"come/{rank}"]):
                 number, its_size = _read(store, f"come/{rank}").split()
@@ -93,7 +98,7 @@ def _lead(store: LastingStore, size: int, limit: tuple[float, float]) -> str:
                 missing.remove(rank)
         return not missing
 
-    _await(complete, limit, lambda: f"rank {missing[0]} of {size} did not come")
+    _await(complete, limit, lambda: f"rank {missing[0]} of {size} did not join")
     store.set(f"complete/{session}", "")
     return session
 

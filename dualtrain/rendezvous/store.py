@@ -1,4 +1,4 @@
-"""Key-value store in which a job's processes find each other: one process serves it, all others connect to that one.
+"""Key-value store in which a job's processes find each other: one process serves it, and the others connect to it.
 
 torch's own ``TCPStore`` lets any process that reaches its port read and write, for as long as the job runs. Here, both
 ends prove that they know the job's secret before any request is accepted (:mod:`dualtrain.rendezvous.connection`), and
@@ -20,36 +20,37 @@ from typing import Any, Protocol
 from dualtrain.errors import UserError
 from dualtrain.rendezvous.connection import Connection, UnauthenticatedError
 
-_SLICE_SECONDS = 1.0  # a wait is repeated after this, so that threads which share a connection alternate
+_SLICE_SECONDS = 1.0  # a client sends a longer wait as several requests, so that threads which share it alternate
 _GRACE_SECONDS = 3.0  # for clients to receive why the job ends, and disconnect
-_UNAUTHENTICATED = 64  # connections that may be in the handshake, besides the job's own processes
+_UNAUTHENTICATED = 64  # connections that may be in the handshake, besides those of the job's own processes
 _DIAL_SECONDS = 5.0  # for one attempt to reach the server
 
 
 class Store(Hashable, Protocol):
-    """Interface of both ends. Once the job is broken, every call raises UserError with the reason."""
+    """Interface of the server and the clients. Once two processes have the same rank, every call raises UserError."""
 
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
-        """Carry out one operation; the waiting ones block for ``wait`` seconds at most.
+        """Carry out the operation ``what``. ``"get"`` and ``"has"`` wait for their keys for ``wait`` seconds at most.
 
-        ``"set"`` a value; ``"get"`` one, or None if there is none in time; ``"add"`` a number to one and get the sum;
-        ``"swap"`` takes [old, new]: sets new if the value is old (``""``: not set), and returns the value after that;
-        ``"drop"`` a key; ``"has"`` whether all keys of a list are there in time; ``"count"`` them.
+        ``"set"`` sets a value. ``"get"`` returns a value, or None if there is none in time. ``"add"`` adds a number to a
+        value and returns the sum. ``"swap"`` takes [old, new], sets new if the value is old (``""``: not set), and returns
+        the value after that. ``"drop"`` removes a key. ``"has"`` returns whether all keys of a list are set in time.
+        ``"count"`` returns the number of keys.
         """
         ...
 
     def close(self) -> None:
-        """Accept no further process; a client disconnects."""
+        """Disconnect a client, or make the server accept no further process."""
         ...
 
 
 class StoreServer:
-    """Server: accepts ``size`` processes, each with its own rank, and serves until its process ends.
+    """Server of ``size`` processes, each with its own rank. Serves until its own process ends.
 
     Args:
-        listening: a bound socket that listens; it is closed when all have joined.
+        listening: a bound socket that listens; it is closed when all processes have joined.
         size: number of processes of the job.
-        secret: known to all of them.
+        secret: known to all processes of the job.
     """
 
     def __init__(self, listening: socket.socket, size: int, secret: str) -> None:
@@ -66,10 +67,10 @@ class StoreServer:
         threading.Thread(target=self._accept, name="dualtrain-store", daemon=True).start()
 
     def join(self, rank: int, world: str, process: str, who: str) -> str | None:
-        """Register a process, which may repeat it if the answer was lost; return why it is refused, or ``None``."""
+        """Register a process; return why it is refused, or ``None``. May be repeated if the answer was lost."""
         with self._changed:
             if not 0 <= rank < self._size:
-                return f"rank {rank} ({who}) is none of this job's {self._size}: give every process the same world size"
+                return f"rank {rank} ({who}) is not among this job's {self._size}: give every process the same world size"
             other, other_who = self._joined.setdefault((world, rank), (process, who))
             if other != process:
                 self._broken = (
@@ -88,7 +89,7 @@ class StoreServer:
             self.close()
 
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0, *, remote: bool = False) -> Any:
-        """As :class:`Store` says."""
+        """Carry out one operation: see :meth:`Store.call`."""
         with self._changed:
             if what in ("get", "has"):
                 keys = [key] if what == "get" else value
@@ -140,7 +141,7 @@ class StoreServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.05)  # out of descriptors, perhaps: unauthenticated peers lose theirs within seconds
+                time.sleep(0.05)  # perhaps there are too many descriptors: unauthenticated peers are closed within seconds
                 continue
             with self._changed:
                 accepted = self._handshakes < _UNAUTHENTICATED + self._size
@@ -149,7 +150,7 @@ class StoreServer:
             if not accepted:
                 connection.close()
                 continue
-            # One thread each, so that an unauthenticated peer that sends nothing delays no other.
+            # Each connection has its own thread, so that a peer which sends nothing does not delay the others.
             threading.Thread(target=self._serve, args=(connection,), name="dualtrain-store", daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
@@ -185,14 +186,14 @@ class StoreServer:
 
 
 class StoreClient:
-    """Client of the job's server. May be shared by threads."""
+    """Client of the job's server. Threads may share it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def call(self, what: str, key: str = "", value: Any = None, wait: float = 0.0) -> Any:
-        """Carry out one operation, as :class:`Store` says. Raises OSError when the serving process has exited."""
+        """Carry out one operation: see :meth:`Store.call`. Raises OSError when the serving process has exited."""
         deadline = time.monotonic() + wait
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -214,7 +215,7 @@ class StoreClient:
 
 
 def serve(listening: socket.socket, size: int, secret: str, world: str = "") -> StoreServer:
-    """Start a server on a listening socket, and join it as rank 0 of ``world``. Does not block."""
+    """Start a server on a listening socket, and register this process as rank 0 of ``world``. Does not block."""
     server = StoreServer(listening, size, secret)
     server.join(0, world, _process(), _who())
     server.close_if_complete()
@@ -222,7 +223,7 @@ def serve(listening: socket.socket, size: int, secret: str, world: str = "") -> 
 
 
 def listen(host: str, ports: Sequence[int], backlog: int) -> socket.socket:
-    """Socket that listens on the first free one of ``ports`` (0: any) at one address. Raises OSError if there is none."""
+    """Listen on the first free port of ``ports`` (0 means any port) at ``host``. Raises OSError if none is free."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     family, _, _, _, where = min(found, key=lambda each: each[0] != socket.AF_INET)
     for port in ports:
@@ -235,12 +236,12 @@ def listen(host: str, ports: Sequence[int], backlog: int) -> socket.socket:
 
 
 def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float, world: str = "") -> StoreClient:
-    """Join, as ``rank`` of ``world``, the job that is served at one of ``ports``. Blocks for ``timeout`` seconds at most.
+    """Connect to the job's server at one of ``ports``, as ``rank`` of ``world``. Blocks for ``timeout`` seconds at most.
 
     The server may start later than this process.
 
     Raises:
-        UserError: nothing listens there, or another job's server, or the server refuses this rank.
+        UserError: this job's server does not listen at any of the ports, or it refuses this rank.
     """
     deadline = time.monotonic() + timeout
     about = {"world": world, "process": _process(), "who": _who()}
@@ -254,10 +255,10 @@ def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float
                 connection.socket.settimeout(None)
                 return StoreClient(connection)
             except UserError:
-                raise  # refused: trying again changes nothing
+                raise  # the server refuses this process, and would do so again
             except UnauthenticatedError:
-                reasons.append("what listens there is not of this job: DUALTRAIN_SECRET must be the same for all its ranks")
-                final = len(ports) == 1  # else this job's may be at the next one
+                reasons.append("the process there is not of this job, whose ranks need the same DUALTRAIN_SECRET")
+                final = len(ports) == 1  # otherwise this job's server may listen at the next port
             except (OSError, ValueError, KeyError, TypeError) as error:
                 reasons.append(getattr(error, "strerror", None) or str(error))
         if final or time.monotonic() > deadline:

@@ -1,11 +1,15 @@
-"""``python -m dualtrain.report RUN [RUN …] [--out PAGE.html]``: show the results of runs on one page and in one picture.
+"""``python -m dualtrain.report RUN [RUN …] [--out PAGE.html] [--watch]``: show the results of runs on one page.
 
 Runs may be finished, running or interrupted. The charts show all runs in the same axes. Without --out, the page is
-report.html, in the run's folder if there is one run, else in the current folder. The picture, with .png, shows the same.
+report.html, in the run's folder if there is one run, else in the current folder. It is one file that loads nothing.
+
+With --watch no file is written: the page is served on this host alone, at an address that is printed, and follows the
+runs while they train. Runs that have not logged a step yet are shown once they have. Ctrl-C ends it.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,39 +17,63 @@ from pathlib import Path
 from dualtrain.console import parser_of, print_error, show
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
-from dualtrain.report.report_charts import picture
 from dualtrain.report.report_page import page
 from dualtrain.report.runs import read_runs
+from dualtrain.report.watch import server_of
 
 
-def _write(folders: Sequence[str], out: str | None) -> list[Path]:
+def _write(folders: Sequence[str], out: str | None) -> Path:
     runs = read_runs(folders)
     target = Path(out) if out is not None else Path(folders[0] if len(runs) == 1 else "", "report.html")
     if target.suffix != ".html":
-        raise UserError(f"--out {str(target)!r} must end in .html: the picture gets the same name with .png")
-    contents = {target: page(runs).encode(errors="replace"), target.with_suffix(".png"): picture(runs, tables=True)}
+        raise UserError(f"--out {str(target)!r} must end in .html: the report is a web page")
+    content = page(runs).encode(errors="replace")
+    try:
+        write_whole(target, content)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(f"{str(target)!r} cannot be written ({reason}): name another file with --out") from error
+    return target
 
-    for path, content in contents.items():
-        try:
-            write_whole(path, content)
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise UserError(f"{str(path)!r} cannot be written ({reason}): name another file with --out") from error
-    return list(contents)
+
+def _watch(folders: Sequence[str], port: int) -> None:
+    with server_of(folders, port) as server:
+        show(f"{server.url}\nopen this address in a browser on this host; Ctrl-C ends it")
+        server.serve_forever()
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 1 << 16:
+        raise ValueError
+    return number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report and print its paths. Return the exit status: 0, or 2 for an error that the user can fix."""
+    """Write the report and print its path, or serve it. Return the exit status.
+
+    0 for success, 2 for an error that the user can fix, 130 after Ctrl-C.
+    """
     parser = parser_of("dualtrain.report", str(__doc__))
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument("--out", metavar="PAGE.html", help="path of the page; the picture is written beside it")
+    parser.add_argument("--out", metavar="PAGE.html", help="path of the page")
+    parser.add_argument("--watch", action="store_true", help="serve the page on this host, and follow the runs")
+    parser.add_argument("--port", type=_port, metavar="N", help="TCP port of --watch (default: a free one)")
     try:
         given = parser.parse_args(arguments)
-        for path in _write(given.runs, given.out):
-            show(path)
+        if given.watch and given.out is not None:
+            raise UserError("--watch writes no file: leave out --watch or --out")
+        if given.port is not None and not given.watch:
+            raise UserError("--port is the port of --watch, which is missing: give both, or neither")
+        if given.watch:
+            _watch(given.runs, given.port or 0)
+        else:
+            show(_write(given.runs, given.out))
     except UserError as error:
         print_error(error)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 

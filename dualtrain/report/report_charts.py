@@ -1,162 +1,164 @@
-"""The report's picture: charts with the curves of all runs, below the tables."""
+"""The report's charts: curves of all runs as inline SVG, in the units of the data.
+
+A curve's path holds the steps and the values themselves; a nested SVG element, whose viewBox is the range that is shown,
+stretches them over the chart. charts.js draws the axes, since their ticks depend on the width of the page and on the runs
+that are switched on, and shows the values under the pointer.
+"""
 
 from __future__ import annotations
 
-import io
-import math
-import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from dualtrain.errors import UserError
-from dualtrain.report.runs import Run, Table, differing_settings, results, same_weights, title
+from dualtrain.report.document import text
+from dualtrain.report.runs import Points, Run
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-WIDTH, MARGIN, HEAD, ROW, CHARTS = 15.0, 0.4, 0.95, 0.29, 9.2  # sizes of the picture and its parts, in inches
-LETTERS = 175  # characters that fit into one row of the picture's tables
+MOST_POINTS = 600  # of a drawn curve: about one per pixel
+WIDER = 4.0  # pixels by which the first of several equal curves is wider than the last, at most
 STEP, EPOCH, TRAIN, VAL = "logged steps", "mean so far", "training, epochs", "validation"
-KINDS: dict[str, dict[str, Any]] = {
-    STEP: {"linestyle": "-"},
-    EPOCH: {"linestyle": "-", "marker": "o", "markersize": 4},
-    TRAIN: {"linestyle": "-", "marker": "o", "markersize": 4},
-    VAL: {"linestyle": "--", "marker": "s", "markersize": 4},
-}
-PANELS: dict[str, list[tuple[str, str, str]]] = {  # curves: (style, kind of line in metrics.jsonl, key)
-    "Loss": [(STEP, "step", "loss"), (TRAIN, "epoch", "train_loss"), (VAL, "epoch", "val_loss")],
-    "Accuracy": [(STEP, "step", "accuracy"), (TRAIN, "epoch", "train_accuracy"), (VAL, "epoch", "val_accuracy")],
-    "Learning rate": [(STEP, "step", "lr")],
-    "Throughput (samples/s)": [(STEP, "step", "samples_per_second"), (EPOCH, "epoch", "samples_per_second")],
-}
+#: CSS class of each kind of curve.
+KINDS = {STEP: "step", EPOCH: "mean", TRAIN: "train", VAL: "val"}
 
 
-def load_figure() -> type[Figure]:
-    """Import matplotlib and return its class Figure.
+@dataclass(frozen=True)
+class Panel:
+    """One chart: its title, and its curves, each the kind, the kind of line in metrics.jsonl, and the key.
 
-    Raises:
-        UserError: matplotlib is missing.
+    ``zero``: whether the axis of values begins at 0.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(f"the charts need matplotlib ({error}): pip install matplotlib") from error
-    return Figure
+
+    title: str
+    curves: Sequence[tuple[str, str, str]]
+    zero: bool = False
 
 
-def picture(runs: Sequence[Run], *, tables: bool) -> bytes:
-    """Draw the charts, with ``tables`` also the title and the tables above them, and return a PNG.
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
-    figure_class = load_figure()
-    shown = [table for table in (results(runs), differing_settings(runs)) if table is not None and tables]
-    head = HEAD + sum(ROW * (len(table.rows) + 1) for table in shown) if tables else 0.0
-    figure = figure_class(figsize=(WIDTH, head + _legend_rows(runs) * ROW + CHARTS), facecolor="white")
-    if tables:
-        _draw_head(figure, runs, shown)
-    _draw_charts(figure, runs, head)
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks are drawn as boxes
-        figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
+PANELS = (
+    Panel("Loss", ((STEP, "step", "loss"), (TRAIN, "epoch", "train_loss"), (VAL, "epoch", "val_loss"))),
+    Panel("Accuracy", ((STEP, "step", "accuracy"), (TRAIN, "epoch", "train_accuracy"), (VAL, "epoch", "val_accuracy"))),
+    Panel("Learning rate", ((STEP, "step", "lr"),), zero=True),
+    Panel(
+        "Throughput (samples/s)",
+        ((STEP, "step", "samples_per_second"), (EPOCH, "epoch", "samples_per_second")),
+        zero=True,
+    ),
+)
 
 
-def _draw_head(figure: Figure, runs: Sequence[Run], tables: Sequence[Table]) -> None:
-    height, left = figure.get_figheight(), MARGIN / WIDTH
-    name, details = title(runs)
-    line: dict[str, Any] = {"parse_math": False, "va": "top"}
-    figure.text(left, 1 - 0.2 / height, _shortened(name, 90), fontsize=18, weight="bold", **line)
-    figure.text(left, 1 - 0.6 / height, f"{details}   {same_weights(runs)}", fontsize=11, color="#444444", **line)
-    top = HEAD
-    for table in tables:
-        tall = ROW * len(table.rows)
-        _draw_table(figure.add_axes((left, 1 - (top + tall) / height, 1 - 2 * left, tall / height)), table)
-        top += tall + ROW
+def charts(runs: Sequence[Run]) -> str:
+    """Return the legend and all charts as HTML."""
+    figures = "\n".join(_figure(panel, runs) for panel in PANELS)
+    return (
+        f"{_legend(runs)}\n"
+        "<noscript><p>Axes, values under the pointer and the legend's switches need JavaScript.</p></noscript>\n"
+        f'<div class="charts">\n{figures}\n</div>'
+    )
 
 
-def _draw_table(axes: Axes, table: Table) -> None:
-    from matplotlib.transforms import Bbox
-
-    axes.set_axis_off()
-    widest = [max(map(len, column)) + 2 for column in zip(*table.rows, strict=True)]
-    room = max(12, LETTERS // len(widest), min(50, LETTERS - sum(sorted(widest)[:-1])))
-    widths = [min(width, room) for width in widest]
-    cells = [[_shortened(cell, room - 2) for cell in row] for row in table.rows]
-    share = 1 / max(LETTERS, sum(widths))
-    whole = Bbox.from_bounds(0, 0, share * sum(widths), 1)
-    drawn = axes.table(cells, colWidths=[w * share for w in widths], bbox=whole, cellLoc="left", edges="B")
-    drawn.auto_set_font_size(False)
-    size = 9 * min(1, LETTERS / sum(widths))
-    for (row, column), cell in drawn.get_celld().items():
-        run = table.names.get((row, column))
-        cell.PAD = 0.0
-        cell.set_edgecolor("#cccccc")
-        weight = "bold" if run or row == 0 else "normal"
-        cell.get_text().set(parse_math=False, fontsize=size, color=run.color if run else "#222222", fontweight=weight)
+def _legend(runs: Sequence[Run]) -> str:
+    if len(runs) < 2:
+        return ""
+    buttons = "\n".join(
+        f'<button type="button" class="{run.color}" aria-pressed="true" data-run="{number}" title="{text(run.folder)}">'
+        f"<i></i>{text(run.label)}</button>"
+        for number, run in enumerate(runs)
+    )
+    hint = "Click a run to switch it off or on, double-click to see it alone."
+    return f'<div class="legend" role="group" aria-label="Runs">\n{buttons}\n</div>\n<p class="hint">{hint}</p>'
 
 
-def _legend_rows(runs: Sequence[Run]) -> int:
-    return math.ceil(len(runs) / _legend_columns(runs))
+@dataclass(frozen=True)
+class _Curve:
+    run: int
+    kind: str
+    points: Points
+    left_out: int
 
 
-def _legend_columns(runs: Sequence[Run]) -> int:
-    return max(1, LETTERS // (8 + max(len(_shortened(run.label, 80)) for run in runs)))
-
-
-def _draw_charts(figure: Figure, runs: Sequence[Run], below: float) -> None:
-    from matplotlib.lines import Line2D
-
-    height = figure.get_figheight()
-    keys = [Line2D([], [], color=run.color, linewidth=3) for run in runs]
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.3 / WIDTH, 1 - below / height), "frameon": False}
-    names = [_shortened(run.label, 80) for run in runs]
-    # Set the names afterwards: matplotlib would interpret $ and a leading _ in labels.
-    legend = figure.legend(keys, ["x"] * len(keys), ncols=_legend_columns(runs), fontsize=10, **place)
-    for text, name in zip(legend.get_texts(), names, strict=True):
-        text.set(parse_math=False, text=name)
-    top = 1 - (below + (_legend_rows(runs) + 1.6) * ROW) / height
-    grid = figure.add_gridspec(2, 2, left=0.055, right=0.98, bottom=0.6 / height, top=top, hspace=0.3, wspace=0.14)
-    for number, (name, curves) in enumerate(PANELS.items()):
-        _draw_panel(figure.add_subplot(grid[divmod(number, 2)]), name, curves, runs)
-
-
-def _draw_panel(axes: Axes, name: str, curves: list[tuple[str, str, str]], runs: Sequence[Run]) -> None:
-    from matplotlib.lines import Line2D
-
-    drawn = set()
-    for number, run in enumerate(runs):
-        # Curves of equal runs coincide: draw earlier runs wider, so that they show on both sides of later ones.
-        width = 1.4 + 3.0 * (len(runs) - 1 - number) / max(1, len(runs) - 1)
-        for how, kind, key in curves:
-            steps, values = run.curve(kind, key)
-            if steps:
-                drawn.add(how)
-                color = _paler(run.color) if how == STEP and len(curves) > 1 else run.color
-                alone = {"marker": "."} if len(steps) == 1 else {}
-                axes.plot(steps, values, color=color, linewidth=width, **{**alone, **KINDS[how]})
-    axes.set_title(name, loc="left", weight="bold", fontsize=12)
-    axes.set_xlabel("optimizer step")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(drawn) > 1:
-        kinds = [how for how in KINDS if how in drawn]
-        keys = [Line2D([], [], color="#bbbbbb" if how == STEP else "#333333", **KINDS[how]) for how in kinds]
-        axes.legend(keys, kinds, fontsize=9)
+def _figure(panel: Panel, runs: Sequence[Run]) -> str:
+    curves = [_curve(number, run, *which) for number, run in enumerate(runs) for which in panel.curves]
+    drawn = [curve for curve in curves if curve.points]
+    title, note = text(panel.title), _left_out(curves, runs)
     if not drawn:
-        axes.text(0.5, 0.5, "nothing recorded", ha="center", color="#777777", transform=axes.transAxes)
+        return f'<figure class="chart empty"><figcaption>{title}</figcaption><p>nothing recorded</p>{note}</figure>'
+    groups = "\n".join(_group(number, runs, drawn) for number in range(len(runs)))
+    zero = " data-zero" if panel.zero else ""
+    return (
+        f'<figure class="chart"><figcaption>{title}{_kinds(panel, {curve.kind for curve in drawn})}</figcaption>\n'
+        f'<svg role="img" tabindex="0" aria-label="{title} by optimizer step"{zero}><g class="axes"></g>'
+        f'<svg class="plot" preserveAspectRatio="none" viewBox="{_view(panel, drawn)}">\n{groups}\n</svg>'
+        f'<g class="cursor"></g></svg>\n<div class="tip" hidden></div>{note}</figure>'
+    )
 
 
-def _paler(color: str) -> str:
-    """Mix a colour with white. Transparency would mix the colours of lines that cross."""
-    parts = (int(color[start : start + 2], 16) for start in (1, 3, 5))
-    return "#" + "".join(f"{(part + 2 * 255) // 3:02x}" for part in parts)
+def _curve(number: int, run: Run, kind: str, line: str, key: str) -> _Curve:
+    points, left_out = run.curve(line, key)
+    return _Curve(number, kind, thinned(points), left_out)
 
 
-def _shortened(text: str, room: int) -> str:
-    """Shorten a text to ``room`` characters by cutting out its middle."""
-    half = (room - 1) // 2
-    return text if len(text) <= room else f"{text[:half]}…{text[-half:]}"
+def _group(number: int, runs: Sequence[Run], drawn: Sequence[_Curve]) -> str:
+    """Return the curves of one run."""
+    run = runs[number]
+    names = f'class="{run.color}" data-run="{number}" data-label="{text(run.label)}"'
+    paths = (path for curve in drawn if curve.run == number for path in _paths(curve, _wider(curve, drawn)))
+    return f"<g {names}>{''.join(paths)}</g>"
+
+
+def _wider(curve: _Curve, drawn: Sequence[_Curve]) -> float:
+    """Return by how many pixels a curve is wider than others: equal ones, drawn above it, leave its edges visible."""
+    equal = [other.run for other in drawn if (other.kind, other.points) == (curve.kind, curve.points)]
+    above = sum(run > curve.run for run in equal)
+    return min(3.0, WIDER / max(1, len(equal) - 1)) * above
+
+
+def _kinds(panel: Panel, used: set[str]) -> str:
+    """Return the switches of the kinds of curves, where a chart has several."""
+    if len(used) < 2:
+        return ""
+    buttons = (
+        f'<button type="button" aria-pressed="true" data-kind="{KINDS[kind]}">'
+        f'<svg class="key" viewBox="0 0 28 10"><path class="line {KINDS[kind]}" d="M1,5 27,5"/>'
+        f'<path class="dots {KINDS[kind]}" d="M14,5h0"/></svg>{kind}</button>'
+        for kind in dict.fromkeys(kind for kind, _, _ in panel.curves)
+        if kind in used
+    )
+    return f'<span class="kinds" role="group" aria-label="Kinds of curves">{"".join(buttons)}</span>'
+
+
+def _paths(curve: _Curve, wider: float) -> Iterator[str]:
+    """Yield the line and the dots of a curve. Larger values are further up, so they are written with the opposite sign."""
+    places = [f"{step:.9g},{-value:.6g}" for step, value in curve.points]
+    style = KINDS[curve.kind]
+    width = f' style="--wider:{wider:.2g}px"' if wider else ""
+    yield f'<path class="line {style}"{width} data-kind="{style}" data-name="{curve.kind}" d="M{" ".join(places)}"/>'
+    if curve.kind != STEP or len(places) == 1:
+        # Lines of length 0 are drawn as dots by their caps, which the stretching does not distort.
+        yield f'<path class="dots {style}" data-kind="{style}" d="{"".join(f"M{place}h0" for place in places)}"/>'
+
+
+def _view(panel: Panel, drawn: Sequence[_Curve]) -> str:
+    """Return the range that holds all curves of a chart, for readers without JavaScript."""
+    steps, values = zip(*(point for curve in drawn for point in curve.points), strict=True)
+    low, high = min(0.0, *values) if panel.zero else min(values), max(values)
+    height = (high - low) or abs(high) or 1.0
+    width = (max(steps) - min(steps)) or 1
+    return f"{min(steps):.9g} {-high - 0.05 * height:.6g} {width:.9g} {1.1 * height:.6g}"
+
+
+def thinned(points: Points) -> Points:
+    """Return at most ``MOST_POINTS`` of a curve's points: the ends, and the extremes of equal parts of it."""
+    if len(points) <= MOST_POINTS:
+        return points
+    inner, parts = points[1:-1], MOST_POINTS // 2 - 1
+    kept = [points[0]]
+    for part in range(parts):
+        piece = inner[part * len(inner) // parts : (part + 1) * len(inner) // parts]
+        low, high = (choose(range(len(piece)), key=lambda at: piece[at][1]) for choose in (min, max))
+        kept += [piece[at] for at in sorted({low, high})]
+    return [*kept, points[-1]]
+
+
+def _left_out(curves: Sequence[_Curve], runs: Sequence[Run]) -> str:
+    """Return a note of the values that are not drawn, if there are any."""
+    found = {run.label: sum(curve.left_out for curve in curves if curve.run == number) for number, run in enumerate(runs)}
+    parts = [f"{count} of {text(label)}" for label, count in found.items() if count]
+    return f'<p class="hint">Not drawn, since they are not finite numbers: {", ".join(parts)}.</p>' if parts else ""

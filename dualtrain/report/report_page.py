@@ -2,58 +2,65 @@
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Sequence
 
-from dualtrain.report.report_charts import PANELS, picture
-from dualtrain.report.runs import Run, Table, differing_settings, results, same_weights, title
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1500px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.6em; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.15em; margin: 1.6em 0 .4em; }
-p { margin: .2em 0; color: #444; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9em; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: .35em .8em .35em 0; border-bottom: 1px solid #ddd; }
-td, th { max-width: 16em; overflow-wrap: break-word; }
-td:first-child { min-width: 9em; }
-i { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .45em; }
-small { display: block; color: #777; }
-img { width: 100%; height: auto; }
-"""
+from dualtrain.report.document import asset, document, facts, table, text
+from dualtrain.report.report_charts import charts
+from dualtrain.report.runs import Run, Table, differing_settings, recoveries, results, same_weights, title
+from dualtrain.run_table import as_text
 
 
-def page(runs: Sequence[Run]) -> str:
-    """Return the report as self-contained HTML.
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
-    name, details = map(html.escape, title(runs))
-    charts = base64.b64encode(picture(runs, tables=False)).decode()
-    differing = differing_settings(runs)
-    return "\n".join(
-        [
-            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>',
-            f"<style>{STYLE}</style></head><body>",
-            f"<h1>{name}</h1>\n<p>{details}</p>",
-            f"<h2>Results</h2>\n{_table(results(runs))}\n<p>{same_weights(runs)}</p>",
-            f"<h2>Settings that differ</h2>\n{_table(differing)}" if differing else "",
-            f'<h2>Course</h2>\n<img alt="{", ".join(PANELS)}" src="data:image/png;base64,{charts}">',
-            "</body></html>\n",
-        ]
-    )
+def page(runs: Sequence[Run], *, refresh: bool = False) -> str:
+    """Return the report as self-contained HTML; with ``refresh`` it loads itself again while it is shown."""
+    name, details = title(runs)
+    parts = [f"<header><h1>{text(name)}</h1>\n<p>{text(details)}</p></header>", *_sections(runs)]
+    live = '\n<p id="live" role="status"></p>' if refresh else ""
+    body = "\n".join(["<main>", *parts, "</main>"])
+    return document(name, body + live, asset("charts.js"), refresh)
 
 
-def _table(table: Table) -> str:
-    def cell(row: int, column: int, text: str) -> str:
-        run, tag = table.names.get((row, column)), "td" if row else "th"
-        mark = f'<i style="background:{run.color}"></i>' if run else ""
-        path = f"<small>{html.escape(str(run.folder))}</small>" if run and row else ""
-        return f"<{tag}>{mark}{html.escape(text)}{path}</{tag}>"
+def _sections(runs: Sequence[Run]) -> list[str]:
+    if not runs:
+        return ["<p>There is no run to show.</p>"]
+    differing, repaired, weights = differing_settings(runs), recoveries(runs), same_weights(runs)
+    waiting = [run for run in runs if not run.metrics]
+    parts = [f"<h2>Results</h2>\n{_table(results(runs), short=True)}", f"<p>{text(weights)}</p>" if weights else ""]
+    parts += [f"<p>No metrics yet: {text(run.label)} has not logged its first steps.</p>" for run in waiting]
+    parts += [
+        f"<p>{text(run.label)}: {run.unreadable} lines of metrics.jsonl cannot be read and are left out.</p>"
+        for run in runs
+        if run.unreadable
+    ]
+    if len(waiting) < len(runs):
+        parts.append(f"<h2>Charts</h2>\n{charts(runs)}")
+    if repaired:
+        parts.append(f"<h2>Recoveries</h2>\n{_table(repaired)}")
+    if differing:
+        parts.append(f"<h2>Settings that differ</h2>\n{_table(differing)}")
+    if len(runs) == 1:
+        return [*parts, *_about(runs[0])]
+    return [*parts, "<h2>Each run</h2>", *(_folded(number, run) for number, run in enumerate(runs))]
 
-    lines = ["".join(cell(row, column, text) for column, text in enumerate(cells)) for row, cells in enumerate(table.rows)]
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table>\n{body}\n</table></div>'
+
+def _about(run: Run) -> list[str]:
+    """Return where a run came from, and its settings."""
+    origin = [("folder", str(run.folder)), *run.origin.items()]
+    parts = [f"<h2>Origin</h2>\n{facts(origin, 'origin')}"]
+    if run.config:
+        settings = facts([(name, as_text(value)) for name, value in run.config.items()], "settings")
+        parts.append(f"<h2>Settings</h2>\n{settings}")
+    return parts
+
+
+def _folded(number: int, run: Run) -> str:
+    head = f'<summary><i class="{run.color}"></i>{text(run.label)}</summary>'
+    return "\n".join([f'<details id="run-{number}">{head}', *_about(run), "</details>"])
+
+
+def _table(found: Table, *, short: bool = False) -> str:
+    def cell(row: int, column: int, content: str) -> str:
+        run = found.names.get((row, column))
+        return f'<i class="{run.color}"></i>{text(content)}' if run else text(content)
+
+    head, *rows = [[cell(row, column, each) for column, each in enumerate(cells)] for row, cells in enumerate(found.rows)]
+    return table(head, rows, short=short)

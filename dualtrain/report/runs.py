@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,38 @@ from dualtrain.errors import UserError
 from dualtrain.files import or_nothing, parse_json, read_json, read_text
 from dualtrain.run_table import NONE, as_text, is_finite, read_summary, run_table
 
-COLORS = ("#0b6fb8", "#e07b00", "#2a9152", "#c2383c", "#7a56b3", "#8a5a48", "#d4579f", "#6f6f6f", "#98981d", "#149aa8")
+COLORS = 8  # of runs; page.css defines them as the classes c0, c1, …
+LARGEST = 1e30  # of the values that are drawn: browsers compute coordinates as 32-bit floats
+#: Names of the facts in config.json and summary.json that say where a run came from.
+ORIGIN = ("command", "commit", "started", "hosts", "versions")
+COMPARED = ("commit", "hosts", "versions")  # those of which a difference matters
+
+#: The heading and the format of each value of a recovery.
+RECOVERY = {
+    "cause": ("cause", ""),
+    "rank": ("rank", ""),
+    "step": ("at step", ""),
+    "steps_repeated": ("steps repeated", ""),
+    "seconds": ("seconds", ".1f"),
+}
+
+Points = list[tuple[float, float]]  # (optimizer step, value)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run's folder. ``summary`` is empty if the run has not finished."""
+    """The contents of a run's folder.
+
+    Attributes:
+        folder: its path.
+        label: the shortest text that names it among the runs of the report.
+        color: class of its colour in page.css.
+        config: the settings, and the facts of the machine beside them.
+        metrics: the lines of metrics.jsonl.
+        summary: empty if the run has not finished.
+        origin: command, commit and the like.
+        unreadable: number of lines of metrics.jsonl that are not metrics; an incomplete last line does not count.
+    """
 
     folder: Path
     label: str
@@ -26,12 +52,26 @@ class Run:
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
+    origin: dict[str, Any]
+    unreadable: int = 0
 
-    def curve(self, kind: str, key: str) -> tuple[list[float], list[float]]:
-        """Return the optimizer steps and the finite values of ``key`` in the lines of a ``kind``."""
-        lines = [line for line in self.metrics if line.get("kind") == kind]
-        points = [(line["step"], line[key]) for line in lines if is_finite(line.get("step")) and is_finite(line.get(key))]
-        return [step for step, _ in points], [value for _, value in points]
+    def curve(self, kind: str, key: str) -> tuple[Points, int]:
+        """Return the points of ``key`` in the lines of a ``kind`` that can be drawn, and the number of the others.
+
+        The points are in the order of their steps; values that are NaN, infinite or no numbers cannot be drawn.
+        """
+        lines = [line for line in self._lines.get(kind, ()) if key in line]
+        points = [(line["step"], line[key]) for line in lines if _is_drawable(line[key])]
+        return sorted(points, key=lambda point: point[0]), len(lines) - len(points)
+
+    @cached_property
+    def _lines(self) -> dict[str, list[dict[str, Any]]]:
+        """The lines of each kind that have a step."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for line in self.metrics:
+            if _is_drawable(line.get("step")):
+                found.setdefault(str(line.get("kind")), []).append(line)
+        return found
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -40,37 +80,58 @@ class Run:
         known = {key: value for line in self.metrics for key, value in line.items()}
         return {**settings, **known, **self.summary, "finished": bool(self.summary)}
 
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """The failures that the run went on after, as its summary lists them."""
+        found = self.summary.get("recoveries")
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
-def read_runs(folders: Sequence[str]) -> list[Run]:
+
+def _is_drawable(value: Any) -> bool:
+    return is_finite(value) and abs(value) < LARGEST
+
+
+def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
     """Read the runs in these folders, each once, and give each a label and a colour.
+
+    Args:
+        folders: paths of the runs.
+        begun: require metrics; otherwise a run without any is one that has not begun.
 
     Raises:
         UserError: a folder holds no metrics.
     """
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
-    colors = (COLORS[number % len(COLORS)] for number in range(len(paths)))
-    return [_read_run(*run) for run in zip(paths, _labels(paths), colors, strict=True)]
+    colors = (f"c{number % COLORS}" for number in range(len(paths)))
+    return [_read_run(*run, begun) for run in zip(paths, _labels(paths), colors, strict=True)]
 
 
-def _read_run(folder: Path, label: str, color: str) -> Run:
-    metrics = _read_metrics(folder)
+def _read_run(folder: Path, label: str, color: str, begun: bool) -> Run:
+    metrics, unreadable = _read_metrics(folder, begun)
     summary = or_nothing(lambda: read_summary(folder))
     last = max((line["step"] for line in metrics if is_finite(line.get("step"))), default=0)
     if is_finite(summary.get("steps")) and last > summary["steps"]:
         summary = {}  # it is from before the run was resumed
-    config = _flat(or_nothing(lambda: read_json(folder / "config.json")))
-    return Run(folder, label, color, config, metrics, summary)
+    written = or_nothing(lambda: read_json(folder / "config.json"))
+    origin = written.pop("origin", None)
+    facts = {**(origin if isinstance(origin, dict) else {}), **summary}
+    return Run(folder, label, color, _flat(written), metrics, summary, _origin(facts), unreadable)
 
 
-def _read_metrics(folder: Path) -> list[dict[str, Any]]:
+def _read_metrics(folder: Path, begun: bool) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of metrics.jsonl, and the number of those that cannot be read."""
     try:
         text = read_text(folder / "metrics.jsonl", errors="replace")
     except OSError as error:
+        if not begun:
+            return [], 0
         raise UserError(f"{str(folder)!r} holds no run (no readable metrics.jsonl): name a run's folder") from error
-    lines = [or_nothing(partial(parse_json, line)) for line in text.splitlines()]  # the last may be cut off
-    if not any(lines):
+    whole, _, rest = text.rpartition("\n")
+    lines = [or_nothing(partial(parse_json, line)) for line in whole.split("\n") if line.strip()]
+    last = or_nothing(lambda: parse_json(rest))  # it may be cut off
+    if begun and not any(lines) and not last:
         raise UserError(f"{str(folder)!r} has no metrics yet: wait until its first steps are logged (--log-every)")
-    return [line for line in lines if line]
+    return [line for line in (*lines, last) if line], sum(not line for line in lines)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +141,17 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
         return config
     settings = {name: value for name, value in config.items() if name != "platform"}
     return {**settings, **{name: value for name, value in facts.items() if name not in settings}}
+
+
+def _origin(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return where a run came from as text, by name; the versions by the names of what they are of."""
+    found = {name: facts[name] for name in ORIGIN if facts.get(name)}
+    versions, hosts = found.pop("versions", None), found.get("hosts")
+    if isinstance(hosts, dict):
+        found["hosts"] = ", ".join(f"{name} ({ranks} rank{'s' * (ranks != 1)})" for name, ranks in hosts.items())
+    if isinstance(versions, dict):
+        found["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return {name: str(value) for name, value in found.items()}
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -114,11 +186,25 @@ def results(runs: Sequence[Run]) -> Table:
 def differing_settings(runs: Sequence[Run]) -> Table | None:
     """Return a row for each setting that differs between the runs with a config.json; ``None`` if none differs."""
     known = [run for run in runs if run.config]
-    names = [name for name in dict.fromkeys(name for run in known for name in run.config) if name != "run_dir"]
-    rows = [[name, *(as_text(run.config.get(name)) for run in known)] for name in names]
+    facts = [{**run.config, **{name: run.origin[name] for name in COMPARED if name in run.origin}} for run in known]
+    names = [name for name in dict.fromkeys(name for one in facts for name in one) if name != "run_dir"]
+    rows = [[name, *(as_text(one.get(name)) for one in facts)] for name in names]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     head = ["setting", *(run.label for run in known)]
     return Table([head, *rows], {(0, column): run for column, run in enumerate(known, 1)}) if rows else None
+
+
+def recoveries(runs: Sequence[Run]) -> Table | None:
+    """Return a row for each failure that a run went on after; ``None`` if there was none."""
+    rows, names = [["run", *(title for title, _ in RECOVERY.values())]], {}
+    for run in runs:
+        for one in run.recoveries:
+            names[len(rows), 0] = run
+            cells = (
+                format(one[key], form) if is_finite(one.get(key)) else one.get(key) for key, (_, form) in RECOVERY.items()
+            )
+            rows.append([run.label, *map(as_text, cells)])
+    return Table(rows, names) if len(rows) > 1 else None
 
 
 def same_weights(runs: Sequence[Run]) -> str:
@@ -135,5 +221,5 @@ def title(runs: Sequence[Run]) -> tuple[str, str]:
     """Return the report's title, and a line with what all runs have in common."""
     shared = [{as_text(run.config.get(name)) for run in runs} for name in ("dataset", "model")]
     what = [values.pop() for values in shared if len(values) == 1]
-    name = f"Training report: {runs[0].label if len(runs) == 1 else f'{len(runs)} runs'}"
+    name = f"Training report: {runs[0].label if len(runs) == 1 else f'{len(runs)} runs' if runs else 'no run'}"
     return name, ", ".join([*(text for text in what if text != NONE), f"as of {time.strftime('%Y-%m-%d %H:%M')}"])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from dualtrain.training.data_parallel import measured, replicate
 from dualtrain.training.on_ranks import on_all_ranks
 from dualtrain.training.rank_state import seed_all
 from dualtrain.training.same_run import compare_task
+from dualtrain.user_code import in_one_line, user_traceback
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -84,9 +83,8 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
     except UserError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}, in {Path(frame.filename).name}:{frame.lineno}"
-        raise UserError(f"{what}: a sample of shape {tuple(inputs.shape[1:])} raises {reason}; choose others") from error
+        reason = f"a sample of shape {tuple(inputs.shape[1:])} raises {in_one_line(error)}"
+        raise UserError(f"{what}: {reason}; change the model, or choose others", trace=user_traceback(error)) from error
     finally:
         model.train()
     if not isinstance(outputs, torch.Tensor) or outputs.shape[:-1] != targets.shape:

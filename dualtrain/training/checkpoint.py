@@ -22,6 +22,7 @@ import torch
 from dualtrain.backends.wire import as_bytes
 from dualtrain.errors import BackendError, UserError
 from dualtrain.files import link_whole, parse_json, readable_path, write_whole
+from dualtrain.training.folder_lock import FolderLock
 
 
 class DamagedError(UserError):
@@ -39,9 +40,9 @@ BEST = "best.safetensors"
 _NAME = re.compile(r"step-[0-9]{8,18}\.safetensors")
 
 
-def write(path: Path, tree: dict[str, Any]) -> None:
-    """Write ``tree`` (dicts, lists, tuples, plain values and tensors) as one file, whole or not at all. Raises OSError."""
-    Packed(tree).write(path)
+def write(path: Path, tree: dict[str, Any], lock: FolderLock | None = None) -> None:
+    """Write ``tree`` (dicts, lists, tuples, plain values and tensors) as one file, whole or not at all; see ``Packed``."""
+    Packed(tree).write(path, lock)
 
 
 class Packed:
@@ -51,10 +52,23 @@ class Packed:
         self._tensors: dict[str, torch.Tensor] = {}
         self._structure = json.dumps(_flatten(tree, self._tensors))
 
-    def write(self, path: Path) -> None:
-        """Write it as one file, whole or not at all. Raises OSError."""
+    def write(self, path: Path, lock: FolderLock | None = None) -> None:
+        """Write it as one file, whole or not at all.
+
+        Args:
+            path: of the file.
+            lock: of the run's folder, whose generation the file names.
+
+        Raises:
+            OSError: it cannot be written.
+            SupersededError: there is a newer generation.
+        """
         header = {"structure": self._structure, "sha256": _digest(self._structure, self._tensors)}
-        write_whole(path, safetensors.torch.save(self._tensors, metadata=header))
+        if lock is None:
+            write_whole(path, safetensors.torch.save(self._tensors, metadata=header))
+            return
+        header["generation"] = str(lock.generation)
+        write_whole(path, safetensors.torch.save(self._tensors, metadata=header), lock.check)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -98,7 +112,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})"
         if error.errno in _TRANSIENT:
-            raise UserError(f"{what}: repair that, or name another one") from error
+            raise UserError(f"{what}: repair that, or name another one", transient=True) from error
         raise DamagedError(what) from error
     except MemoryError:
         raise
@@ -171,12 +185,27 @@ def put_aside(path: Path, name: Path) -> None:
 def step_in(path: Path) -> int | None:
     """Read the step of a run's checkpoint from its header alone; ``None`` where the file cannot be read."""
     try:
-        with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
-            tree = _rebuild(parse_json((file.metadata() or {})["structure"]), _NoTensors())
-        step = tree["cursor"]["step"]
+        step = _rebuild(parse_json(_header(path)["structure"]), _NoTensors())["cursor"]["step"]
     except Exception:  # not a checkpoint of a run
         return None
     return step if type(step) is int else None
+
+
+def generation_in(path: Path) -> tuple[int, str]:
+    """Read from a checkpoint's header the generation that wrote it, 0 before there were any, and the hash of its content.
+
+    (0, "") where the file cannot be read.
+    """
+    try:
+        header = _header(path)
+        return int(header.get("generation", "0")), header.get("sha256", "")
+    except Exception:  # safetensors raises many types on bad bytes
+        return 0, ""
+
+
+def _header(path: Path) -> dict[str, str]:
+    with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
+        return file.metadata() or {}
 
 
 class _NoTensors(dict[str, Any]):

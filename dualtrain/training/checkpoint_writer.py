@@ -14,6 +14,7 @@ import torch
 
 from dualtrain.errors import UserError
 from dualtrain.training.checkpoint import BEST, Packed, drop_old, keep_as_best, path_of
+from dualtrain.training.folder_lock import FolderLock, SupersededError
 from dualtrain.training.run_dir import BEST_WEIGHTS, write_weights
 
 
@@ -34,14 +35,16 @@ class Writer:
         kept: how many checkpoints are kept, beside the best.
         report: called with the message of a write that failed, from the writing thread.
         timeout: seconds that one write may take.
+        lock: of the folder; nothing is written there once it is superseded.
     """
 
-    def __init__(self, folder: Path, kept: int, report: Callable[[str], None], timeout: float) -> None:
+    def __init__(self, folder: Path, kept: int, report: Callable[[str], None], timeout: float, lock: FolderLock) -> None:
         self._folder = folder
         self._checkpoints = folder / "checkpoints"
         self._kept = kept
         self._report = report
         self._timeout = timeout
+        self._lock = lock
         self.thread: threading.Thread | None = None  # that writes
         self._bug: Exception | None = None
         self._best: _Best | None = None
@@ -74,7 +77,8 @@ class Writer:
             if self.thread.is_alive():
                 raise UserError(
                     f"a checkpoint has been written to {str(self._checkpoints)!r} for {self._timeout:g} s: the disk "
-                    "hangs or is slow; choose another --run-dir, or a longer --timeout"
+                    "hangs or is slow; choose another --run-dir, or a longer --timeout",
+                    transient=True,
                 )
             self.thread = None
         if self._bug is not None:
@@ -82,11 +86,14 @@ class Writer:
 
     def _write(self, step: int, state: Packed) -> None:
         try:
-            state.write(path_of(self._checkpoints, step))
+            state.write(path_of(self._checkpoints, step), self._lock)
             self._write_best(step)
             # Last: until the best's files are written, only the checkpoint of its step can restore them.
+            self._lock.check()
             drop_old(self._checkpoints, self._kept)
             self.failed = None
+        except SupersededError:
+            pass  # the loop ends the run on all ranks
         except OSError as error:
             self.failed = error
             reason = error.strerror or error
@@ -101,8 +108,9 @@ class Writer:
         if best is None:
             return
         if best.step == step:
+            self._lock.check()
             keep_as_best(path_of(self._checkpoints, step))
         else:
-            best.state.write(self._checkpoints / BEST)
-        write_weights(self._folder / BEST_WEIGHTS, best.weights, best.step)
+            best.state.write(self._checkpoints / BEST, self._lock)
+        write_weights(self._folder / BEST_WEIGHTS, best.weights, best.step, self._lock)
         self._best = None

@@ -23,7 +23,7 @@ class Cursor:
         samples: of all ranks.
         sums: of ``objective.NAMES``, over this epoch so far.
         last: the last evaluation, training metrics included.
-        best: the best evaluation so far, with its step and epoch.
+        best: the best evaluation so far, with its step and its epoch, which counts from 0 here and in checkpoints.
         stale: evaluations since the best one.
         evaluated_step: the step of the last evaluation.
     """
@@ -79,8 +79,9 @@ class Cursor:
         for name, value in plain.items():
             if not _has_kind_of(value, getattr(default, names[name])):
                 raise ValueError(f"its position has {name} = {value!r}")
-        if plain["best"] and type(plain["best"].get("step")) is not int:
-            raise ValueError("its best evaluation has no step")
+        for name in ("step", "epoch") if plain["best"] else ():
+            if type(plain["best"].get(name)) is not int:
+                raise ValueError(f"its best evaluation has no {name}")
         return cls(**{names[name]: value for name, value in plain.items()})
 
     def plain(self) -> dict[str, Any]:

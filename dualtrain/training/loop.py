@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from dualtrain.backends import Backend
-from dualtrain.config import Config
+from dualtrain.batchnorm import SyncBatchNorm
+from dualtrain.config import Config, run_name, without_effect
 from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import Sampler, share
@@ -32,25 +33,31 @@ from dualtrain.training.assemble import (
     make_model,
     try_out,
 )
+from dualtrain.training.attempts import Attempt, recoveries_in
 from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.machine import platform_of, threads, use_threads, warn_of_another
 from dualtrain.training.objective import CrossEntropy, metrics
 from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
+from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
+from dualtrain.training.origin import origin_of
 from dualtrain.training.passes import Tensors
-from dualtrain.training.records import Records, check_tensorboard, opening
+from dualtrain.training.progress import waiting
+from dualtrain.training.records import Records, check_tensorboard
+from dualtrain.training.restarts import allow_restart, recorded
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
 from dualtrain.training.resume import adopted, restore_best, set_aside
-from dualtrain.training.run_dir import claim, lock_existing
+from dualtrain.training.run_dir import claim
 from dualtrain.training.same_run import compare_settings
 from dualtrain.training.save_clock import SaveClock
-from dualtrain.training.signals import SAVE, SIGNALS, Signals
+from dualtrain.training.signals import SAVE, SIGNALS, STOP, Signals
 from dualtrain.training.start import Start, start_of
 from dualtrain.training.trainer import Trainer
 
 EVALUATION_BATCH = 512
+_SMALLER = "choose smaller samples, a smaller model, or a smaller --batch-size"
 
 
 def train(config: Config, backend: Backend) -> dict[str, Any]:
@@ -64,19 +71,20 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
         NotSavedError: the training ended, and its results could not be written.
         StoppedError: a signal asked for it; a checkpoint was saved.
     """
-    with enough_memory("choose smaller samples, a smaller model, or a smaller --batch-size"):
-        lock = FolderLock()
-        try:
+    lock = FolderLock()
+    try:
+        with enough_memory(_SMALLER):
             return _train(config, backend, lock)
-        finally:
-            lock.release()
+    finally:
+        lock.release()
 
 
 def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]:
     settings = config.plain()
     compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
-    on_rank_zero(backend, "run folder", lambda: lock_existing(config.output, lock, config.run.timeout))
-    start = start_of(config.output, settings, backend)
+    name = run_name(config.run.recipe, config.data.dataset, config.model.name)
+    start = start_of(config.output, name, settings, backend, lock)
+    given = settings
     if start.summary is not None:
         return start.summary
     if start.saved is not None:
@@ -85,18 +93,21 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
     use_threads(number, backend)
-    task = load_task(config.data, config.model.name, backend)
+    seconds, first = config.output.log_seconds, backend.rank == 0
+    with waiting("loading the data", seconds, shown=first):
+        task = load_task(config.data, config.model.name, backend)
     try:
         # One result everywhere is not possible with operations that do not even repeat: on a GPU, or in several threads.
         repeats = number == 1 and backend.device.type == "cpu"
         exact = config.run.deterministic or (config.step.virtual_ranks is not None and not repeats)
         with determinism(exact):
-            model = make_model(config.model, task, config.step.seed, backend)
-            on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
-            run = Run(config, backend, task, model)
-            run.open(start, lock)
+            with waiting("making the model", seconds, shown=first):
+                model = make_model(config.model, task, config.step.seed, backend)
+                on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
+                run = Run(config, backend, task, model, lock)
+                run.open(start)
             try:
-                with Signals() as signals:
+                with recorded(run.attempt, given, backend), enough_memory(_SMALLER), Signals() as signals:
                     return run.train(signals)
             finally:
                 lock.release(run.writer.thread)
@@ -107,23 +118,26 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
 class Run:
     """One run, from its start or its last checkpoint to its summary. Making one is collective, and writes nothing."""
 
-    def __init__(self, config: Config, backend: Backend, task: Task, model: nn.Module) -> None:
+    def __init__(self, config: Config, backend: Backend, task: Task, model: nn.Module, lock: FolderLock) -> None:
         step, length = config.step, config.length
         self.config = config
         self.backend = backend
         self.task = task
+        self.lock = lock
+        self.name = run_name(config.run.recipe, config.data.dataset, config.model.name)
         self.platform = platform_of(backend)
         #: Parts of a global batch: the virtual ranks, else the real ones. All arithmetic uses their number.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()
-        steps = length.epochs * self.sampler.batches
-        self.total_steps = min(steps, length.max_steps) if length.max_steps else steps
+        self.steps_of_epochs = length.epochs * self.sampler.batches
+        self.total_steps = min(self.steps_of_epochs, length.max_steps or self.steps_of_epochs)
         self.lr, self.lr_in_words = scaled_lr(config.schedule, step, self.parts)
         optimizer, options = on_all_ranks(backend, "trainer", lambda: self._prepare(model))
         self.trainer = Trainer(model, optimizer, CrossEntropy(step.label_smoothing), backend=backend, **options)
         self.mine = [backend.rank] if step.virtual_ranks is None else list(self.trainer.shards)
         self._stream: Iterator[Tensors] | None = None
+        self.attempt = Attempt(lock.is_mine)
 
     def _prepare(self, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """Return the optimizer, and the trainer's other arguments. Not collective: it may fail on one rank."""
@@ -145,32 +159,36 @@ class Run:
             **make_computation(config.run, config.model, step.label_smoothing, model, backend),
         }
 
-    def open(self, start: Start, lock: FolderLock) -> None:
-        """Restore a checkpoint, if there is one, and claim the run's folder with ``lock``. Collective."""
-        config, output, saved = self.config, self.config.output, start.saved
+    def open(self, start: Start) -> None:
+        """Restore a checkpoint, if there is one, and claim the run's folder. Collective."""
+        config, output, saved, lock = self.config, start.output, start.saved, self.lock
         if saved is not None:
             self._resume(saved)
-        content = {**config.plain(), "platform": self.platform}
-        folder = on_rank_zero(self.backend, "run folder", lambda: claim(output, config.run.recipe, content, lock))
-        self.folder = Path(folder)
+        self.origin = origin_of(self.backend)
+        content = {**config.plain(), "platform": self.platform, "origin": self.origin}
+        name, limit = self.name, config.run.timeout
+        self.folder = Path(on_rank_zero(self.backend, "run folder", lambda: claim(output, name, content, lock, limit)))
 
         def prepare() -> None:
             # The steps of later checkpoints in this folder run again: keep those checkpoints, but never resume from them.
-            set_aside(self.folder, self.cursor.step)
-            write_task(self.folder, self.task)
+            set_aside(self.folder, self.cursor.step, lock)
+            write_task(self.folder, self.task, lock)
+            allow_restart(self.folder, lock)
             for name, tree in start.copies.items():
-                checkpoint.write(self.folder / "checkpoints" / name, tree)
+                checkpoint.write(self.folder / "checkpoints" / name, tree, lock)
+            lock.sign()  # from here on, a restart may go on from the newest checkpoint
 
         on_rank_zero(self.backend, "run folder", prepare)
         self.records = on_all_ranks(self.backend, "run folder", self._records)
-        self.writer = Writer(self.folder, output.keep, self.records.print, config.run.timeout)
+        self.writer = Writer(self.folder, output.keep, self.records.print, limit, lock)
         other = output.resume_file.parent if output.resume_file else None
-        if saved is not None and not restore_best(self.trainer, self.cursor, saved, self.folder, other):
+        if saved is not None and not restore_best(self.trainer, self.cursor, saved, self.folder, other, lock):
             step = self.cursor.best["step"]
             self.records.print(
                 f"the checkpoint of the best evaluation (step {step}) is gone: the best is chosen from now on"
             )
             self.cursor.best, self.cursor.stale = {}, 0
+        self.attempt.begin(self.folder, self.cursor.step, self.backend)
 
     def _records(self) -> Records:
         return Records(
@@ -180,6 +198,7 @@ class Run:
             launcher=self.backend.world.launcher,
             total=self.total_steps,
             done=self.cursor.step,
+            lock=self.lock,
         )
 
     def _resume(self, saved: dict[str, Any]) -> None:
@@ -220,9 +239,9 @@ class Run:
         cursor, self.signals = self.cursor, signals
         self.clock = SaveClock(self.config.output.checkpoint_seconds)
         with self.records:
-            self.records.print(self._opening_line())
+            self._print_opening()
             if self.backend.rank == 0:
-                self.records.print(opening(self.config.plain(), self.trainer.model))
+                self.attempt.train()
             # A run that was stopped after its last step still lacks an evaluation of it.
             while cursor.evaluated_step != cursor.step or (cursor.step < self.total_steps and not self._early):
                 self._stream = self.task.train.stream(self._plan(), self.backend.device)
@@ -258,17 +277,27 @@ class Run:
             self._diverge(str(error), step=cursor.step + 1)
         cursor.count(done.totals, samples, time.perf_counter() - started)
         values = metrics(done.totals, "")
-        self.records.step(cursor.step, cursor.epoch, samples, {**values, "lr": lr})
+        self.records.step(cursor.step, cursor.epoch + 1, samples, {**values, "lr": lr})
+        self._note_progress()
         return done.control_flags
 
+    def _note_progress(self) -> None:
+        for line in self.attempt.step(self.cursor.step):
+            self.records.print(line)
+
     def _control_flags(self) -> list[float]:
-        """Return this rank's flags for the next step: signals, and on rank 0 whether a checkpoint is due by time."""
+        """Return this rank's flags for the next step.
+
+        Signals, and on rank 0 whether a checkpoint is due by time and whether another process uses the folder.
+        """
         flags, cursor = self.signals.take(), self.cursor
         ends = cursor.batch + 1 == self.sampler.batches or cursor.step + 1 == self.total_steps
         # Of a step that ends an epoch the evaluation's result is saved too; a save during a write would wait for it.
         ends = ends and (cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
             flags[SAVE] = 1.0
+        if self.lock.superseded:
+            flags[STOP] = 1.0
         return flags
 
     def _for_trainer(self, parts: list[Iterator[Tensors]]) -> Iterator[Tensors] | list[Iterator[Tensors]]:
@@ -278,7 +307,9 @@ class Run:
     def _batches(self, passes: int) -> Iterator[Tensors]:
         assert self._stream is not None
         for _ in range(passes):
+            self.records.progress.phase("waiting for data")
             inputs, targets = next(self._stream)
+            self.records.progress.phase("computing a step")
             if self.config.model.channels_last and inputs.dim() == 4:
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             yield inputs, targets
@@ -298,7 +329,7 @@ class Run:
         stops = [number for number in received if number != signal.SIGUSR1]
         if stops:
             self.writer.wait()
-            failed = on_rank_zero(self.backend, "checkpoint", lambda: str(self.writer.failed or ""))
+            failed = on_rank_zero(self.backend, "checkpoint", self._failed_write)
             path = checkpoint.path_of(self.folder / "checkpoints", cursor.step)
             saved = f"its checkpoint could not be written ({failed})" if failed else f"saved in {path}"
             raise StoppedError(
@@ -307,18 +338,25 @@ class Run:
                 stops[0],
             )
 
+    def _failed_write(self) -> str:
+        """Return why the last checkpoint could not be written, if so. On rank 0. Raises SupersededError."""
+        self.lock.check()
+        return str(self.writer.failed or "")
+
     def _end_epoch(self) -> None:
         cursor, output = self.cursor, self.config.output
-        batches = self._for_trainer([self._evaluation(number) for number in self.mine])
+        progress = self.records.progress
+        progress.phase("evaluating")
+        batches = self._for_trainer([progress.counted(self._evaluation(number)) for number in self.mine])
         evaluation = self.trainer.evaluate(batches, CrossEntropy())
         if not math.isfinite(evaluation["val_loss"]):
             self._diverge("the validation loss became infinite or not a number on all ranks", step=cursor.step)
-        whole = cursor.batch == self.sampler.batches
+        whole, epoch = cursor.batch == self.sampler.batches, cursor.epoch + 1
         best = cursor.update_best(evaluation, output.best)
         if whole:
             cursor.next_epoch()
         values = {**cursor.last, "samples_per_second": cursor.speed}
-        self.records.epoch(cursor.step, cursor.epoch, self.config.length.epochs, values)
+        self.records.epoch(cursor.step, epoch, self.config.length.epochs, values)
         ends = cursor.step == self.total_steps or self._early
         if best or ends or cursor.epoch % output.checkpoint_epochs == 0:
             self._save(best=best)
@@ -348,6 +386,7 @@ class Run:
 
     def _save(self, *, best: bool) -> None:
         """Start writing a checkpoint. Collective."""
+        self.records.progress.phase("saving a checkpoint")
         with self.clock.saving():
             self._write(best=best)
 
@@ -373,19 +412,32 @@ class Run:
         """Write the model and the summary; return the summary on every rank. Collective."""
         weights = weights_of(self.trainer)
         costs = self.clock.costs()
+        self._note_progress()  # where no step was left
+        recoveries = on_rank_zero(self.backend, "recoveries", lambda: recoveries_in(self.folder))
         more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
-        summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), **more)
-        write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed)
+        more["recoveries"] = recoveries
+        summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), **more, **self.origin)
+        write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed, self.lock)
+        if self.backend.rank == 0:
+            self.attempt.end()
         self.records.print(done_line(summary, self.folder))
         return summary
 
-    def _opening_line(self) -> str:
-        backend, parameters = self.backend, sum(p.numel() for p in self.trainer.model.parameters())
-        virtual = self.trainer.virtual_ranks
-        ranks = f"{backend.size} × {backend.device.type}" + (f" as {virtual} virtual ranks" if virtual else "")
-        return (
-            f"{self.config.run.recipe} on {ranks}, {backend.name} backend over "
-            f"{backend.transport}, started by {backend.world.launcher}: {parameters} parameters, "
-            f"{self.sampler.samples} samples in batches of {self.sampler.global_batch}, {self.total_steps} steps, "
-            f"{self.lr_in_words}, into {self.folder}"
+    def _print_opening(self) -> None:
+        """Print what is trained, where, and with which settings. On rank 0."""
+        if self.backend.rank:
+            return
+        settings, model, threads = self.config.plain(), self.trainer.model, self.config.run.threads
+        batches = f"{self.sampler.samples} samples in batches of {self.sampler.global_batch}"
+        self.records.print(
+            f"{self.name} on {ranks_in_words(self.backend, self.trainer.virtual_ranks, threads or 1)}: {batches}, "
+            f"{self.total_steps} steps, {self.lr_in_words}, into {self.folder}"
         )
+        self.records.print(settings_line(settings, self.folder))
+        self.records.print(model_line(settings["model"], model))
+        if self.config.output.verbose:
+            self.records.print(verbose_lines(settings, model))
+        norms = any(isinstance(part, SyncBatchNorm) for part in model.modules())
+        ends, resumed = {"steps": self.total_steps, "steps_of_epochs": self.steps_of_epochs}, self.cursor.step > 0
+        for line in without_effect(settings, **ends, resumed=resumed, norms=norms):
+            self.records.print(f"note: {line}")

@@ -18,17 +18,18 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
         UserError: on every rank, with the first rank's reason, if it raised UserError or OSError on all of them;
             RanksDifferError if only on some.
     """
-    result, problem = None, None
+    result, problem, trace = None, None, ""
     try:
         result = task()
     except (UserError, OSError) as error:
-        problem = _reason(what, error)
+        problem, trace = _problem(what, error), getattr(error, "trace", "")
     problems = backend.allgather_object(problem, name=what)
-    for rank, reason in enumerate(problems):
-        if reason is not None:
+    for rank, found in enumerate(problems):
+        if found is not None:
+            reason, transient = found
             if all(other is not None for other in problems):
-                raise UserError(reason, shared=True)
-            raise RanksDifferError(f"rank {rank}: {reason}")
+                raise UserError(reason, shared=True, trace=trace, transient=transient)
+            raise RanksDifferError(f"rank {rank}: {reason}", trace=trace, transient=transient)
     return result  # type: ignore[return-value]  # every task that raised has ended above
 
 
@@ -38,17 +39,21 @@ def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
     Raises:
         UserError: on every rank, if the task raised UserError or OSError.
     """
-    answer: tuple[T | None, str | None] = (None, None)
+    answer: tuple[T | None, tuple[str, bool] | None] = (None, None)
     if backend.rank == 0:
         try:
             answer = (task(), None)
         except (UserError, OSError) as error:
-            answer = (None, _reason(what, error))
+            answer = (None, _problem(what, error))
     result, problem = backend.broadcast_object(answer, name=what)
     if problem is not None:
-        raise UserError(problem, shared=True)
+        reason, transient = problem
+        raise UserError(reason, shared=True, transient=transient)
     return result  # type: ignore[no-any-return]
 
 
-def _reason(what: str, error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else f"{what}: {error}; free space or fix permissions, then try again"
+def _problem(what: str, error: Exception) -> tuple[str, bool]:
+    """Return the message of an error, and whether the same may succeed later."""
+    if isinstance(error, UserError):
+        return str(error), error.transient
+    return f"{what}: {error}; free space or fix permissions, then try again", True

@@ -1,67 +1,20 @@
-"""The records of a run: the progress bar, lines on the screen, metrics.jsonl, TensorBoard. On rank 0 alone."""
+"""The records of a run: progress and lines on the screen, metrics.jsonl, TensorBoard. On rank 0 alone."""
 
 from __future__ import annotations
 
-import shutil
-import sys
-import textwrap
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
-from tqdm import tqdm
-
 from dualtrain.config import OutputSection
-from dualtrain.console import printable
 from dualtrain.errors import UserError
+from dualtrain.training.folder_lock import FolderLock
+from dualtrain.training.progress import Progress
 from dualtrain.training.run_dir import MetricsFile
-
-
-class Progress:
-    """A progress bar on a terminal, plain lines elsewhere; on rank 0 alone (``shown``)."""
-
-    def __init__(self, total: int, done: int, *, shown: bool, launcher: str) -> None:
-        self._shown = shown
-        # tqdm's own lock holds a semaphore in the file system, which a rank that exits at once would leave behind.
-        tqdm.set_lock(threading.RLock())
-        screen = shutil.get_terminal_size()
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            unit="step",
-            file=sys.stdout,
-            # Under mpirun, standard output is a terminal of mpirun's, which tags and collects the lines.
-            disable=not (shown and sys.stdout.isatty() and launcher != "mpirun"),
-            # tqdm draws nothing on a terminal of unknown size; shutil falls back to 80×24.
-            ncols=screen.columns,
-            nrows=screen.lines,
-            mininterval=0.2,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.close()
-
-    def step(self, values: dict[str, float]) -> None:
-        """Advance by one optimizer step, of this ``loss``, ``accuracy`` and ``lr``."""
-        self._bar.update()
-        if not self._bar.disable:
-            words = f"loss {values['loss']:.4f}, accuracy {values['accuracy']:.3f}, lr {values['lr']:.3g}"
-            self._bar.set_postfix_str(words, refresh=False)
-
-    def print(self, line: str) -> None:
-        """Print a line above the bar."""
-        if self._shown:
-            with suppress(OSError):  # a full disk or a closed pipe must not end the training
-                tqdm.write(printable(line), file=sys.stdout)
-                sys.stdout.flush()
 
 
 class Records:
@@ -74,20 +27,36 @@ class Records:
         launcher: what started the process.
         total: optimizer steps in the whole run.
         done: steps before this start.
+        lock: of the folder; nothing is written there once it is superseded.
+
+    Attributes:
+        progress: what is shown while the run goes on.
     """
 
-    def __init__(self, folder: Path, output: OutputSection, *, shown: bool, launcher: str, total: int, done: int) -> None:
-        self._bar = Progress(total, done, shown=shown, launcher=launcher)
-        self._metrics = MetricsFile(folder, done, self._bar.print) if shown else None
+    def __init__(
+        self,
+        folder: Path,
+        output: OutputSection,
+        *,
+        shown: bool,
+        launcher: str,
+        total: int,
+        done: int,
+        lock: FolderLock,
+    ) -> None:
+        self.progress = Progress(total, done, shown=shown, launcher=launcher, seconds=output.log_seconds)
+        self._lock = lock
+        self._metrics = MetricsFile(folder, done, self.progress.print, lock) if shown else None
         self._board = _board(folder, done) if shown and output.tensorboard else None
         self._every = output.log_every
         self._since, self._samples = time.perf_counter(), 0
 
     def __enter__(self) -> Self:
+        self.progress.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.__exit__(kind, error, trace)
+        self.progress.__exit__(kind, error, trace)
         for file in (self._metrics, self._board):
             if file is not None:
                 with suppress(OSError):  # the failed write has been reported
@@ -95,7 +64,7 @@ class Records:
 
     def step(self, step: int, epoch: int, samples: int, values: dict[str, float]) -> None:
         """Record an optimizer step: its ``loss``, ``accuracy`` and ``lr``."""
-        self._bar.step(values)
+        self.progress.step(samples, values)
         self._samples += samples
         if step % self._every == 0:
             now = time.perf_counter()
@@ -108,17 +77,20 @@ class Records:
         self._write("epoch", step, epoch, values)
         losses = f"train loss {values['train_loss']:.4f}  val loss {values['val_loss']:.4f}"
         rest = f"val accuracy {values['val_accuracy']:.4f}  {values['samples_per_second']:.0f} samples/s"
-        self._bar.print(f"epoch {epoch}/{epochs}  step {step}  {losses}  {rest}")
+        self.progress.print(f"epoch {epoch}/{epochs}  step {step}  {losses}  {rest}")
         self._since, self._samples = time.perf_counter(), 0  # without the time of the evaluation
 
     def print(self, line: str) -> None:
         """Print a line."""
-        self._bar.print(line)
+        self.progress.print(line)
 
     def _write(self, kind: str, step: int, epoch: int, values: dict[str, float]) -> None:
         if self._metrics is not None:
             with self._reported("metrics.jsonl", step):
-                self._metrics.write(step=step, epoch=epoch, kind=kind, **values)
+                if not self._lock.is_mine():
+                    return  # the loop ends the run on all ranks
+                now = datetime.now(UTC).isoformat(timespec="milliseconds")
+                self._metrics.write(step=step, epoch=epoch, kind=kind, **values, time=now)
         if self._board is not None:
             with self._reported("TensorBoard's events", step):
                 for name, value in values.items():
@@ -132,17 +104,6 @@ class Records:
         except OSError as error:
             reason = error.strerror or error
             self.print(f"{what}: step {step} could not be written ({reason}): training goes on; free space there")
-
-
-def opening(settings: Mapping[str, Any], model: nn.Module) -> str:
-    """Format all settings, and a table of the model's layers where torchinfo is installed."""
-    values = ", ".join(f"{name}={value}" for name, value in settings.items())
-    lines = [f"settings: {textwrap.fill(values, 116, subsequent_indent='  ')}"]
-    with suppress(ImportError):
-        import torchinfo
-
-        lines.append(str(torchinfo.summary(model, depth=2, verbose=0, row_settings=("var_names",))))
-    return "\n".join(lines)
 
 
 def check_tensorboard(output: OutputSection) -> None:

@@ -13,6 +13,7 @@ from dualtrain.errors import NotSavedError
 from dualtrain.files import write_json
 from dualtrain.state import weights_sha256
 from dualtrain.training.cursor import Cursor
+from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.run_dir import write_weights
 from dualtrain.training.trainer import Trainer
@@ -30,11 +31,11 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
-def write_task(folder: Path, task: Task) -> None:
-    """Write ``task.json``: the model's inputs and outputs. Raises OSError."""
+def write_task(folder: Path, task: Task, lock: FolderLock) -> None:
+    """Write ``task.json``: the model's inputs and outputs. Raises OSError, or SupersededError."""
     names = list(task.names) if task.names is not None else None
     values = {"shape": list(task.shape), "classes": task.classes, "kind": task.kind, "class_names": names}
-    write_json(folder / "task.json", values)
+    write_json(folder / "task.json", values, lock.check)
 
 
 def summarize(
@@ -63,7 +64,7 @@ def summarize(
         "steps": cursor.step,
         "planned": {name: settings[name] for name in PLANNED},
         **cursor.last,
-        "best": cursor.best,
+        "best": {**cursor.best, "epoch": cursor.best["epoch"] + 1} if cursor.best else {},
         "samples_per_second": cursor.speed,
         "seconds": cursor.seconds,
         **more,
@@ -85,6 +86,7 @@ def write_results(
     weights: dict[str, torch.Tensor],
     summary: dict[str, Any],
     failed: Callable[[], OSError | None],
+    lock: FolderLock,
 ) -> None:
     """Write the model and the summary, on rank 0. Collective.
 
@@ -94,11 +96,13 @@ def write_results(
         weights: of the model.
         summary: of the run.
         failed: returns the error of the last checkpoint's write; called on rank 0.
+        lock: of the folder.
 
     Raises:
+        UserError: on every rank, if another process uses the folder by now; nothing is written.
         NotSavedError: on every rank, if the model, the summary or the last checkpoint could not be written.
     """
-    problems = on_rank_zero(trainer.backend, "summary", lambda: _write(folder, weights, summary, failed()))
+    problems = on_rank_zero(trainer.backend, "summary", lambda: _write(folder, weights, summary, failed(), lock))
     if problems:
         raise NotSavedError(
             f"the training ended after step {summary['steps']}, and {', '.join(problems)} could not be written "
@@ -107,14 +111,16 @@ def write_results(
         )
 
 
-def _write(folder: Path, weights: dict[str, torch.Tensor], summary: dict[str, Any], failed: OSError | None) -> list[str]:
+def _write(
+    folder: Path, weights: dict[str, torch.Tensor], summary: dict[str, Any], failed: OSError | None, lock: FolderLock
+) -> list[str]:
     """Write the files; return what could not be written, each with the reason."""
     problems: list[str] = []
     if failed is not None:
         problems.append(f"the last checkpoint ({failed.strerror or failed})")
     steps: dict[str, Callable[[Path], None]] = {
-        "model.safetensors": lambda path: write_weights(path, weights, summary["steps"]),
-        "summary.json": lambda path: write_json(path, summary),
+        "model.safetensors": lambda path: write_weights(path, weights, summary["steps"], lock),
+        "summary.json": lambda path: write_json(path, summary, lock.check),
     }
     for name, write in steps.items():
         try:

@@ -11,12 +11,13 @@ from typing import Any
 from dualtrain.config import SETTINGS, OutputSection
 from dualtrain.console import show
 from dualtrain.errors import UserError
-from dualtrain.files import link_whole, remove_temporary
+from dualtrain.files import link_whole, or_nothing, read_json, remove_temporary
 from dualtrain.training import checkpoint
 from dualtrain.training.cursor import Cursor
+from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.results import weights_of
-from dualtrain.training.run_dir import BEST_WEIGHTS, step_of, write_weights
+from dualtrain.training.run_dir import BEST_WEIGHTS, WEIGHTS, step_of, write_weights
 from dualtrain.training.trainer import Trainer
 
 _CHECKPOINTS = re.compile(r"(best|step-[0-9]+)\.safetensors")
@@ -34,13 +35,14 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
     """
     file = output.resume_file
     if file is not None:
-        tree = checkpoint.load(file)
+        tree, folder = checkpoint.load(file), file.parent.parent
     else:
         assert output.run_dir is not None
-        tree, problems = checkpoint.newest_good(Path(output.run_dir) / "checkpoints")
+        folder = Path(output.run_dir)
+        tree, problems = checkpoint.newest_good(folder / "checkpoints")
         for problem in problems:
             show(f"{problem}: going on from the one before")
-    compare_with_checkpoint(tree, settings)
+    compare_with_checkpoint(tree, settings, folder)
     return tree
 
 
@@ -55,8 +57,14 @@ def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str
     return {**settings, **{name: written.get(name) for name in missing}}
 
 
-def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse other values of fixed settings: the result would be neither this run's nor a new one's. Raises UserError."""
+def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
+    """Refuse other values of fixed settings: the result would be neither this run's nor a new one's. Raises UserError.
+
+    Args:
+        tree: the checkpoint.
+        settings: all settings of this run by name.
+        folder: that of the checkpoint's run.
+    """
     written_as = tree.get("format")
     if type(written_as) is not int or written_as not in checkpoint.READABLE:
         raise UserError(
@@ -68,7 +76,16 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any]) -
     unlike = differences(config, settings)
     if unlike:
         had, has = in_words(unlike), in_words({name: settings[name] for name in unlike})
-        raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or start anew")
+        anew = f"start anew{with_its_weights(folder, unlike)}"
+        raise UserError(f"the checkpoint was made with {had}, and this run has {has}: give {had}, or {anew}")
+
+
+def with_its_weights(folder: Path, unlike: Mapping[str, Any]) -> str:
+    """Format how another run begins with the weights of the one in ``folder``; empty if it cannot."""
+    files = [folder / name for name in (WEIGHTS, BEST_WEIGHTS) if (folder / name).exists()]
+    if not files or unlike.keys() & {"model", "dataset"}:
+        return ""
+    return f" (--weights {files[0]}: with its weights)"
 
 
 def differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,17 +129,27 @@ def _as_flag(name: str, value: Any) -> str:
     return f"no {flag}" if value is None else f"{flag} {value}"
 
 
-def set_aside(folder: Path, step: int) -> None:
-    """Rename a run folder's files of steps after ``step``, and remove what a killed process left. On rank 0."""
+def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
+    """Rename a run folder's files of steps after ``step``, and remove what a killed process left. On rank 0.
+
+    Raises OSError, or SupersededError.
+    """
+    lock.check()
     remove_temporary(folder / "checkpoints", _CHECKPOINTS)
     checkpoint.set_aside(folder / "checkpoints", step)
     weights = folder / BEST_WEIGHTS
     of = step_of(weights)
     if of is not None and of > step:
         checkpoint.put_aside(weights, weights)
+    summary = folder / "summary.json"
+    of = or_nothing(lambda: read_json(summary)).get("steps")
+    if type(of) is int and of > step:
+        checkpoint.put_aside(summary, summary)  # a restart would find that the run has ended
 
 
-def restore_best(trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder: Path, other: Path | None) -> bool:
+def restore_best(
+    trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder: Path, other: Path | None, lock: FolderLock
+) -> bool:
     """Restore the files of the best evaluation that ``cursor`` names: a run may be killed before it writes them.
 
     Collective.
@@ -133,6 +160,7 @@ def restore_best(trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder
         saved: the checkpoint that the run goes on from.
         folder: the run's.
         other: another folder of checkpoints to search.
+        lock: of the run's folder.
 
     Returns:
         Whether the files are there: not if no checkpoint of that step is left.
@@ -140,7 +168,7 @@ def restore_best(trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder
     if not cursor.best:
         return True
     step = int(cursor.best["step"])
-    there, state = on_rank_zero(trainer.backend, "best checkpoint", lambda: _find_best(folder, other, step))
+    there, state = on_rank_zero(trainer.backend, "best checkpoint", lambda: _find_best(folder, other, step, lock))
     if not there or state is None:
         return bool(there)
     # All ranks compute the weights that are evaluated, from the state of that step.
@@ -149,11 +177,11 @@ def restore_best(trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder
     weights = weights_of(trainer)
     if step != cursor.step:
         trainer.load_state_dict(saved["trainer"])
-    on_rank_zero(trainer.backend, "best weights", lambda: write_weights(folder / BEST_WEIGHTS, weights, step))
+    on_rank_zero(trainer.backend, "best weights", lambda: write_weights(folder / BEST_WEIGHTS, weights, step, lock))
     return True
 
 
-def _find_best(folder: Path, other: Path | None, step: int) -> tuple[bool, dict[str, Any] | None]:
+def _find_best(folder: Path, other: Path | None, step: int, lock: FolderLock) -> tuple[bool, dict[str, Any] | None]:
     """Return whether there is a checkpoint of ``step``, and the trainer's state in it if its weights have no file yet."""
     best = folder / "checkpoints" / checkpoint.BEST
     if checkpoint.step_in(best) == step and step_of(folder / BEST_WEIGHTS) == step:
@@ -163,5 +191,6 @@ def _find_best(folder: Path, other: Path | None, step: int) -> tuple[bool, dict[
         return False, None
     path, tree = found
     if path != best:
+        lock.check()
         link_whole(path, best)
     return True, tree["trainer"] if step_of(folder / BEST_WEIGHTS) != step else None

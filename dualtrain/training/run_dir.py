@@ -1,4 +1,4 @@
-"""The folder of a run: ``.lock``, ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``task.json``,
+"""The folder of a run: ``generation-N``, ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``task.json``,
 ``model.safetensors``, ``model-best.safetensors``, ``summary.json``."""
 
 from __future__ import annotations
@@ -20,29 +20,44 @@ import torch
 from dualtrain.config import AUTO, OutputSection
 from dualtrain.errors import UserError
 from dualtrain.files import link_whole, parse_json, read_text, readable_path, remove_temporary, write_json, write_whole
-from dualtrain.training.folder_lock import NAME, WAIT_SECONDS, FolderLock
+from dualtrain.training.folder_lock import FolderLock, refuse, user_of
 
+WEIGHTS = "model.safetensors"
 BEST_WEIGHTS = "model-best.safetensors"
-_NAMES = re.compile(r"(config|task|summary)\.json|metrics\.jsonl|model(-best)?\.safetensors")
+_NAMES = re.compile(
+    r"(config|task|summary|do-not-restart)\.json|(metrics|attempts)\.jsonl|\.progress|model(-best)?\.safetensors"
+    r"|generation-[0-9]+"
+)
 
 
-def lock_existing(output: OutputSection, lock: FolderLock, timeout: float) -> None:
+def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) -> tuple[str | None, str | None]:
     """Lock the run's folder, if it holds a run; with ``--resume auto`` make and lock it. On rank 0 only.
 
-    The latter decides from what is there where it starts: no other start must change that in between.
-    A start that resumes waits for a process that is about to end, up to ``WAIT_SECONDS`` and half of ``timeout``.
+    The latter decides from what is there where it starts: no other start must change that in between. So does a restart of
+    the job that made the run. It goes on by itself, and its folder has the job's name in its own where none is given.
+    A start that goes on waits for a process that is about to end. All waits together last half of ``timeout`` at most.
+
+    Returns:
+        The folder, unless it is to be made, and what to resume from, in place of those in ``output``.
 
     Raises:
-        UserError: it cannot be written, or another process uses it.
+        UserError: it cannot be written, holds another run, or another process uses it.
     """
-    if output.run_dir is None:
-        return
-    folder = Path(output.run_dir)
+    if output.run_dir is None and not lock.job:
+        return None, output.resume
+    folder = Path(output.run_dir or Path("runs", f"{name}-{lock.job}"))
     with _written(folder):
         if output.resume == AUTO:
             folder.mkdir(parents=True, exist_ok=True)
-        if output.resume == AUTO or any((folder / name).exists() for name in (NAME, "config.json")):
-            lock.take(folder, 0.0 if output.resume is None else min(WAIT_SECONDS, timeout / 2))
+        seen, lives = user_of(folder)
+        owner = seen.owner if seen is not None else None
+        again = owner is not None and lock.job != "" and lock.job in (owner.run, owner.job)
+        if not again and _holds_another_run(folder, output):
+            raise refuse(folder, seen) if lives else _another_run(folder)
+        if output.resume == AUTO or seen is not None or (folder / "config.json").exists():
+            lock.take(folder, timeout / 2, waits=again or output.resume is not None)
+    goes_on = output.resume is None or (output.resume_file is not None and _has_checkpoints(folder))
+    return str(folder), AUTO if lock.restarted and goes_on else output.resume
 
 
 @contextmanager
@@ -51,37 +66,44 @@ def _written(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): choose a folder that you may write"
+            f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): choose a folder that you may write",
+            transient=True,
         ) from error
 
 
-def claim(output: OutputSection, recipe: str, content: Mapping[str, Any], lock: FolderLock) -> str:
+def claim(output: OutputSection, name: str, content: Mapping[str, Any], lock: FolderLock, timeout: float) -> str:
     """Make the run's folder, or find the one to resume in, write ``config.json``, and return its path. On rank 0 only.
 
     Args:
         output: names the folder.
-        recipe: begins the name of a new folder, where ``output`` names none.
+        name: begins that of a new folder, where ``output`` names none.
         content: of ``config.json``.
         lock: locks the folder, unless it has.
+        timeout: half of it is the longest wait.
 
     Raises:
         UserError: it cannot be written, holds another run, or is used by another process.
     """
     if output.run_dir is None:
-        folder = _new_folder(Path("runs"), f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = _new_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     else:
         folder = Path(output.run_dir)
     with _written(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock.take(folder)
-        if _holds_another_run(folder, output):
-            raise UserError(
-                f"--run-dir {str(folder)!r} holds another run: choose a new folder, or go on with that run (--resume auto)"
-            )
+        lock.take(folder, timeout / 2)
+        if not lock.restarted and _holds_another_run(folder, output):
+            raise _another_run(folder)
+        lock.check()
         (folder / "checkpoints").mkdir(exist_ok=True)
         remove_temporary(folder, _NAMES)
-        write_json(folder / "config.json", dict(content))
+        write_json(folder / "config.json", dict(content), lock.check)
     return str(folder)
+
+
+def _another_run(folder: Path) -> UserError:
+    return UserError(
+        f"--run-dir {str(folder)!r} holds another run: choose a new folder, or go on with that run (--resume auto)"
+    )
 
 
 def _holds_another_run(folder: Path, output: OutputSection) -> bool:
@@ -91,7 +113,11 @@ def _holds_another_run(folder: Path, output: OutputSection) -> bool:
     if output.resume is not None:
         file = output.resume_file
         return file is not None and file.resolve().parent != (folder / "checkpoints").resolve()
-    return (folder / "summary.json").exists() or any((folder / "checkpoints").glob("step-*"))
+    return (folder / "summary.json").exists() or _has_checkpoints(folder)
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("step-*"))
 
 
 def _new_folder(parent: Path, name: str) -> Path:
@@ -110,9 +136,9 @@ def _new_folder(parent: Path, name: str) -> Path:
             ) from error
 
 
-def write_weights(path: Path, weights: dict[str, torch.Tensor], step: int) -> None:
-    """Write a model's weights and their step as safetensors. Raises OSError."""
-    write_whole(path, safetensors.torch.save(weights, metadata={"step": str(step)}))
+def write_weights(path: Path, weights: dict[str, torch.Tensor], step: int, lock: FolderLock) -> None:
+    """Write a model's weights and their step as safetensors, into ``lock``'s folder. Raises OSError, SupersededError."""
+    write_whole(path, safetensors.torch.save(weights, metadata={"step": str(step)}), lock.check)
 
 
 def step_of(path: Path) -> int | None:
@@ -127,16 +153,17 @@ def step_of(path: Path) -> int | None:
 class MetricsFile:
     """``metrics.jsonl``: one object a line; each line is handed to the file system at once, whole or not at all."""
 
-    def __init__(self, folder: Path, step: int, report: Callable[[str], None]) -> None:
-        """Keep the lines of earlier parts of the run up to ``step``; ``report`` others. Raises OSError."""
+    def __init__(self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock) -> None:
+        """Keep the lines of earlier parts of the run up to ``step``; ``report`` others. Raises OSError, SupersededError."""
         path = folder / "metrics.jsonl"
         lines, unreadable = _lines(path)
         if unreadable:
             aside = path.with_name(f"{path.name}.aside")
+            lock.check()
             link_whole(path, aside)
             report(f"{path} has {unreadable} lines that are no metrics: they are left out, and it is kept as {aside.name}")
         content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
-        write_whole(path, content)
+        write_whole(path, content, lock.check)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(path, flags), "ab", buffering=0)
         self._size = len(content)

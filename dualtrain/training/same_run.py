@@ -39,7 +39,9 @@ MAY_DIFFER = {
     "resume": "rank 0 alone reads; whether the run goes on is compared",
     "workers": "a host's own number of cores; no sample depends on it",
     "log_every": "rank 0 alone writes",
+    "log_seconds": "rank 0 alone prints",
     "tensorboard": "rank 0 alone writes",
+    "verbose": "rank 0 alone prints",
 }
 _GIVEN_OR_NOT = ("weights", "resume")
 
@@ -141,14 +143,14 @@ def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, o
         _warn_once(text + pin_cpus([difference.name for difference in unlike]))
 
 
+def versions(backend: Backend) -> dict[str, str]:
+    """Return the versions of what computes the result, by name."""
+    own = {"Python": platform.python_version(), "torch": str(torch.__version__), "dualtrain": __version__}
+    return {**own, **backend.versions}
+
+
 def _platform(backend: Backend) -> dict[str, str]:
-    return {
-        "Python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "dualtrain": __version__,
-        **backend.versions,
-        "kind of device": backend.device.type,
-    }
+    return {**versions(backend), "kind of device": backend.device.type}
 
 
 @cache

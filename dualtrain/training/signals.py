@@ -11,6 +11,8 @@ from typing import Any, Self
 
 #: In the order of the control flags of a step. The first two end the run, the last one only saves a checkpoint.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+#: A flag that ends the run: also set by rank 0 when another process uses the run's folder.
+STOP = SIGNALS.index(signal.SIGTERM)
 #: The flag that only saves: also set by rank 0 when a checkpoint is due by time.
 SAVE = SIGNALS.index(signal.SIGUSR1)
 _REPEAT_SECONDS = 2.0  # a launcher repeats a Ctrl-C at once; a person does it later

@@ -2,31 +2,45 @@
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is taken, and sent by that rank, so that hosts
-need no common disk. A run that has ended is not trained again.
+need no common disk. A run that has ended is not trained again. A restart of the job that made the run goes on so without
+that flag.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dualtrain.backends import Backend
+from dualtrain.backends import Backend, job_of
 from dualtrain.config import AUTO, OutputSection, StepSection
 from dualtrain.console import show
 from dualtrain.errors import UserError
 from dualtrain.files import or_nothing, read_json
+from dualtrain.launchers import World
 from dualtrain.training import checkpoint
+from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.on_ranks import on_rank_zero
+from dualtrain.training.restarts import check_restart
 from dualtrain.training.results import PLANNED, done_line
-from dualtrain.training.resume import adopted, compare_with_checkpoint, differences, in_words, read_checkpoint
-from dualtrain.training.run_dir import step_of
+from dualtrain.training.resume import (
+    adopted,
+    compare_with_checkpoint,
+    differences,
+    in_words,
+    read_checkpoint,
+    with_its_weights,
+)
+from dualtrain.training.run_dir import enter, step_of
 
 log = logging.getLogger("dualtrain")
+#: How many runs this process has started for each job: every one has a name of its own, and a restart repeats them.
+_runs: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -34,11 +48,13 @@ class Start:
     """Where a run starts: at its beginning, unless there is a checkpoint or a summary.
 
     Attributes:
+        output: the run's folder and what it resumes from, as rank 0 has found them.
         saved: the checkpoint that it goes on from.
         copies: checkpoints that rank 0's folder lacks, by file name.
         summary: of the run, which has ended.
     """
 
+    output: OutputSection
     saved: dict[str, Any] | None = None
     copies: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
@@ -46,53 +62,88 @@ class Start:
 
 @dataclass(frozen=True)
 class _File:
-    """A checkpoint that ``rank`` sees; ``identity`` is equal for one file that several ranks see."""
+    """A checkpoint that ``rank`` sees; ``identity`` is equal for one file that several ranks see.
+
+    ``digest`` is equal for files of equal content; empty for one that cannot be read.
+    """
 
     step: int
     rank: int
     name: str
+    generation: int
+    digest: str
     identity: Sequence[int]
 
 
-def start_of(output: OutputSection, settings: Mapping[str, Any], backend: Backend) -> Start:
-    """Find where the run starts, as ``--resume`` asks for. Collective; blocks.
+def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], backend: Backend, lock: FolderLock) -> Start:
+    """Lock the run's folder, if it is there, and find where the run starts. Collective; blocks.
 
     Args:
         output: names the run's folder, and what to go on from.
+        name: of the run, which begins that of a new folder.
         settings: all settings of this run by name.
         backend: the ranks.
+        lock: of rank 0 on the folder.
 
     Raises:
-        UserError: on every rank; the checkpoint cannot be used, or is of a run with other settings.
+        UserError: on every rank; the folder or the checkpoint cannot be used, or is of a run with other settings.
     """
-    if output.resume is None:
-        return Start()
-    if output.resume == AUTO:
-        assert output.run_dir is not None
-        return _find_start(Path(output.run_dir), settings, backend)
-    return Start(on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(output, settings)))
+    world = backend.world
+    folder, resume = on_rank_zero(backend, "run folder", lambda: _enter(output, name, settings, world, lock))
+    opened = replace(output, run_dir=output.run_dir or folder, resume=resume)
+    if resume is None:
+        return Start(opened)
+    if resume == AUTO:
+        by = f"--resume {AUTO}" if output.resume == AUTO else f"restart of job {lock.job}"
+        return _find_start(opened, settings, backend, by, from_file=output.resume not in (None, AUTO))
+    return Start(opened, on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(opened, settings)))
 
 
-def _find_start(folder: Path, settings: Mapping[str, Any], backend: Backend) -> Start:
-    """Find the newest good checkpoint of the run in ``folder`` that any rank sees; print what was found. Collective.
+def _enter(
+    output: OutputSection, name: str, settings: Mapping[str, Any], world: World, lock: FolderLock
+) -> tuple[str | None, str | None]:
+    """Name the job, do what :func:`enter` does, and check that a start is of use. On rank 0 only."""
+    job = job_of(world, settings["timeout"])
+    if job:
+        _runs[job] += 1
+        lock.job = job if _runs[job] == 1 else f"{job}.{_runs[job]}"
+    folder, resume = enter(output, name, lock, settings["timeout"])
+    check_restart(replace(output, run_dir=folder, resume=resume), settings)
+    return folder, resume
+
+
+def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Backend, by: str, *, from_file: bool) -> Start:
+    """Find the newest good checkpoint of the run that any rank sees; print what was found. Collective.
+
+    Args:
+        output: names the run's folder.
+        settings: all settings of this run by name.
+        backend: the ranks.
+        by: begins the line that is printed.
+        from_file: whether the run did not begin at step 0, but went on from a checkpoint that its flags name.
 
     Raises:
         UserError: on every rank, if a rank's folder holds a run with other settings.
     """
+    assert output.run_dir is not None
+    folder = Path(output.run_dir)
     seen = backend.allgather_object(_look(folder, settings, backend.size), name="run folder")
     _say_who_sees(folder, [one["exists"] for one in seen], backend.rank)
     for rank, one in enumerate(seen):
         if one["other"]:
             raise UserError(f"--run-dir {str(folder)!r} on rank {rank} of {backend.size}: {one['other']}", shared=True)
-    summary = next((one["summary"] for one in seen if one["summary"] is not None), None)
+    rank, summary = next(((rank, one["summary"]) for rank, one in enumerate(seen) if one["summary"] is not None), (0, None))
     if summary is not None:
-        _say(backend, f"the run in {folder} has ended after step {summary['steps']}: nothing is left to train")
+        seer = f", as rank {rank} of {backend.size} sees" if rank else ""
+        _say(backend, by, f"the run in {folder} has ended after step {summary['steps']}{seer}: nothing is left to train")
         if backend.rank == 0:
             show(done_line(summary, folder))
-        return Start(summary=summary)
-    files = [_File(step, rank, name, identity) for rank, one in enumerate(seen) for step, name, identity in one["files"]]
-    has_result = any(one["result"] for one in seen)
-    return _go_on(folder, files, settings, backend, has_result=has_result)
+        return Start(output, summary=summary)
+    files = [_File(step, rank, *more) for rank, one in enumerate(seen) for step, *more in one["files"]]
+    needed = "a run that did not begin at step 0" if from_file else ""
+    if any(one["result"] for one in seen):
+        needed = "the summary of a run"
+    return Start(output, *_newest(folder, files, settings, backend, by, needed))
 
 
 def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -105,12 +156,13 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
     for path, step in steps.items():
         with suppress(OSError):  # it was removed in between
             status = path.stat()
-            files.append((step, path.name, [status.st_ino, status.st_size, status.st_mtime_ns]))
+            identity = [status.st_ino, status.st_size, status.st_mtime_ns]
+            files.append((step, path.name, *checkpoint.generation_in(path), identity))
     written, summary = (or_nothing(partial(read_json, folder / name)) for name in ("config.json", "summary.json"))
     settings = adopted(settings, written)
     unlike = differences(written, settings) if written and (files or summary) else {}
     had, has = in_words(unlike), in_words({name: settings[name] for name in unlike})
-    cure = f"give {had}, or another --run-dir"
+    cure = f"give {had}, or another --run-dir{with_its_weights(folder, unlike)}"
     return {
         "exists": bool(written),
         "result": (folder / "summary.json").exists(),
@@ -143,13 +195,16 @@ def _say_who_sees(folder: Path, exists: Sequence[bool], rank: int) -> None:
         )
 
 
-def _go_on(
-    folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend, *, has_result: bool
-) -> Start:
-    """Take the newest checkpoint that is good; without one, begin, unless there is a result. Collective."""
+def _newest(
+    folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend, by: str, needed: str
+) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
+    """Return the newest checkpoint that is good, and those that rank 0's folder lacks. Collective.
+
+    Raises UserError where none is good and one is ``needed``, which says why.
+    """
     problems: list[str] = []
     tried: list[Sequence[int]] = []
-    for file in sorted(files, key=lambda file: (-file.step, file.rank)):
+    for file in sorted(files, key=lambda file: (-file.step, -file.generation, file.rank)):
         if file.identity in tried:
             continue  # on a shared disk every rank sees it
         tried.append(file.identity)
@@ -158,23 +213,34 @@ def _go_on(
             problems.append(problem)
             continue
         try:
-            compare_with_checkpoint(saved, settings)
+            compare_with_checkpoint(saved, settings, folder)
         except UserError as error:
             raise UserError(str(error), shared=True) from error
+        _warn_of_another(file, files, backend)
         sent = all(other.rank or other.identity != file.identity for other in files)
-        by = f", sent by rank {file.rank} of {backend.size}" if sent else ""
+        sender = f", sent by rank {file.rank} of {backend.size}" if sent else ""
         path = folder / "checkpoints" / file.name
-        _say(backend, f"going on from step {file.step}, since {path} is the newest good checkpoint{by}", problems)
-        return Start(saved, _copies(folder, file, saved, backend) if sent else {})
-    if has_result:
+        _say(backend, by, f"going on from step {file.step}, since {path} is the newest good checkpoint{sender}", problems)
+        return saved, _copies(folder, file, saved, backend) if sent else {}
+    if needed:
         raise UserError(
-            f"--run-dir {str(folder)!r} holds the summary of a run and no good checkpoint to go on from: choose another "
-            "folder",
+            f"--run-dir {str(folder)!r} holds {needed} and no good checkpoint to go on from: choose another folder",
             shared=True,
         )
     found = "no good checkpoint" if problems else "no checkpoint"
-    _say(backend, f"beginning at step 0, since {folder} holds {found}", problems)
-    return Start()
+    _say(backend, by, f"beginning at step 0, since {folder} holds {found}", problems)
+    return None, {}
+
+
+def _warn_of_another(file: _File, files: Sequence[_File], backend: Backend) -> None:
+    """Warn of another rank's checkpoint of the same step with other content: hosts without a common disk hold two runs."""
+    same = (other for other in files if (other.step, other.generation) == (file.step, file.generation) and other.digest)
+    unlike = next((other for other in same if other.digest != file.digest), None)
+    if unlike is not None and backend.rank == 0:
+        log.warning(
+            "rank %d and rank %d hold different checkpoints of step %d in their folders: that of rank %d is used",
+            *(file.rank, unlike.rank, file.step, file.rank),
+        )
 
 
 def _send(folder: Path, name: str, owner: int, backend: Backend) -> tuple[dict[str, Any] | None, str]:
@@ -191,7 +257,7 @@ def _send(folder: Path, name: str, owner: int, backend: Backend) -> tuple[dict[s
             answer = (None, str(error), isinstance(error, checkpoint.DamagedError))
     saved, problem, damaged = backend.broadcast_object(answer, root=owner, name="checkpoint")
     if not damaged:
-        raise UserError(problem, shared=True)
+        raise UserError(problem, shared=True, transient=True)
     return saved, problem
 
 
@@ -206,8 +272,8 @@ def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) 
     return copies
 
 
-def _say(backend: Backend, what: str, problems: Sequence[str] = ()) -> None:
+def _say(backend: Backend, by: str, what: str, problems: Sequence[str] = ()) -> None:
     """Print one line, and those of checkpoints that were passed over. On rank 0 alone."""
     if backend.rank == 0:
-        for line in (f"--resume {AUTO}: {what}", *(f"passed over: {problem}" for problem in problems)):
+        for line in (f"{by}: {what}", *(f"passed over: {problem}" for problem in problems)):
             show(line)

@@ -87,7 +87,9 @@ class Trainer:
         if virtual_ranks is not None and compress != "none":
             raise ValueError("virtual_ranks and compress exclude each other: rounded partial sums depend on the ranks")
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
-        options |= {"virtual_ranks": virtual_ranks, "seed": seed}
+        # Matrix products on the CPU depend on the number of threads, so it must be the same on all ranks.
+        threads = torch.get_num_threads() if virtual_ranks is not None and backend.device.type == "cpu" else None
+        options |= {"virtual_ranks": virtual_ranks, "seed": seed, "torch.get_num_threads()": threads}
         compare_trainer(backend, model, optimizer, objects, options)
         self.model = model
         self.backend = backend

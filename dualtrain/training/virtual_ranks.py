@@ -175,16 +175,26 @@ class VirtualRanks:
     def state_dict(self) -> dict[str, Any]:
         """See :class:`~dualtrain.training.parts.Parts`: nothing of single ranks."""
         numbers = {"shards": self.count, "steps": self._steps, "seed": self._seed, "after": self._after}
+        numbers["threads"] = torch.get_num_threads()
         return {"virtual_ranks": {**numbers, "buffers": self._buffers.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See :class:`~dualtrain.training.parts.Parts`. The next steps are the same at any world size."""
+        """See :class:`~dualtrain.training.parts.Parts`. The next steps are the same at any world size.
+
+        Logs a warning if torch's number of threads is not that of the saved state, since bits depend on it on the CPU.
+        """
         had = state["virtual_ranks"]["shards"] if "virtual_ranks" in state else None
         if had != self.count:
             raise UserError(
                 f"the state is of a trainer with virtual_ranks={had}, not {self.count}: give virtual_ranks={had}"
             )
         own = state["virtual_ranks"]
+        threads, saved = torch.get_num_threads(), own.get("threads")  # absent from states of before 0.2.0
+        if saved not in (None, threads) and self._backend.device.type == "cpu":
+            log.warning(
+                f"the state is of a trainer with {saved} intra-op threads, and this process has {threads}: "
+                f"call torch.set_num_threads({saved}) for the same bits"
+            )
         self._steps, self._seed = int(own["steps"]), int(own["seed"])
         self._buffers.load_state_dict(own["buffers"])
         self._seed_after(str(own["after"]))

@@ -27,7 +27,7 @@ ALIKE = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
 def data(rank, *shape, dtype=torch.float32, seed=0):
-    """Input of ``rank``: whole numbers from -3 to 3 (0 to 3 for unsigned dtypes)."""
+    """Return the input of ``rank``: whole numbers from -3 to 3 (from 0 to 3 for uint8, 0 and 1 for bool)."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     low = 0 if dtype in (torch.uint8, torch.bool) else -3
     values = torch.randint(low, 2 if dtype is torch.bool else 4, shape, generator=generator)
@@ -37,7 +37,7 @@ def data(rank, *shape, dtype=torch.float32, seed=0):
 
 
 def noise(rank, *shape, dtype, seed=0):
-    """Random bits, including NaNs with payloads."""
+    """Return random bits, including NaNs with payloads."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     width = torch.empty(0, dtype=dtype).element_size()
     top = 2 if dtype is torch.bool else 256
@@ -50,7 +50,7 @@ def bits(tensor):
 
 
 def reduced(tensors, op):
-    """The oracle: element by element, in Python's own numbers."""
+    """Return the expected reduction, computed element by element with Python's own numbers."""
     dtype, size = tensors[0].dtype, len(tensors)
 
     def one(*values):
@@ -116,12 +116,12 @@ def allreduce_defaults(backend):
         backend.allreduce(mine, "mean")
 
 
-def test_allreduce_averages_by_default_and_knows_operations_by_name(spmd):
+def test_allreduce_averages_by_default_and_accepts_names_of_operations(spmd):
     spmd(allreduce_defaults)
 
 
 def layouts(rank):
-    """Views of the same kinds on every rank, each in memory of its own, with values of the rank."""
+    """Return views of several kinds, each in memory of its own, whose values depend on ``rank``."""
 
     def square():
         return data(rank, 4, 6)
@@ -167,7 +167,7 @@ def allreduce_inside_a_larger_tensor(backend):
     torch.testing.assert_close(whole[:, 1::2], expected)
 
 
-def test_allreduce_in_place_touches_the_view_alone(spmd):
+def test_allreduce_in_place_changes_only_the_view(spmd):
     spmd(allreduce_inside_a_larger_tensor)
 
 
@@ -200,7 +200,7 @@ def wide_averages(backend):
     assert backend.reducescatter(torch.full((backend.size,), 250, dtype=torch.uint8)).item() == 250
 
 
-def test_averages_of_narrow_dtypes_do_not_overflow_on_the_way(spmd):
+def test_the_sum_behind_an_average_of_a_narrow_dtype_does_not_overflow(spmd):
     spmd(wide_averages)
 
 
@@ -223,7 +223,7 @@ def sums_of_nan(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_nan_of_one_rank_reaches_all(typical, dtype):
+def test_a_nan_of_one_rank_reaches_all_ranks(typical, dtype):
     typical(sums_of_nan, dtype)
 
 
@@ -268,7 +268,7 @@ def reducescatter_rows(backend):
         check_reducescatter(backend, rows, ReduceOp.AVERAGE)
 
 
-def test_reducescatter_deals_rows_evenly_the_first_ranks_one_more(spmd):
+def test_reducescatter_gives_the_first_ranks_one_row_more(spmd):
     spmd(reducescatter_rows)
 
 
@@ -396,7 +396,7 @@ def alltoall_equally(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", MOVABLE, ids=str)
-def test_alltoall_deals_rows_equally(typical, dtype):
+def test_alltoall_without_splits_sends_equally_many_rows(typical, dtype):
     typical(alltoall_equally, dtype)
 
 
@@ -413,7 +413,7 @@ def alltoall_by_splits(backend):
             assert (received.dtype, received.device.type) == (torch.int32, "cpu")
 
 
-def test_alltoall_by_splits_and_what_is_behind_them_stays(spmd):
+def test_alltoall_does_not_send_rows_beyond_the_splits(spmd):
     spmd(alltoall_by_splits)
 
 
@@ -428,7 +428,7 @@ def alltoall_of_nothing(backend):
     check(backend.alltoall(everyone[backend.rank]), expected.contiguous())
 
 
-def test_alltoall_of_no_rows_and_of_transposed_ones(spmd):
+def test_alltoall_of_no_rows_and_of_a_transposed_tensor(spmd):
     spmd(alltoall_of_nothing)
 
 
@@ -447,7 +447,7 @@ def alltoall_refusals(backend):
     backend.barrier()
 
 
-def test_alltoall_refuses_what_cannot_be_split(spmd):
+def test_alltoall_refuses_splits_that_do_not_fit_the_tensor(spmd):
     spmd(alltoall_refusals)
 
 
@@ -462,7 +462,7 @@ def late(backend):
     return before, time.time()
 
 
-def test_barrier_holds_every_rank_until_the_last(spmd):
+def test_barrier_blocks_until_the_last_rank_has_called_it(spmd):
     times = spmd(late)
     assert min(after for _, after in times) >= max(before for before, _ in times)
 
@@ -489,7 +489,7 @@ def groups(backend):
         backend.barrier()
 
 
-def test_a_group_is_a_backend_over_some_ranks_and_none_for_the_others(spmd):
+def test_group_returns_a_backend_to_its_ranks_and_none_to_the_others(spmd):
     spmd(groups)
 
 
@@ -516,7 +516,7 @@ def equal_groups(backend):
         assert [work.wait().tolist() for work in works] == [[float(group.size)] * 2 for group in mine]
 
 
-def test_groups_of_the_same_ranks_do_not_meet(spmd):
+def test_operations_of_groups_with_the_same_ranks_are_not_mixed_up(spmd):
     spmd(equal_groups)
 
 
@@ -526,7 +526,7 @@ def wrong_groups(backend):
             backend.group(ranks)
 
 
-def test_groups_of_no_or_unknown_ranks_are_refused(spmd):
+def test_groups_without_ranks_or_with_unknown_ranks_are_refused(spmd):
     spmd(wrong_groups)
 
 
@@ -583,7 +583,7 @@ def refuse_objects(backend):
             backend.broadcast_object(thing if backend.rank == last else None, last)
         with pytest.raises(expected, match=message):
             backend.allgather_object(thing if backend.rank == last else backend.rank)
-    if backend.size > 1:  # several, each with its own reason
+    if backend.size > 1:  # two ranks refuse, each with its own reason
         expected = TypeError if backend.rank < 2 else BackendError
         with pytest.raises(
             expected, match="ranks 0, 1 could not .* type Un" if backend.rank > 1 else ["Un", "Tr"][backend.rank]
@@ -592,7 +592,7 @@ def refuse_objects(backend):
     assert backend.allgather_object(backend.rank) == list(range(backend.size))
 
 
-def test_objects_with_code_are_refused_where_they_are_sent_and_the_backend_lives_on(spmd, capfd):
+def test_objects_with_code_are_refused_by_the_sender_and_the_backend_stays_usable(spmd, capfd):
     spmd(refuse_objects)
     assert "foreign" not in capfd.readouterr().out
 
@@ -631,7 +631,7 @@ def asynchronous(backend):
         backend.allgather_async(mine),
         backend.alltoall_async(mine, [1] * backend.size),
     ]
-    # A blocking call comes after all of them, on every rank.
+    # On every rank, a blocking call runs after all earlier asynchronous calls.
     check(backend.allreduce(mine, "sum"), total)
     assert all(work.done() for work in works)
     rows, received = works[6].wait()
@@ -656,7 +656,7 @@ def asynchronous(backend):
     assert mine.equal(everyone[backend.rank])
 
 
-def test_asynchronous_calls_give_what_the_blocking_ones_do(spmd):
+def test_asynchronous_calls_give_the_results_of_blocking_calls(spmd):
     spmd(asynchronous)
 
 
@@ -664,20 +664,20 @@ def done_by_itself(backend):
     work = backend.allreduce_async(torch.ones(1000), "sum")
     await_done(work)
     check(work.wait(), torch.full((1000,), float(backend.size)))
-    # Each rank waits for them in an order of its own.
+    # Each rank waits for the calls in an order of its own.
     works = [backend.allreduce_async(torch.full((3,), float(n)), "sum") for n in range(8)]
     for n in sorted(range(8), key=lambda n: (n * (backend.rank + 3)) % 11):
         check(works[n].wait(), torch.full((3,), float(n * backend.size)))
 
 
-def test_done_becomes_true_without_a_wait_and_waits_come_in_any_order(spmd):
+def test_done_becomes_true_without_a_wait_and_waits_may_be_in_any_order(spmd):
     spmd(done_by_itself)
 
 
 def primitives(backend):
     tensors = [data(backend.rank, 5, seed=n) for n in range(4)]
     works = [backend.start_allreduce(tensor, ReduceOp.SUM, f"p{n}") for n, tensor in enumerate(tensors)]
-    backend.barrier()  # calls are compared on a channel of their own, so the barrier may overtake the primitives
+    backend.barrier()  # calls are compared apart from the data, so the barrier may overtake the primitives
     await_done(works[0])
     for n, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         assert work.wait() is None
@@ -701,7 +701,7 @@ def asynchronous_failure(backend):
     assert after.wait().item() == backend.size
 
 
-def test_an_asynchronous_mismatch_is_raised_by_wait_and_ends_nothing_else(many):
+def test_an_asynchronous_mismatch_is_raised_by_wait_and_later_calls_work(many):
     many(asynchronous_failure)
 
 
@@ -744,7 +744,7 @@ MISMATCHES += ["reducescatter"]
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_a_mismatch_is_raised_on_every_rank_and_names_what_each_wanted(many, what):
+def test_a_mismatch_is_raised_on_every_rank_and_names_the_call_of_each(many, what):
     many(disagree, what)
 
 
@@ -756,7 +756,7 @@ def describe(backend):
     return backend.name, backend.rank, backend.local_rank, backend.local_size, backend.cross_rank, backend.cross_size
 
 
-def test_ranks_know_their_places_on_one_host(spmd):
+def test_local_and_cross_ranks_on_one_host(spmd):
     name = spmd.name.replace("shm", "torch")
     assert spmd(describe) == [(name, rank, rank, spmd.size, 0, 1) for rank in range(spmd.size)]
 
@@ -780,12 +780,12 @@ def one_mistakes(backend, which):
 
 
 @pytest.mark.parametrize("which", MISTAKES)
-def test_a_mistake_of_one_rank_is_an_error_on_all_and_no_rank_waits(many, which):
+def test_a_mistake_of_one_rank_is_an_error_on_all_ranks_and_no_rank_waits(many, which):
     many(one_mistakes, which)
 
 
 def checks_behind_pending_calls(backend):
-    # The last rank is late: if calls had no common order, its calls would be matched with later ones of the others.
+    # The last rank is late: without a common order, its calls would be matched with later calls of the other ranks.
     works = [backend.allreduce_async(torch.ones(1000), "sum") for _ in range(4)]
     if backend.rank == backend.size - 1:
         time.sleep(0.2)
@@ -794,5 +794,5 @@ def checks_behind_pending_calls(backend):
     return [work.wait()[0].item() for work in works]
 
 
-def test_a_comparison_of_lists_comes_behind_pending_calls(many):
+def test_broadcast_parameters_compares_the_ranks_after_pending_calls(many):
     assert many(checks_behind_pending_calls) == [[float(many.size)] * 4] * many.size

@@ -1,4 +1,4 @@
-"""Named values on all ranks: the differences are the same list everywhere, also where a rank cannot give its values."""
+"""Comparison of named values: every rank gets the same differences, even if a rank cannot read its values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.threads import run_threads
 
 
 def found(backend, values) -> list[str] | str:
-    """The differences as text, or the error."""
+    """Return the differences as text, or the error."""
 
     def read():
         mine = values[backend.rank]
@@ -37,7 +37,7 @@ CASES = [
         ["new is missing on rank 0 and 1 on rank 1", "newer is missing on rank 0 and 2 on rank 1"],
     ),
     ([{"a": "caf\udce9\x1b[31m"}, {"a": "b"}], [r"a is 'caf\udce9\x1b[31m' on rank 0 and 'b' on rank 1"]),
-    # Names and values do not run into one another.
+    # A part of a value is not mistaken for a name.
     ([{"a": 1, "b": 2}, {"a'\0'b": 2}], 3),
     ([{"a": 1}, UserError("no such file")], "rank 1: no such file"),
     ([UserError("no such file"), {"a": 1}], "rank 0: no such file"),
@@ -51,7 +51,7 @@ def both(backend) -> list[list[str] | str]:
 
 
 def test_every_rank_learns_what_differs_or_failed(spmd):
-    """One world for all cases: each leaves it usable for the next."""
+    """All cases run in one world, since each leaves it usable for the next."""
     if spmd.size != 2:
         values = [{"a": rank // 2} for rank in range(spmd.size)]
         expected = [] if spmd.size == 1 else ["a is 0 on ranks 0, 1 and 1 on rank 2"]
@@ -77,19 +77,19 @@ def other_call(backend) -> str:
     return str(error.value)
 
 
-def test_a_rank_that_calls_something_else_is_an_error_on_all():
+def test_a_rank_that_makes_another_call_is_an_error_on_all_ranks():
     one, other = run_threads(2, other_call)
     assert one == other
     assert "comparison of 'settings'" in one
     assert "barrier" in one
 
 
-def test_a_reader_that_gives_no_mapping_is_an_error_on_all():
+def test_a_reader_that_returns_no_mapping_is_an_error_on_all_ranks():
     for message in run_threads(2, found, [{"a": 1}, 7]):
         assert "cannot be compared between the ranks (AttributeError" in str(message)
 
 
-def test_messages_are_short():
+def test_messages_with_many_differences_are_short():
     many = [Difference(f"--flag-{number}", ("1", "2")) for number in range(20)]
     text = in_words(many)
     assert text.startswith("--flag-0 is 1 on rank 0 and 2 on rank 1; --flag-1 is")
@@ -98,7 +98,7 @@ def test_messages_are_short():
     each = str(Difference("seed", tuple(map(str, range(1000)))))
     assert each.startswith("seed is 0 on rank 0, 1 on rank 1, ")
     assert each.endswith(" and others on 994 more")
-    # Of long values, the part that differs is shown.
+    # Long values are cut to the part that differs.
     long = str(Difference("text", ("x" * 500 + "one" + "y" * 500, "x" * 500 + "two" + "y" * 500, None)))
     assert len(long) < 400
     assert "xone" in long

@@ -1,4 +1,4 @@
-"""Joining a world, refusing what is not the world that was launched, and leaving it."""
+"""Joining a world, refusing a world that is not the launched one, and leaving it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_an_unsupported_device_is_refused(device):
         connect("local", device=device)
 
 
-def test_a_gpu_that_is_not_there_is_refused():
+def test_a_gpu_that_does_not_exist_is_refused():
     missing = f"cuda:{torch.cuda.device_count()}"
-    with pytest.raises(UserError, match=f"device '{missing}' is not there: torch sees {torch.cuda.device_count()} GPUs"):
+    with pytest.raises(UserError, match=f"device '{missing}' does not exist: torch sees {torch.cuda.device_count()} GPUs"):
         connect("local", device=missing)
 
 
-def test_the_device_may_be_named_or_given():
+def test_the_device_may_be_text_or_a_torch_device():
     for device in ("cpu", torch.device("cpu")):
         with connect("local", device=device) as backend:
             assert backend.device == torch.device("cpu")
@@ -134,7 +134,7 @@ def test_only_one_thread_at_a_time_changes_the_environment(monkeypatch):
     assert "DUALTRAIN_TEST" not in os.environ
 
 
-def test_alone_under_a_launcher_of_two_is_refused():
+def test_the_local_backend_under_a_launcher_of_two_ranks_is_refused():
     with pytest.raises(UserError, match=r"local backend is rank 0 of 1, but environment started .* rank 0 of 2"):
         connect("local", world=PAIR)
 
@@ -144,7 +144,7 @@ def test_torch_without_a_rendezvous_names_the_variables():
         connect("torch", world=World(0, 2, 0, 2, launcher="environment"))
 
 
-def test_mpi_that_is_not_the_launchers_is_refused(monkeypatch):
+def test_an_mpi4py_with_another_world_than_the_launchers_is_refused(monkeypatch):
     comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=comm)))
     with pytest.raises(UserError, match=r"mpi4py is rank 0 of 1, but mpirun started rank 0 of 2: .*rebuild"):
@@ -158,7 +158,7 @@ def refusal(name, world):
     return str(caught.value)
 
 
-# Horovod cannot be unloaded, so these three cases run one after another in a process of their own.
+# Horovod cannot be unloaded, so these three cases run one after another in a separate process.
 HOROVODS = """
 import json, os, sys
 from importlib.util import find_spec
@@ -191,7 +191,7 @@ def busy_port():
 
 @pytest.fixture(scope="module")
 def horovods(busy_port):
-    """The errors of a new process without Horovod, with its port in use, and with it in a world of another size."""
+    """The errors of a new process in which Horovod is missing, the port is in use, and Horovod's world has another size."""
     command = [sys.executable, "-c", HOROVODS, str(busy_port)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -208,28 +208,28 @@ def test_a_port_in_use_is_named(name, busy_port, request):
     assert f"port {busy_port} on 127.0.0.1 is in use by another program, or by another rank 0: set MASTER_PORT" in said
 
 
-def test_a_rendezvous_that_nobody_serves_is_named():
+def test_a_rendezvous_without_a_server_is_named():
     port = free_port()
     world = World(1, 2, 1, 2, launcher="environment", rendezvous=("127.0.0.1", port))
     with pytest.raises(UserError, match=f"rank 1 could not meet the others at 127.0.0.1:{port} within 1 s"):
         connect("torch", world=world, timeout=1.0)
 
 
-def test_a_missing_horovod_is_said_with_the_cure(horovods):
+def test_a_missing_horovod_is_reported_with_the_cure(horovods):
     said = horovods["missing"]
     assert "No module named 'horovod" in said
     assert "bash launch/setup.sh" in said
     assert "--backend torch" in said
 
 
-def test_a_host_without_an_address_is_refused_where_horovod_would_crash(monkeypatch):
+def test_a_host_without_an_address_is_refused_for_horovod(monkeypatch):
     require_horovod()
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with pytest.raises(UserError, match=r"name 'no-such-host.invalid' has no address .*Horovod would crash: .*/etc/hosts"):
         connect("horovod", world=ALONE)
 
 
-def test_without_mpi4py_the_message_names_it(monkeypatch):
+def test_a_missing_mpi4py_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(UserError, match=r"mpirun started 3 ranks, and without mpi4py .*pip install mpi4py"):
         connect("torch", world=World(0, 3, 0, 3, launcher="mpirun"))
@@ -250,7 +250,7 @@ def test_a_world_of_another_size_than_the_launchers_is_refused(name, request):
 
 
 class Seen:
-    """Stand-in for a backend that has just joined: ``exchange`` returns ``rows``, with this rank's in place of ``None``."""
+    """Stand-in for a backend that has just joined; ``exchange`` returns ``rows``, in which this rank's replaces None."""
 
     transport = "nccl"
 
@@ -295,7 +295,7 @@ def test_the_ranks_of_a_host_use_its_gpus_in_turn(hosts, numbers, gpus):
         assert backend.device == torch.device("cuda", 1)
 
 
-def test_two_ranks_with_one_gpu_are_refused_where_nccl_would_fail(gpus):
+def test_two_ranks_with_the_same_gpu_are_refused_for_nccl(gpus):
     gpus(3)  # each rank sees one GPU only: number 0 for all of them
     for hosts, refused in (("aa", True), ("ab", False)):
         backend = Seen(0, hosts, [None, None], "cuda")
@@ -305,14 +305,14 @@ def test_two_ranks_with_one_gpu_are_refused_where_nccl_would_fail(gpus):
         else:
             _take_device(backend)
         assert backend.left == refused
-    backend = Seen(0, "aa", [None, [7, 7]], "cuda")  # another GPU, by the same number
+    backend = Seen(0, "aa", [None, [7, 7]], "cuda")  # another GPU with the same index
     _take_device(backend)
     backend = Seen(0, "aa", [None, None], "cuda")
     backend.transport = "gloo"
     _take_device(backend)
 
 
-def test_other_versions_are_named():
+def test_ranks_with_other_versions_are_named():
     rows = [[1, *_as_numbers(version)] for version in ("0.1.0", "0.1.0", "0.2.0rc1", "0.3")]
     backend = Seen(0, "aaaa", rows)
     with pytest.raises(UserError, match=r"rank 0 runs dualtrain 0.1.0, and rank 2, 3 dualtrain 0.2.0rc1, 0.3: install the"):
@@ -359,7 +359,7 @@ def test_closing_again_does_nothing_and_a_world_can_be_opened_anew():
             backend.close()
 
 
-def test_a_call_after_the_end_is_refused():
+def test_a_call_after_close_is_refused():
     backend = connect("local", world=ALONE)
     backend.close()
     with pytest.raises(BackendError, match="closed"):
@@ -377,7 +377,7 @@ def test_a_with_statement_closes_and_lets_exceptions_through():
         raise KeyError("mine")
 
 
-def test_the_default_process_group_is_made_where_it_is_requested_and_only_there():
+def test_the_default_process_group_is_made_only_on_request():
     with connect("torch", world=ALONE):
         assert not torch.distributed.is_initialized()
         with connect("torch", world=ALONE, default_group=True):
@@ -390,18 +390,18 @@ def test_the_default_process_group_is_made_where_it_is_requested_and_only_there(
 
 
 def free_of_the_default_group(backend, port):
-    """A program's own default group, made after dualtrain's and before it, without a backend for CPU tensors."""
+    """Make the program's own default group, which has no backend for CPU tensors, after one world and before another."""
     dist = torch.distributed
     there = {"rank": backend.rank, "world_size": backend.size, "init_method": f"tcp://127.0.0.1:{port}"}
     again = replace(backend.world, rendezvous=("127.0.0.1", port))
     backend.barrier()
     assert not dist.is_initialized()
     with connect("torch", world=again) as first:
-        # The port of a rendezvous is free again once all have met.
+        # The port of a rendezvous is free again once all ranks have joined.
         dist.init_process_group("cuda:gloo", **there)
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.all_reduce(torch.ones(1))
-        # Now a store of the program's own listens there.
+        # Now the store of the program's default group listens at this port.
         with connect("torch", world=again) as second:
             for each in (first, second, second.group(range(backend.size))):
                 total = each.allreduce(torch.tensor([float(each.rank + 1)]), "sum")
@@ -422,7 +422,7 @@ def test_a_program_makes_its_own_default_process_group_before_or_after(pool):
 
 
 def threads_of(backend):
-    """How many threads and sockets a world leaves behind, once its groups have ended."""
+    """Check that a closed group leaves no thread and no socket behind."""
 
     def held():
         files = [
@@ -442,7 +442,7 @@ def threads_of(backend):
     group.close()
     backend.barrier()
     deadline = time.monotonic() + 20
-    # Fewer where the first group's threads were still ending.
+    # There may be fewer than before, if the first group's threads were still ending then.
     while any(now > then for now, then in zip(held(), before, strict=True)):
         assert time.monotonic() < deadline, (held(), before)
         time.sleep(0.01)
@@ -465,7 +465,7 @@ def one_is_ordinary(backend):
 
 
 @pytest.mark.parametrize("name", ["torch", "horovod"])
-def test_a_world_of_one_is_ordinary(name, pool):
+def test_a_world_of_one_supports_all_calls(name, pool):
     if name == "horovod":
         require_horovod()
     pool.connect(name, 1)
@@ -476,5 +476,5 @@ def own_place(backend):
     return backend.world.evidence, backend.world.launcher, backend.transport, backend.device.type
 
 
-def test_the_world_keeps_what_the_launcher_said(real):
+def test_the_world_keeps_the_launcher_and_its_evidence(real):
     assert real(own_place) == [((), "environment", "gloo", "cpu")] * real.size

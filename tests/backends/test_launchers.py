@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dualtrain import UserError
-from dualtrain.launchers import World, detect_world, spawned
+from dualtrain.launchers import World, detect_world, new_job, spawned
 
-# Two hosts of four processes each; this one is the second on the second host.
+# Two hosts have four processes each; this process is the second one on the second host.
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "RANK": "5",
@@ -65,7 +65,7 @@ def test_every_launcher_is_recognised_and_read(launcher):
     assert not world.single_host
 
 
-def test_nobody_makes_a_world_of_one(monkeypatch):
+def test_without_a_launcher_the_world_has_one_process(monkeypatch):
     assert detect_world({}) == detect_world({"MASTER_ADDR": "leftover", "SLURM_JOB_ID": "7"}) == World()
     assert (World().rank, World().size, World().launcher, World().rendezvous) == (0, 1, "none", None)
     assert World().single_host
@@ -88,19 +88,20 @@ def test_mpirun_inside_a_slurm_allocation_is_mpirun():
 
 
 @pytest.mark.parametrize("inner", ["torchrun", "horovodrun --gloo", "mpirun", "mpiexec"])
-def test_what_a_spawned_rank_starts_is_inside_it(inner):
+def test_a_launcher_that_a_spawned_rank_starts_wins(inner):
     assert detect_world({**SPAWN, **LAUNCHERS[inner]}).launcher == inner
 
 
 @pytest.mark.parametrize("step", ["0", "batch"])
-def test_ranks_are_spawned_inside_a_slurm_step_and_a_batch_script(step):
+def test_a_spawned_rank_is_recognised_inside_a_slurm_step_and_a_batch_script(step):
     assert detect_world({**SRUN, "SLURM_STEP_ID": step, **SPAWN}).launcher == "spawn"
 
 
 def test_a_spawned_rank_reads_what_its_parent_wrote():
-    world = detect_world(spawned(1, 3, ("127.0.0.1", 4000), "s"))
+    world = detect_world(spawned(1, 3, ("127.0.0.1", 4000), "s", "j"))
     assert (world.rank, world.size, world.local_rank, world.local_size) == (1, 3, 1, 3)
     assert (world.launcher, world.rendezvous, world.single_host) == ("spawn", ("127.0.0.1", 4000), True)
+    assert (world.job, world.job_key) == ("j", "")
 
 
 def test_a_slurm_batch_script_is_not_launched():
@@ -110,12 +111,12 @@ def test_a_slurm_batch_script_is_not_launched():
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291"])
 def test_a_shell_of_salloc_on_a_node_is_not_launched(step):
-    # As Slurm 22.05 sets them in a shell of salloc, which is none of the job's tasks.
+    # The variables that Slurm 22.05 sets in a shell of salloc, which is not a task of the job.
     shell = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_ID": step}
     assert detect_world(shell) == World()
 
 
-def test_local_places_may_be_missing_where_a_launcher_may_not_set_them():
+def test_local_rank_and_size_may_be_missing_if_the_launcher_does_not_set_them():
     world = detect_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
     assert (world.local_rank, world.local_size) == (0, 2)
     assert detect_world({"PMI_RANK": "1", "PMI_SIZE": "2"}).local_size == 2
@@ -146,7 +147,7 @@ def test_a_missing_variable_is_named(launcher, name):
     assert any(f" {other}" in str(caught.value) for other in env)
 
 
-def test_srun_that_offers_pmi_too_is_srun():
+def test_srun_with_variables_of_pmi_is_srun():
     pmi = {"PMI_RANK": SRUN["SLURM_PROCID"], "PMI_SIZE": SRUN["SLURM_NTASKS"]}
     assert detect_world(SRUN | pmi).launcher == "srun"
     assert detect_world(SRUN | MPIEXEC | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}).launcher == "mpiexec"
@@ -221,22 +222,47 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("hosts", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_places_follow_from_the_hosts(hosts):
+def test_local_and_cross_ranks_follow_from_the_hosts(hosts):
     size = len(hosts)
     worlds = [World(rank, size, launcher="mpirun").placed(rank, hosts) for rank in range(size)]
     for rank, world in enumerate(worlds):
         assert (world.rank, world.size, world.launcher) == (rank, size, "mpirun")
-        # Local: numbered from 0 in rank order among those of one host.
+        # Local ranks number the ranks of a host, from 0, in rank order.
         mates = [other for other in worlds if hosts[other.rank] == hosts[rank]]
         assert [mate.local_rank for mate in mates] == list(range(len(mates)))
         assert world.local_size == len(mates)
-        # Cross: numbered from 0 among those of the same local rank, one on each host.
+        # Cross ranks number the ranks with the same local rank, which are on different hosts, from 0.
         peers = [other for other in worlds if other.local_rank == world.local_rank]
         assert sorted(peer.cross_rank for peer in peers) == list(range(len(peers)))
         assert world.cross_size == len(peers)
         assert world.single_host == (len(set(hosts)) == 1)
-    # For local ranks that every host has, a host has one cross rank.
+    # For all local ranks that every host has, the ranks of a host have the same cross rank.
     shared = min(hosts.count(host) for host in hosts)
     for host in hosts:
         numbers = {world.cross_rank for world in worlds if hosts[world.rank] == host and world.local_rank < shared}
         assert len(numbers) == 1
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_environment_can_name_the_job(launcher):
+    assert detect_world(LAUNCHERS[launcher]).job == ""
+    assert detect_world({**LAUNCHERS[launcher], "DUALTRAIN_JOB": "night-7.a"}).job == "night-7.a"
+    assert detect_world({"DUALTRAIN_JOB": "night-7.a"}) == World(job="night-7.a")
+    for bad in ("../up", ".", "a b", "a/b", "x" * 101, "-x"):
+        with pytest.raises(UserError, match=r"DUALTRAIN_JOB=.* cannot name a job: give it up to 100 letters"):
+            detect_world({**LAUNCHERS[launcher], "DUALTRAIN_JOB": bad})
+
+
+def test_the_name_of_a_job_outlives_the_workers():
+    assert new_job() != new_job()
+    agents = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert detect_world(agents).job_key == "dualtrain/job/none"
+    assert detect_world({**agents, "TORCHELASTIC_USE_AGENT_STORE": "False"}).job_key == ""
+    batch = {**SRUN, "SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c", "ENVIRONMENT": "BATCH"}
+    first = detect_world(batch)
+    assert (first.job, first.job_key) == ("slurm-c-7.0", "")
+    assert detect_world({**batch, "SLURM_RESTART_COUNT": "1"}).job == first.job
+    assert detect_world({**batch, "SLURM_STEP_ID": "1"}).job == "slurm-c-7.1"
+    assert detect_world({**batch, "MASTER_ADDR": "h", "MASTER_PORT": "1"}).job == first.job
+    # A shell in a step of salloc may start several runs, and is not requeued.
+    assert detect_world({name: value for name, value in batch.items() if name != "ENVIRONMENT"}).job == ""

@@ -1,4 +1,4 @@
-"""Private parts of torch that the backends use: the failure names what this torch lacks, and its purpose."""
+"""Private parts of torch that the backends use: a failure names the missing part and what it is used for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NCCL = {
 
 
 def find(path):
-    """The object at ``path``: attributes of the longest module."""
+    """Import the longest module in ``path``, and return the attribute that the rest of ``path`` names."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -53,12 +53,12 @@ def require(path, purpose):
 
 
 @pytest.mark.parametrize("path", USED)
-def test_torch_has_what_the_backend_uses(path):
+def test_torch_has_the_private_parts_that_the_backend_uses(path):
     require(path, USED[path])
 
 
 @pytest.mark.parametrize("path", NCCL)
-def test_a_cuda_build_of_torch_has_what_the_backend_uses(path):
+def test_a_cuda_build_of_torch_has_the_private_parts_that_the_backend_uses(path):
     if not dist.is_nccl_available():
         pytest.skip("needs a CUDA build of torch")
     require(path, NCCL[path])

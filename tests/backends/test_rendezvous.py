@@ -1,4 +1,4 @@
-"""Jobs that cannot start: one clear line from the ranks concerned, and status 2."""
+"""Jobs that cannot start: the ranks concerned print one clear line and exit with status 2."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.pool import ROOT, free_port
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 BACKENDS = ["torch", "horovod"]
-ELSEWHERE = "192.0.2.1"  # RFC 5737: no host has it
+ELSEWHERE = "192.0.2.1"  # RFC 5737: no host has this address
 
 
 def refusal(text):
-    """The one line that a process has said."""
+    """Return the error, which is the only line of ``text`` besides warnings."""
     (line,) = [line for line in text.splitlines() if "Warning" not in line]
     return line.removeprefix("dualtrain: error ")
 
@@ -47,14 +47,14 @@ ALONE = {
         {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
         "SLURM_NTASKS is not set, but ",
     ),
-    "a number is none": ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK='first' is not a whole number"),
-    "the rank is outside": (
+    "a variable is not a number": ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK='first' is not a whole number"),
+    "the rank is not below the size": (
         rank(5, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500),
         "environment gave rank 5 in a world of 2 (RANK=5 WORLD_SIZE=2",
     ),
-    "the port is none": (rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=99999), "MASTER_PORT=99999 is no port: "),
+    "the port is too large": (rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=99999), "MASTER_PORT=99999 is no port: "),
     "there is no address": (rank(0), "the torch backend has no address to meet the other 1 processes at: "),
-    "nobody serves": (
+    "there is no server": (
         rank(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=9),
         "rank 1 could not meet the others at 127.0.0.1:9 within 1 s (Connection refused): ",
     ),
@@ -66,19 +66,19 @@ ALONE = {
         rank(1, MASTER_ADDR=ELSEWHERE, MASTER_PORT=29500),
         f"rank 1 could not meet the others at {ELSEWHERE}:29500 within 1 s (",
     ),
-    "rank 0 is not there": (
+    "the address is not rank 0's": (
         rank(0, MASTER_ADDR=ELSEWHERE, MASTER_PORT=29500),
         f"rank 0 cannot listen at {ELSEWHERE}:29500 (Cannot assign requested address): MASTER_ADDR must be",
     ),
-    "the other one never comes": (
+    "the other rank never joins": (
         rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=0) | {"MASTER_PORT": "free"},
-        "rank 1 of 2 did not come within 1 s: check that all processes were started",
+        "rank 1 of 2 did not join within 1 s: check that all processes were started",
     ),
 }
 
 
 def alone(variables, seconds, monkeypatch, capsys):
-    """What the command line says in a process with these variables."""
+    """Return the error of the command line in a process with these variables."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert command.main(["--backend", "torch", "--timeout", str(seconds)]) == 2
@@ -86,14 +86,14 @@ def alone(variables, seconds, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("fault", ALONE)
-def test_a_rank_that_cannot_join_says_why(fault, monkeypatch, capsys):
+def test_a_rank_that_cannot_join_reports_the_reason(fault, monkeypatch, capsys):
     variables, said = ALONE[fault]
     if variables.get("MASTER_PORT") == "free":
         variables = variables | {"MASTER_PORT": str(free_port())}
     assert said in alone(variables, 1, monkeypatch, capsys)
 
 
-def test_another_jobs_secret(monkeypatch, capsys):
+def test_a_rank_with_another_jobs_secret_is_refused(monkeypatch, capsys):
     server = serve(listen("127.0.0.1", [0], 2), 2, "job 0 ")
     try:
         port = server._listening.getsockname()[1]
@@ -102,12 +102,12 @@ def test_another_jobs_secret(monkeypatch, capsys):
         assert server.call("count") == 0
     finally:
         server.close()
-    assert "what listens there is not of this job: DUALTRAIN_SECRET must be the same" in said
+    assert "the process there is not of this job, whose ranks need the same DUALTRAIN_SECRET" in said
     assert "job 1" not in said
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_processes_with_one_rank(backend, tmp_path):
+def test_two_processes_with_one_rank_are_refused(backend, tmp_path):
     require_horovod()
     program = "import os, sys, dualtrain.main\nos.environ['RANK'] = '01'[os.environ['RANK'] != '0']\n"
     program += f"sys.exit(dualtrain.main.main(['--backend', {backend!r}, '--timeout', '60']))"
@@ -128,7 +128,7 @@ print([main(["--backend", backend]) for backend in ("torch", "horovod")])
 """
 
 
-def test_hosts_with_other_versions(tmp_path):
+def test_hosts_with_other_versions_are_refused(tmp_path):
     require_horovod()
     for end in run_ranks(2, ("-c", VERSIONS), tmp_path, env=ENV):
         assert end.stdout == "[2, 2]\n"
@@ -154,7 +154,7 @@ LAUNCHED = {
 
 @contextmanager
 def horovodrun(size):
-    """The variables that ``horovodrun --gloo`` gives each rank on loopback, while its server is there."""
+    """Run horovodrun's key-value server, and yield each rank's variables as ``horovodrun --gloo`` sets them on loopback."""
     server = KeyValueServer()
     place = {"LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1, "HOSTNAME": "localhost", "SIZE": size}
     place |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": server.server_port, "CONTROLLER": "gloo"}
@@ -168,7 +168,7 @@ def horovodrun(size):
 
 
 class KeyValueServer(ThreadingHTTPServer):
-    """What dualtrain uses of horovodrun's server: PUT, and GET with a 404 for a key that is not there."""
+    """The part of horovodrun's server that dualtrain uses: PUT, and GET with a 404 for a key that is not set."""
 
     daemon_threads = True
 
@@ -207,15 +207,15 @@ def test_ranks_with_other_backends_are_named_by_all(launcher, shift, tmp_path):
         assert refusal(end.stderr) == said
 
 
-def test_a_rank_that_does_not_come_to_horovodruns_server_is_named(tmp_path):
+def test_a_rank_that_does_not_reach_horovodruns_server_is_named(tmp_path):
     with horovodrun(3) as ranks:
         ends = run_ranks(ranks[:2], ("-m", "dualtrain.main", "--backend", "torch", "--timeout", "1"), tmp_path, env=ENV)
     for end in ends:
         assert end.returncode == 2, end.stderr
-        assert "rank 2 of 3 did not come within 1 s: check that all" in refusal(end.stderr)
+        assert "rank 2 of 3 did not join within 1 s: check that all" in refusal(end.stderr)
 
 
-def test_a_start_that_has_no_limit_of_its_own_gets_one():
+def test_a_call_without_a_timeout_gets_one():
     let_go = threading.Event()
     with pytest.raises(UserError, match=r"MPI did not start within 0.01 s: .*give the same --backend to all"):
         within(0.01, let_go.wait, "MPI did not start")
@@ -232,7 +232,7 @@ def raising(error):
 
 
 def listening(pids):
-    """The addresses (as in /proc/net/tcp: hexadecimal) that these processes listen at."""
+    """Return the addresses at which these processes listen, in hexadecimal digits as in /proc/net/tcp."""
     sockets = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -280,5 +280,5 @@ hvd.shutdown()
 """
 
 
-def test_horovods_api_meets_by_variables_set_by_hand(tmp_path):
+def test_horovods_api_starts_with_variables_set_by_hand(tmp_path):
     assert [end.stdout for end in run_ranks(2, ("-c", HVD), tmp_path, env=ENV)] == ["sum 3.0\n"] * 2

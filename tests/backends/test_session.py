@@ -1,4 +1,4 @@
-"""Ranks that meet in a store with what dead attempts have left there."""
+"""Agreement on a session, in a store that still has the keys of dead attempts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def limit(seconds=20.0):
 
 
 def attempt(store, size):
-    """Let all ranks meet; return their sessions."""
+    """Run all ranks of an attempt; return the session of each."""
     with ThreadPoolExecutor(size) as executor:
         return list(executor.map(lambda rank: agree_on_session(store, rank, size, limit()), range(size)))
 
 
 def dies(store, rank, size):
-    """Let a process come and die before all are there."""
+    """Run a process that ends before all ranks have joined."""
     with pytest.raises(UserError, match=r"within 0\.1 s"):
         agree_on_session(store, rank, size, limit(0.1))
 
@@ -38,7 +38,7 @@ def test_every_attempt_has_a_session_of_its_own(size):
 
 
 @pytest.mark.parametrize("left", [[0], [1], [2], [0, 1], [1, 2]], ids=str)
-def test_what_dead_processes_have_left_is_not_confirmed(left):
+def test_keys_that_dead_processes_have_left_are_not_used(left):
     store = dist.HashStore()
     before = set(attempt(store, 3))
     with ThreadPoolExecutor(3) as executor:
@@ -64,15 +64,15 @@ def test_a_rank_that_is_late_is_waited_for():
         assert len({each.result() for each in (*early, late)}) == 1
 
 
-def test_a_rank_that_does_not_come_is_named():
-    with pytest.raises(UserError, match=r"rank 1 of 3 did not come within 0\.1 s"):
+def test_a_rank_that_does_not_join_is_named():
+    with pytest.raises(UserError, match=r"rank 1 of 3 did not join within 0\.1 s"):
         agree_on_session(dist.HashStore(), 0, 3, limit(0.1))
     with pytest.raises(UserError, match=r"rank 0 of 3 did not answer rank 2 within 0\.1 s"):
         agree_on_session(dist.HashStore(), 2, 3, limit(0.1))
 
 
 def test_an_older_rank_0_that_still_runs_is_refused():
-    """The others go on with the new one, also if the older one has answered them first."""
+    """The other ranks go on with the new rank 0, even if the older rank 0 has answered them first."""
     store, old = dist.HashStore(), []
 
     def older():
@@ -85,17 +85,17 @@ def test_an_older_rank_0_that_still_runs_is_refused():
     thread.start()
     with ThreadPoolExecutor(3) as executor:
         first = executor.submit(agree_on_session, store, 1, 3, limit())
-        time.sleep(0.1)  # rank 1 is answered by the older one
+        time.sleep(0.1)  # the older rank 0 answers rank 1
         others = [executor.submit(agree_on_session, store, rank, 3, limit()) for rank in (0, 2)]
         assert len({each.result() for each in (first, *others)}) == 1
     thread.join(20)
     assert old == [
-        "another process is rank 0 of 3 by now: a process of an attempt that failed still runs, or two processes were "
+        "another process is rank 0 of 3 now: a process of a failed attempt still runs, or two processes were "
         "started as this rank: end them, and start anew"
     ]
 
 
-def test_two_processes_with_one_rank_are_not_both_there():
+def test_only_one_of_two_processes_with_one_rank_joins():
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as executor:
         both = [executor.submit(agree_on_session, store, 1, 2, limit(2.0)) for _ in range(2)]
@@ -107,5 +107,5 @@ def test_two_processes_with_one_rank_are_not_both_there():
             except UserError as error:
                 errors.append(str(error))
         assert sessions == {leader.result()}
-    assert len(errors) <= 1  # the other one may come after all have met, and waits for an answer then
-    assert all("rank 1 of 2 is there already" in error or "did not answer" in error for error in errors)
+    assert len(errors) <= 1  # "did not answer" if the other process starts when all ranks have joined
+    assert all("rank 1 of 2 has joined already" in error or "did not answer" in error for error in errors)

@@ -1,4 +1,4 @@
-"""Reductions through shared memory: the values, the order, what goes wrong, and that nothing stays behind."""
+"""Reductions through shared memory: values, order, failures, and that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def values(rank, count, dtype):
 
 
 def shares(backend, hosts):
-    """Backend of threads that share memory, placed on these hosts. All threads are in one process."""
+    """Return a shared-memory backend over threads of this process, as if these were on the given hosts."""
     backend.hosts = hosts
     backend.world = backend.world.placed(backend.rank, hosts)
     shared = factory._share_memory(backend, "shm")
@@ -44,7 +44,7 @@ def shares(backend, hosts):
 
 
 def expected(backend, hosts, op, count, dtype):
-    """In rank order inside each host, then in the order of the hosts."""
+    """Reduce in rank order inside each host, then in the order of the hosts."""
     parts = [values(rank, count, dtype) for rank in range(backend.size)]
     inside = [reduce(FOLD[op], [p for p, h in zip(parts, hosts, strict=True) if h == host]) for host in sorted(set(hosts))]
     return reduce(FOLD[op], inside)
@@ -71,7 +71,7 @@ def reduces(backend, hosts, op, dtype):
 
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS.keys())
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN])
-def test_the_values_are_those_of_the_rank_order(hosts, op):
+def test_reductions_are_in_rank_order(hosts, op):
     run_threads(len(hosts), reduces, hosts, op, torch.float32)
 
 
@@ -89,7 +89,7 @@ def bits_of(backend):
     return found
 
 
-def test_two_ranks_have_the_bits_of_gloo(pool):
+def test_two_ranks_get_the_same_bits_as_over_gloo(pool):
     found = []
     for name in ("torch", "shm"):
         pool.connect(name, 2)
@@ -121,7 +121,7 @@ def interleaved(backend):
     assert rows == [[rank] * 1000 for rank in range(backend.size)]
 
 
-def test_operations_end_in_any_order_of_waiting(shared):
+def test_ranks_may_wait_for_operations_in_any_order(shared):
     shared(interleaved)
 
 
@@ -130,13 +130,13 @@ def threads_interleave(backend):
     interleaved(backend)
 
 
-def test_operations_between_hosts_end_in_any_order_of_waiting():
+def test_ranks_on_several_hosts_may_wait_for_operations_in_any_order():
     run_threads(4, threads_interleave)
 
 
 def held(kind):
     if kind == "descriptors":
-        return sorted(os.listdir("/proc/self/fd"))[:-1]  # the last is that of the listing itself
+        return sorted(os.listdir("/proc/self/fd"))[:-1]  # the last descriptor is that of listdir itself
     return sum("memfd:dualtrain" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -153,7 +153,7 @@ def lets_go(backend):
     return [name for name in os.listdir("/dev/shm") if "dualtrain" in name]
 
 
-def test_memory_is_given_back_and_has_no_name(shared):
+def test_memory_is_freed_and_has_no_name(shared):
     assert shared(lets_go) == [[]] * shared.size
 
 
@@ -180,7 +180,7 @@ def threads_late(backend):
     late(backend)
 
 
-def test_a_rank_that_does_not_come_is_named_in_time():
+def test_a_rank_that_does_not_start_the_sum_is_named_after_the_timeout():
     run_threads(2, threads_late)
 
 
@@ -194,7 +194,7 @@ def late_for_rows(backend):
             backend.exchange_short([1])
 
 
-def test_a_rank_that_does_not_compare_is_named_in_time():
+def test_a_rank_that_does_not_compare_its_call_is_named_after_the_timeout():
     run_threads(2, late_for_rows)
 
 
@@ -213,12 +213,12 @@ def in_any_mode(backend):
     assert buffer.tolist() == [backend.size**2] * 7
 
 
-def test_inference_mode_is_left_as_it_was(shared):
+def test_reductions_work_inside_and_outside_of_inference_mode(shared):
     shared(in_any_mode)
 
 
 def here_a_buffer(backend):
-    """The tensor of a public call may be part of a shared buffer on one rank only."""
+    """Only on rank 0, the tensor of a public call is a part of a shared buffer."""
     buffer = backend.new_buffer(1000, torch.float32, CPU)
     tensor = buffer[:3] if backend.rank == 0 else torch.empty(3)
     tensor.fill_(backend.rank + 1)
@@ -226,7 +226,7 @@ def here_a_buffer(backend):
     assert tensor.tolist() == [sum(range(1, backend.size + 1))] * 3
 
 
-def test_public_calls_take_a_buffers_beginning_as_any_tensor(shared):
+def test_public_calls_treat_a_part_of_a_buffer_as_any_tensor(shared):
     shared(here_a_buffer)
 
 
@@ -238,7 +238,7 @@ def other_calls(backend):
         assert backend.allreduce(torch.tensor([1]), "sum").tolist() == [backend.size]
 
 
-def test_different_comparisons_are_an_error_on_all_ranks_which_go_on(shared):
+def test_different_calls_are_an_error_on_all_ranks_and_the_backend_stays_usable(shared):
     shared(other_calls)
 
 
@@ -255,7 +255,7 @@ def sums_another(backend, name, count):
 
 
 @pytest.mark.parametrize(("name", "count"), [("u", 3), ("t", 4)])
-def test_other_sums_of_a_rank_are_an_error_on_every_rank(name, count):
+def test_a_rank_that_starts_another_sum_is_an_error_on_every_rank(name, count):
     for said in run_threads(3, sums_another, name, count):
         assert (
             f"(rank 0: sum of 't' (float32, 3); rank 1: sum of 't' (float32, 3); rank 2: sum of '{name}' (float32" in said
@@ -273,7 +273,7 @@ def many_under_way(backend):
     assert all(buffer.tolist() == [backend.size] * 2 for buffer in buffers)
 
 
-def test_more_operations_under_way_than_there_are_places():
+def test_more_operations_may_be_pending_than_there_are_tags():
     run_threads(2, many_under_way)
 
 
@@ -290,7 +290,7 @@ def group_between(backend):
     assert tensor.tolist() == [backend.size] * 5
 
 
-def test_a_groups_call_keeps_nobody_from_ending_a_sum(shared):
+def test_a_groups_call_does_not_block_a_sum(shared):
     shared(group_between)
 
 
@@ -315,11 +315,11 @@ def dies(backend):
     with pytest.raises(PeerFailedError, match="after an earlier failure") as caught:
         backend.start_sum(torch.ones(3), "after it")
     assert caught.value.failure.rank == 0
-    assert time.monotonic() - began < backend.timeout / 2  # long before the time is up
+    assert time.monotonic() - began < backend.timeout / 2  # long before the timeout
     raise BackendError("as it should be")
 
 
-def test_a_rank_that_dies_is_noticed(shared, pool):
+def test_a_rank_that_dies_is_reported_by_the_others(shared, pool):
     pool.connect(shared.name, shared.size)
     outcomes = pool.outcomes(dies)
     assert "died with exit code -9" in outcomes[0].error
@@ -330,15 +330,15 @@ FAULTS = {
     "no memory": (
         "os.memfd_create",
         OSError(12, "Cannot allocate memory"),
-        "cannot be had: Cannot allocate memory",
+        "bytes of shared memory: Cannot allocate memory",
     ),
-    "not all of it": (
+    "too little memory": (
         "os.posix_fallocate",
         OSError(28, "No space left on device"),
-        "cannot be had: No space left",
+        "bytes of shared memory: No space left",
     ),
-    "not the others'": ("_open", PermissionError(13, "Permission denied"), "cannot be opened: Permission denied"),
-    "another's": ("os.pread", b"\1" * 8, "cannot be opened: it is another process's here"),
+    "refused to a peer": ("_open", PermissionError(13, "Permission denied"), ": Permission denied"),
+    "of another process": ("os.pread", b"\1" * 8, "this number belongs to another process here"),
 }
 
 
@@ -351,7 +351,7 @@ def falls_back(backend, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_shared_memory_the_library_carries_reductions_and_one_line_says_so(monkeypatch, caplog, fault):
+def test_without_shared_memory_reductions_use_the_library_and_one_warning_says_so(monkeypatch, caplog, fault):
     name, result, said = FAULTS[fault]
 
     def fails(*_):
@@ -374,7 +374,7 @@ def stops_meanwhile(backend):
             factory._share_memory(backend, "shm")
 
 
-def test_a_rank_that_fails_while_memory_is_shared_is_named(caplog):
+def test_a_rank_that_fails_while_memory_is_mapped_is_named(caplog):
     run_threads(2, stops_meanwhile)
     assert "cannot be used" not in caplog.text
 

@@ -1,4 +1,4 @@
-"""The store in which a job's processes find each other: its operations, and whom it accepts."""
+"""The store in which a job's processes find each other: its operations, and which processes it accepts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LOCAL = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    """Make each call come from a process of its own."""
+    """Give each call another process id, as if another process made it."""
     monkeypatch.setattr(store, "_process", lambda: secrets.token_hex(8))
 
 
 @pytest.fixture
 def job():
-    """A server with rank 0 of three, and its port."""
+    """A server that rank 0 of three ranks has joined, and its port."""
     server = serve(listen(LOCAL, [0], 3), 3, "the secret")
     yield server, server._listening.getsockname()[1]
     server.close()
@@ -40,7 +40,7 @@ def job():
 
 @pytest.fixture
 def join():
-    """``dial`` on this host, ended with the test."""
+    """Function that joins as :func:`dial` does, on this host; the clients are closed when the test ends."""
     found = []
 
     def joined(ports, rank, secret="the secret", timeout=5.0, world=""):
@@ -53,7 +53,7 @@ def join():
 
 
 def answers(port):
-    """Whether anything listens there."""
+    """Return whether a server listens at ``port``."""
     try:
         socket.create_connection((LOCAL, port), 1.0).close()
     except (ConnectionRefusedError, ConnectionResetError):  # closed, or closed while this connection was made
@@ -62,7 +62,7 @@ def answers(port):
 
 
 def falls_silent(port):
-    """Whether the port is closed soon: the last rank may have joined before the server has closed it."""
+    """Return whether the port is closed soon. The last rank's join may return before the server has closed the port."""
     deadline = time.monotonic() + 20.0
     while answers(port) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -70,7 +70,7 @@ def falls_silent(port):
 
 
 @pytest.mark.parametrize("end", ["server", "client"])
-def test_it_does_what_torchs_own_does(job, end, join):
+def test_the_store_behaves_as_torchs_own(job, end, join):
     server, port = job
     end_of = server if end == "server" else join([port], 1)
     ours, theirs = _JobStore(end_of, 5.0), dist.HashStore()
@@ -90,7 +90,7 @@ def test_it_does_what_torchs_own_does(job, end, join):
     for step in steps:
         assert step(ours) == step(theirs)
     for waits in (lambda s: s.wait(["never"], timedelta(seconds=0.1)), lambda s: _JobStore(end_of, 0.1).get("never")):
-        with pytest.raises(dist.DistStoreError, match=r"nobody has set 'never' within 0.1 s"):
+        with pytest.raises(dist.DistStoreError, match=r"no process has set 'never' within 0.1 s"):
             waits(ours)
 
 
@@ -100,10 +100,10 @@ def test_a_wait_ends_when_another_process_sets_the_key(job, join):
     setter = threading.Timer(0.2, clients[0].call, ("set", "late", "here"))
     setter.start()
     assert clients[1].call("get", "late", wait=20.0) == "here"
-    setter.join()  # the answer comes a little later
+    setter.join()  # the setter receives its answer a little later
 
 
-def test_nobody_listens_when_all_have_joined(job, join):
+def test_the_port_is_closed_when_all_ranks_have_joined(job, join):
     server, port = job
     assert answers(port)
     clients = [join([port], rank) for rank in (1, 2)]
@@ -114,14 +114,16 @@ def test_nobody_listens_when_all_have_joined(job, join):
 
 def test_another_secret_is_refused_at_both_ends(job, join):
     server, port = job
-    with pytest.raises(UserError, match=rf"rank 1 .*{LOCAL}:{port} .*not of this job: DUALTRAIN_SECRET must be the same"):
+    with pytest.raises(
+        UserError, match=rf"rank 1 .*{LOCAL}:{port} .*not of this job, whose ranks need the same DUALTRAIN_SECRET"
+    ):
         join([port], 1, "a guess")
     assert server.call("count") == 0
     assert isinstance(join([port], 1), StoreClient)  # the guess has not used up the rank
 
 
 def test_the_secret_is_not_sent(job, join):
-    """What a server without the secret receives does not authenticate that server to the real one."""
+    """A false server cannot use what a rank has sent it to join the job's own server."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
         said = []
@@ -146,7 +148,7 @@ def test_the_secret_is_not_sent(job, join):
         assert json.loads(lines.readline()) == {"refused": "secret"}
 
 
-def test_unauthenticated_peers_delay_nobody(job, join):
+def test_unauthenticated_peers_do_not_delay_ranks(job, join):
     _, port = job
     silent = [socket.create_connection((LOCAL, port)) for _ in range(20)]
     for request in (
@@ -178,7 +180,7 @@ def test_two_processes_with_one_rank_end_the_job(job, join):
             each.call("get", "host/2", wait=60.0)
 
 
-def test_a_process_that_has_not_received_the_answer_may_repeat(job, join, monkeypatch):
+def test_a_process_that_has_not_received_the_answer_may_join_again(job, join, monkeypatch):
     server, port = job
     monkeypatch.setattr(store, "_process", lambda: "the same")
     join([port], 1)._connection.socket.close()
@@ -186,7 +188,7 @@ def test_a_process_that_has_not_received_the_answer_may_repeat(job, join, monkey
     assert server.call("get", "key") == "value"
 
 
-def test_ranks_of_two_worlds_are_different_processes(job, join):
+def test_a_rank_may_join_in_two_worlds(job, join):
     _, port = job
     for world in ("0-1", "2-3"):
         join([port], 1, world=world)
@@ -194,7 +196,7 @@ def test_ranks_of_two_worlds_are_different_processes(job, join):
 
 
 def test_a_relay_at_another_port_is_detected(job, join):
-    """An unauthenticated process at another port, between a rank and its server: neither end accepts the other's proof."""
+    """A process without the secret relays messages between a rank and its server: neither accepts the other's proof."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
 
@@ -215,12 +217,12 @@ def test_a_relay_at_another_port_is_detected(job, join):
 
 def test_a_rank_outside_the_size_is_refused(job, join):
     server, port = job
-    with pytest.raises(UserError, match=r"rank 3 \(process .*\) is none of this job's 3: give every process the same"):
+    with pytest.raises(UserError, match=r"rank 3 \(process .*\) is not among this job's 3: give every process the same"):
         join([port], 3)
     assert server.call("count") == 0
 
 
-def test_a_client_may_come_before_the_server(join):
+def test_a_client_may_start_before_the_server(join):
     port, found = free_port(), []
     thread = threading.Thread(target=lambda: found.append(join([port], 1, "", 20.0)))
     thread.start()
@@ -230,7 +232,7 @@ def test_a_client_may_come_before_the_server(join):
     assert server.call("get", "key") == "value"
 
 
-def test_jobs_that_try_the_same_ports_do_not_meet(join):
+def test_jobs_that_try_the_same_ports_have_stores_of_their_own(join):
     base = free_port()
     ports = range(base, base + 4)
     servers = [serve(listen(LOCAL, ports, 2), 2, job) for job in ("job 1", "job 2")]
@@ -240,17 +242,17 @@ def test_jobs_that_try_the_same_ports_do_not_meet(join):
     assert len({server._values["from"] for server in servers}) == 2
 
 
-def test_who_serves_has_gone(join):
+def test_the_end_of_the_serving_process_is_reported(join):
     port = free_port()
     server = serve(listen(LOCAL, [port], 3), 3, "")
     client = join([port], 1, "")
     client._connection.socket.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(UserError, match="the process that serves the job's store has gone"):
+    with pytest.raises(UserError, match="the process that serves the job's store has ended"):
         _JobStore(client, 5.0).get("key")
     server.close()
 
 
-def test_horovods_server_answers_only_who_knows_the_secret():
+def test_horovods_server_answers_only_requests_with_the_secret():
     server = HttpStore(LOCAL)
     at = f"http://{LOCAL}:{server.port}"
     known = f"http://{server.url_prefix}:{server.port}/scope/key"
@@ -266,7 +268,7 @@ def test_horovods_server_answers_only_who_knows_the_secret():
         server.close()
 
 
-def test_a_hosts_address_is_the_chosen_interfaces(monkeypatch):
+def test_a_hosts_address_is_that_of_the_chosen_interface(monkeypatch):
     found = {"eth0": "192.0.2.7", "ib0": "192.0.2.8", hosts.loopback(): "127.0.0.1"}
     monkeypatch.setattr(hosts, "ipv4", found.get)
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "here")

@@ -34,7 +34,7 @@ def tree(rows):
 
 
 def sums(backend, cases):
-    """Return the sum over each case's shards (their number, their length), scaled but for the last two elements."""
+    """Return each case's sum; a case is (number of shards, length). All elements but the last two are scaled."""
     results = []
     for shards, numel in cases:
         order, rows = sum_order(shards, backend.size), torch.from_numpy(numbers(shards, numel))
@@ -69,7 +69,7 @@ def assert_equal(found, cases):
 
 @pytest.mark.parametrize("gathered", [0, 1 << 20], ids=["all-to-all", "all-gather"])
 @pytest.mark.parametrize("shards", COUNTS)
-def test_the_sum_is_that_of_the_tree_on_any_number_of_ranks(shards, gathered, monkeypatch):
+def test_sums_have_the_bits_of_the_tree_on_any_number_of_ranks(shards, gathered, monkeypatch):
     monkeypatch.setattr(tree_sum, "GATHERED_BYTES", gathered)
     cases = [(shards, numel) for numel in (1, 2, 7, 1000)]
     for size in (*range(1, shards + 1), shards + 2):
@@ -95,8 +95,8 @@ def rank_order(backend, cases):
     return results
 
 
-def test_the_order_of_the_ranks_has_other_bits():
-    """The numbers of these tests tell one order from another."""
+def test_a_sum_in_rank_order_has_other_bits():
+    """The numbers of these tests are such that another order gives other bits."""
     cases = [(4, 1000)]
     with pytest.raises(AssertionError):
         assert_equal(run_threads(4, rank_order, cases), cases)
@@ -129,5 +129,5 @@ def too_many_shards(backend):
         partial.add_shard(lambda target, add: None)
 
 
-def test_a_rank_gives_each_of_its_shards_once():
+def test_a_rank_must_add_each_of_its_shards_once():
     run_threads(2, too_many_shards)

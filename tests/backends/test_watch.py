@@ -1,4 +1,4 @@
-"""A rank that has failed: the others report which one, and why, within ten seconds."""
+"""A rank that has failed: the others report which rank it is, and why, without waiting for a timeout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTRACT_SECONDS = 30.0  # half of the timeout of a call that never ends
 
 @pytest.fixture
 def doomed(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """A world of three processes of its own; none is left behind."""
+    """A world of three new processes, none of which is left behind."""
     if request.param == "horovod":
         require_horovod()
     pool = Pool(3)
@@ -42,9 +42,9 @@ def doomed(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 def survive(backend, call):
-    """Call until it fails; return the error, the seconds since the last success, and those until a second call failed."""
+    """Repeat ``call`` until it fails; return the error, the seconds that it took, and the seconds of one more call."""
     success = time.monotonic()
-    with pytest.raises(BackendError) as caught:  # noqa: PT012 - which of the calls fails first is open
+    with pytest.raises(BackendError) as caught:  # noqa: PT012 - any of the calls may be the first to fail
         for _ in range(100_000):
             call()
             success = time.monotonic()
@@ -74,7 +74,7 @@ KILLED = [("torch", 0), ("torch", 1), ("horovod", 1)]
 
 
 @pytest.mark.parametrize(("doomed", "victim"), KILLED, indirect=["doomed"])
-def test_a_killed_rank_is_named_to_the_others(doomed, victim):
+def test_the_other_ranks_name_a_killed_rank(doomed, victim):
     outcomes = doomed.outcomes(killed_on_the_way, victim)
     assert "exit code -9" in outcomes.pop(victim).error
     for outcome in outcomes:
@@ -129,7 +129,7 @@ def test_an_exception_in_a_with_statement_is_reported_to_the_others():
 def leaves_early(backend):
     if backend.rank == 0:
         return backend.close()
-    with short_waits(backend):  # a rank that leaves in good order gives no other reason
+    with short_waits(backend):  # no other report follows that of a rank which leaves in good order
         return survive(backend, backend.barrier)
 
 
@@ -154,7 +154,7 @@ def misses_a_call(backend):
         backend.timeout = before
 
 
-def test_a_wait_that_runs_out_names_the_rank_that_does_not_come(pool):
+def test_a_wait_that_times_out_names_the_missing_rank(pool):
     pool.connect("torch", 3)
     pool.run(misses_a_call)
     pool.disconnect()
@@ -169,7 +169,7 @@ def waits_elsewhere(backend):
         backend.barrier()
         return
     backend.barrier()
-    assert "the other ranks, which wait too: rank 0 in sum of 'b'; make the same calls" in backend._overdue()
+    assert "the other ranks, which wait too (rank 0 in sum of 'b'); make the same calls" in backend._overdue()
     backend.barrier()
     backend.barrier()
     assert "for rank 0, which" in backend._overdue()
@@ -300,7 +300,7 @@ def receives_waits(backend):
     watch.leave()
 
 
-def test_what_a_rank_waits_for_reaches_all_others():
+def test_the_operation_that_a_rank_waits_for_is_reported_to_all_others():
     run_threads(3, receives_waits)
 
 
@@ -350,7 +350,7 @@ def test_leaving_in_good_order_calls_no_callback():
     assert run_threads(3, leave_in_good_order) == [quiet, None, quiet]
 
 
-def test_a_world_of_one_has_nobody_to_watch():
+def test_the_watch_of_a_world_of_one_does_nothing():
     def alone(backend):
         watch = Watch(backend, "127.0.0.1")
         watch.announce("not sent")
@@ -361,7 +361,7 @@ def test_a_world_of_one_has_nobody_to_watch():
     assert run_threads(1, alone) == [(None, [])]
 
 
-def test_a_connection_carries_many_messages_and_parts_of_them():
+def test_a_connection_receives_several_messages_and_parts_of_messages():
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
@@ -381,7 +381,7 @@ def test_a_connection_carries_many_messages_and_parts_of_them():
 @pytest.mark.parametrize(("number", "expected"), [("ETIMEDOUT", True), ("ENETUNREACH", True), ("ECONNRESET", False)])
 def test_the_end_of_the_network_and_of_a_process_are_distinguished(number, expected):
     assert cut_off(OSError(getattr(errno, number), "")) is expected
-    assert not cut_off(ValueError("a message without an end"))
+    assert not cut_off(ValueError("a message is too long"))
 
 
 def catches_the_failure(backend):
@@ -400,18 +400,18 @@ def test_the_error_of_a_failed_rank_holds_the_failure():
 
 def old_names(backend):
     watch, seen = backend.watch, []
-    with pytest.warns(DeprecationWarning, match=r"Backend.settle is called Backend.drain now"):
+    with pytest.warns(DeprecationWarning, match=r"Backend.settle is now called Backend.drain"):
         backend.settle()
-    with pytest.warns(DeprecationWarning, match=r"Watch.on_loss is called Watch.on_peer_failure now"):
+    with pytest.warns(DeprecationWarning, match=r"Watch.on_loss is now called Watch.on_peer_failure"):
         watch.on_loss = seen.append
-    with pytest.warns(DeprecationWarning, match=r"Watch.loss is called Watch.failure now"):
+    with pytest.warns(DeprecationWarning, match=r"Watch.loss is now called Watch.failure"):
         assert watch.loss is None
-    with pytest.warns(DeprecationWarning, match=r"Watch.settle is called Watch.wait_for_report now"):
+    with pytest.warns(DeprecationWarning, match=r"Watch.settle is now called Watch.wait_for_report"):
         watch.settle(0.0)
     assert watch.on_peer_failure == seen.append
 
 
 def test_the_names_of_version_0_1_still_work_and_warn():
     run_threads(1, old_names)
-    with pytest.warns(DeprecationWarning, match=r"watch.Loss is called dualtrain.PeerFailure now"):
+    with pytest.warns(DeprecationWarning, match=r"watch.Loss is now called dualtrain.PeerFailure"):
         assert watch_module.Loss is PeerFailure

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import sys
+import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +18,13 @@ import torch
 from dualtrain.bench import __main__ as bench
 from dualtrain.bench import measure, pace, start_contender
 from dualtrain.bench.__main__ import main
-from dualtrain.bench.bench_charts import picture
+from dualtrain.bench.bench_charts import NARROW, WIDE, chart, chart_groups, picture
 from dualtrain.bench.bench_page import page
 from dualtrain.bench.contenders import alone, trainers
 from dualtrain.bench.measure import Plan, Results, Sample, sample_of
 from dualtrain.bench.mnist_files import write_mnist
 from dualtrain.bench.plan import (
+    ABOUT,
     COMPARISONS,
     COSTS,
     ENTRIES,
@@ -37,9 +40,9 @@ from dualtrain.bench.plan import (
     VIRTUAL,
     jobs_of,
 )
-from dualtrain.bench.rows import rows_of, sweep_of
+from dualtrain.bench.rows import MET, NOT_MET, NOT_SHOWN, rows_of, sweep_of
 from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, run_program
-from dualtrain.bench.statistics import estimate
+from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.worker import MARK
 from dualtrain.bench.workloads import DISTINCT, WORKLOADS, Task, resnet18
@@ -63,16 +66,27 @@ def test_the_interval_holds_the_median_and_lies_within_the_values():
     found = estimate(values)
     assert found.value == 1.2
     assert min(values) <= found.low < 1.2 < found.high <= max(values)
-    # A resample of 7 values has the smallest, or largest, as its median in less than 2.5 % of draws.
-    assert found.low > 0.9
-    assert found.high < 9.0
+    # The smallest and the largest of seven: all are on one side of the median in 2 of 2⁷ cases.
+    assert (found.low, found.high, found.level) == (0.9, 9.0, 1 - 2 / 2**7)
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "level"), [(1, 1, 0.0), (2, 1, 0.5), (6, 1, 0.96875), (10, 1, 0.998), (11, 2, 0.988), (15, 3, 0.993)]
+)
+def test_the_interval_is_the_narrowest_of_order_statistics_that_holds_the_median_in_98_of_100_cases(count, rank, level):
+    found = estimate([float(n) for n in range(count, 0, -1)])
+    assert (found.low, found.high) == (rank, count + 1 - rank)
+    assert found.level == pytest.approx(level, abs=5e-4)
+    assert level_of(count, rank) == found.level
+    if rank < (count + 1) // 2:
+        assert level_of(count, rank + 1) < 0.98
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     drawn = random.Random(1)
     samples = [[drawn.gauss(1.0, 0.05) for _ in range(ROUNDS)] for _ in range(100)]
     covered = sum(one.low <= 1.0 <= one.high for one in map(estimate, samples))
-    assert covered >= 85
+    assert covered >= 94
     assert abs(sum(estimate(one).value for one in samples) / 100 - 1.0) < 0.01
 
 
@@ -81,6 +95,12 @@ def test_one_pair_has_no_width():
 
 
 # -- rows, the table and the answer -------------------------------------------------------------------------------
+
+MACHINE = {"measured": "today", "ranks": "two <ranks>"}
+
+
+def said_of(found: Results) -> str:
+    return text(found, rows_of(found), MACHINE, targets=True)
 
 
 def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
@@ -108,9 +128,42 @@ def test_ratios_are_of_pairs_so_that_drift_cancels_out():
     assert found.found.value == pytest.approx(1.5)
     assert found.found.high - found.found.low < 1e-9
     assert found.found.pairs == ROUNDS
-    assert (found.weights, found.met, found.target) == ("same", True, 1.3)
+    assert (found.weights, found.verdict, found.target) == ("same", MET, 1.3)
     assert row(rows, "shm", "alone").weights == "same"
-    assert row(rows, "shm", "alone").met is False
+    assert row(rows, "shm", "alone").verdict == NOT_MET
+
+
+def test_an_interval_around_the_target_shows_neither(tmp_path):
+    found = results(shm=0.1, ddp_tuned=0.15)
+    found.samples["shm"][2].seconds["resnet18"] *= 1.4  # one slow round: a ratio of 1.07 beside six of 1.5
+    for number, sample in enumerate(found.samples["shm"]):
+        sample.seconds["trainer"] = (15 + 2 * number) * 1e-6  # the target, 20 µs, is inside
+    rows = rows_of(found)
+    ratio, cost = row(rows, "shm", TUNED), next(r for r in rows if "trainer" in r.job)
+    assert ratio.found.value == pytest.approx(1.5)
+    assert ratio.found.low < 1.3 < ratio.found.high
+    assert (ratio.verdict, cost.verdict) == (NOT_SHOWN, NOT_SHOWN)
+    said = said_of(found)
+    assert f"targets that are not shown: {ratio.group}: resnet18; costs: {cost.job}\n" in said
+    assert "targets that are not met" not in said
+
+
+def test_targets_are_shown_on_request_and_one_that_is_not_met_is_exit_status_1(tmp_path, capsys):
+    missed, kept = results(shm=0.1, alone=0.08, ddp_tuned=0.15), results(shm=0.1, ddp_tuned=0.15)
+    for found, targets, status in ((missed, True, 1), (missed, False, 0), (kept, True, 0)):
+        assert bench._conclude(tmp_path, found, MACHINE, targets=targets) == status
+        said = capsys.readouterr().out
+        for shown in (said, (tmp_path / "bench.html").read_text()):
+            assert ("1.30" in shown) == targets
+            assert (NOT_MET in shown) == targets
+    assert bench._parse(["--targets"]).targets
+    assert not bench._parse([]).targets
+
+
+def test_the_exit_status_is_the_one_of_the_conclusion(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "measure", lambda *_: results(shm=0.1, alone=0.08))
+    flags = ["--quick", "--out", str(tmp_path), "--contenders", f"alone,{TUNED}"]
+    assert [main([*flags, *more]) for more in ([], ["--targets"])] == [0, 1]
 
 
 def test_equal_contenders_have_a_ratio_of_one():
@@ -121,8 +174,8 @@ def test_equal_contenders_have_a_ratio_of_one():
 def test_a_speed_with_other_weights_meets_no_target():
     rows = rows_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
     found = row(rows, "shm", TUNED)
-    assert (found.weights, found.met) == ("other numerics", False)
-    assert "meets no target" in text(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9), rows, "here")
+    assert (found.weights, found.verdict) == ("other numerics", NOT_MET)
+    assert "meets no target" in said_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
 
 
 def test_fewer_than_seven_pairs_are_not_judged():
@@ -133,9 +186,9 @@ def test_fewer_than_seven_pairs_are_not_judged():
     rows = rows_of(found)
     ratio, cost = row(rows, "shm", TUNED), next(r for r in rows if r.one == "shm" and r.unit == "µs" and not r.other)
     for one in (ratio, cost):
-        assert (one.target is not None, one.met, one.note) == (True, None, "6 pairs: not judged")
+        assert (one.target is not None, one.verdict, one.note) == (True, "", "6 pairs: not judged")
     assert ratio.found.pairs == dataclasses.asdict(ratio)["found"]["pairs"] == ROUNDS - 1
-    said = text(found, rows, "here")
+    said = said_of(found)
     unjudged = sum(r.target is not None for r in rows if r.found.pairs < ROUNDS)
     assert f"targets that are not judged: {unjudged}; a verdict needs 7 pairs" in said
     assert said.endswith("This rests on 6 pairs only: a verdict needs 7.")
@@ -143,17 +196,17 @@ def test_fewer_than_seven_pairs_are_not_judged():
 
 def test_seven_pairs_are_judged_and_nothing_is_said_of_their_number():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
-    said = text(found, rows_of(found), "here")
+    said = said_of(found)
     assert "not judged" not in said
     assert "only" not in said.splitlines()[-1]
 
 
 def test_the_noise_floor_is_left_out_where_the_target_says_so():
     quiet = results(native=0.1010, ddp_tuned=0.1, ddp_tuned_again=0.1)
-    assert row(rows_of(quiet), "native", TUNED).met is False
+    assert row(rows_of(quiet), "native", TUNED).verdict == NOT_MET
     noisy = results(native=0.1010, ddp_tuned=0.1, ddp_tuned_again=0.103)
     found = row(rows_of(noisy), "native", TUNED)
-    assert found.met
+    assert found.verdict == MET
     assert "noise" in found.note
 
 
@@ -163,10 +216,10 @@ def test_what_is_a_cost_must_stay_below():
         sample.seconds.update({"trainer": 15e-6, "start": 3.5 + number, "sweep/4096": 50e-6})
         found.samples[TUNED][number].seconds["start"] = 3.45 + number
     costs = {r.job: r for r in rows_of(found) if r.group == "costs"}
-    assert {title: r.met for title, r in costs.items()} == {
-        "allreduce of 4 KB, shared memory": False,
-        "a step of the trainer, beyond one by hand (empty model)": True,
-        "launch to first step, beyond raw DDP tuned": True,
+    assert {title: r.verdict for title, r in costs.items()} == {
+        "allreduce of 4 KB, shared memory": NOT_MET,
+        "a step of the trainer, beyond one by hand (empty model)": MET,
+        "launch to first step, beyond raw DDP tuned": MET,
     }
     assert costs["launch to first step, beyond raw DDP tuned"].found.value == pytest.approx(50)
 
@@ -186,7 +239,7 @@ def test_the_answer_follows_the_numbers(seconds, word):
     said = answer(found, rows_of(found))
     assert word in said
     assert "\n" not in said
-    assert text(found, rows_of(found), "here").splitlines()[-1] == said
+    assert said_of(found).splitlines()[-1] == said
 
 
 def test_the_answer_names_the_ratios_and_the_weights():
@@ -201,7 +254,7 @@ def test_the_answer_names_the_ratios_and_the_weights():
 
 def test_a_contender_that_is_missing_is_said_and_its_cure():
     found = results(shm=0.1, missing={"hvd-gloo": "horovod is not installed", "fabric": "it broke"})
-    said = text(found, rows_of(found), "here")
+    said = said_of(found)
     assert "Lightning Fabric: not measured: it broke" in said
     assert said.splitlines()[-1].endswith("bash launch/setup.sh installs it.")
 
@@ -222,18 +275,67 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_page_and_picture_show_the_rows():
+def test_the_page_has_the_answer_the_chart_the_workloads_the_machine_and_the_tables():
     found = results(shm=0.1, alone=0.09, ddp_tuned=0.15, hvd_gloo=0.2)
     for sample in found.samples["shm"]:
         sample.seconds.update({"sweep/4": 1e-5, "sweep/4/tensor": 2e-5})
-    png = picture(found, rows_of(found))
-    assert png.startswith(b"\x89PNG")
-    shown = Page(page(found, rows_of(found), "two <ranks>", png))
+    shown = Page(page(found, rows_of(found), MACHINE, targets=False))
     assert answer(found, rows_of(found)) in shown.text
-    assert "two <ranks>" in shown.text
-    assert "dualtrain torch, shared memory / raw DDP tuned" in shown.text
-    assert "img" in shown.tags
+    for words in (
+        "two <ranks>",
+        "dualtrain torch, shared memory / raw DDP tuned",
+        "Steps per second, relative to raw Horovod Gloo",
+        ABOUT["resnet18"],
+        ABOUT["sweep"],
+        "98.4 % (7 pairs)",
+        "All-reduce by size, ms",
+        "0.010",
+    ):
+        assert words in shown.text
+    assert ABOUT["mlp"] not in shown.text
+    assert "target" not in shown.text
+    assert "svg" in shown.tags
+    assert not {"img", "script"} & {*shown.tags}
     assert set(sweep_of(found)) == {"dualtrain torch, shared memory", "dualtrain torch, shared memory, its buffers"}
+
+
+def test_the_chart_compares_all_contenders_with_one():
+    found = results(shm=0.1, alone=0.09, ddp_tuned=0.15, ddp_tuned_again=0.15, hvd_mpi=0.3, plain_3=0.1)
+    reference, groups = chart_groups(found)
+    assert reference == "raw Horovod MPI"
+    assert list(groups) == ["small", "resnet18"]
+    marks = {mark.label: mark for mark in groups["resnet18"]}
+    assert {label: round(mark.found.value, 2) for label, mark in marks.items()} == {
+        "dualtrain torch, shared memory": 3.0,
+        "raw DDP tuned": 2.0,
+    }
+    assert [mark.own for mark in marks.values()] == [True, False]
+    assert "130.00 ms against 390.00 ms" in marks["dualtrain torch, shared memory"].tip
+    assert chart_groups(results(shm=0.1)) == ("", {})
+    wide, narrow = (Page(chart(reference, groups, width)) for width in (WIDE, NARROW))
+    for shown in (wide, narrow):
+        assert shown.tags.count("circle") == 4
+        assert shown.tags.count("title") == 4
+        assert "3.00 (3.00–3.00)" in shown.text
+    assert ElementTree.fromstring(picture(reference, groups)).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_ratios_of_any_size_have_a_place_in_the_chart():
+    for fast, slow in ((1e-5, 100.0), (100.0, 1e-5), (1.0, 1.0)):
+        reference, groups = chart_groups(results(shm=fast, hvd_gloo=slow))
+        places = [float(x) for x in re.findall(r'cx="([^"]+)"', chart(reference, groups, WIDE))]
+        assert len(places) == 2
+        assert all(0 < x < WIDE for x in places)
+
+
+def test_each_job_is_described_with_the_size_of_its_model():
+    assert set(ABOUT) == set(JOBS) - {"large"}
+    sizes = {"empty": "2 weights", "small": "465,198 weights", "convnet": "29,034 weights"}
+    sizes |= {"resnet18": "11.2 M weights", "mlp": "20.0 M weights"}
+    for name, size in sizes.items():
+        count = sum(p.numel() for p in WORKLOADS[name].build().parameters())
+        assert size == f"{count / 1e6:.1f} M weights" if " M " in size else f"{count:,} weights"
+        assert size in ABOUT[name]
 
 
 def test_sizes_are_said_as_people_do():
@@ -459,7 +561,7 @@ def test_a_launcher_that_starts_no_gloo_measures_horovod_over_mpi(tmp_path, monk
     plans = []
     monkeypatch.setattr(bench, "_missing", lambda names, _: {name: "no" for name in names if name == "hvd-gloo"})
     monkeypatch.setattr(bench, "measure", lambda one, *_: plans.append(one) or Results())
-    monkeypatch.setattr(bench, "_conclude", lambda *_: None)
+    monkeypatch.setattr(bench, "_conclude", lambda *_, targets: 0)
     for flags, there in (([], True), (["--contenders", f"hvd-gloo,{TUNED}"], False)):
         assert main(["--quick", "--out", str(tmp_path), *flags]) == 0
         assert ("hvd-mpi" in plans[-1].entries) == there
@@ -470,7 +572,7 @@ def test_a_launcher_that_starts_no_gloo_measures_horovod_over_mpi(tmp_path, monk
 def test_the_cost_of_virtual_ranks_is_measured_only_on_request(tmp_path, monkeypatch, capsys):
     plans = []
     monkeypatch.setattr(bench, "measure", lambda one, *_: plans.append(one) or Results())
-    monkeypatch.setattr(bench, "_conclude", lambda *_: None)
+    monkeypatch.setattr(bench, "_conclude", lambda *_, targets: 0)
     for flags in ([], ["--quick"], ["--jobs", "virtual"], ["--jobs", "virtual", "--launch", "env"]):
         assert main(["--out", str(tmp_path), *flags]) == 0
     ordinary, quick, virtual, launched = plans
@@ -506,7 +608,7 @@ def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
     found = measure.measure(Plan([TUNED], ("tiny",), 1, 0.5, 1000), LaunchSpec(2, "cpu", tmp_path), lambda _: None)
     assert found.missing == {}
     assert found.samples[TUNED][0] is not None
-    assert "failed in 1 of its starts: no luck" in text(found, rows_of(found), "here")
+    assert "failed in 1 of its starts: no luck" in said_of(found)
 
 
 def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
@@ -581,7 +683,7 @@ def test_a_contender_that_hangs_has_no_longer_than_there_is_time(monkeypatch, tm
     assert timeouts == [240, 130, 90]
     assert (clock[0], found.count(TUNED), found.missing) == (170, 2, {})
     assert "no time is left for another start: it did not end" in said[-2]
-    assert "failed in 1 of its starts: it did not end" in text(found, rows_of(found), "here")
+    assert "failed in 1 of its starts: it did not end" in said_of(found)
 
 
 def test_a_machine_that_was_slow_in_the_first_round_gets_through_them(monkeypatch, tmp_path):
@@ -639,16 +741,6 @@ def test_bad_input_is_refused_in_one_line(arguments, words, capsys):
     assert said.count("\n") == 1
 
 
-def test_without_matplotlib_nothing_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured"))
-    assert main(["--quick", "--out", str(tmp_path / "new")]) == 2
-    error = capsys.readouterr().err
-    assert "pip install matplotlib" in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "new").exists()
-
-
 def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("years")
@@ -657,7 +749,9 @@ def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch
     (tmp_path / ".bench.json.tmp").symlink_to(target)
     used = []
     monkeypatch.setattr(bench, "measure", lambda plan, spec, log: used.append(spec.folder) or Results())
-    monkeypatch.setattr(bench, "_conclude", lambda folder, *_: bench.write_whole(folder / "bench.json", b"{}"))
+    monkeypatch.setattr(
+        bench, "_conclude", lambda folder, *_, targets: bench.write_whole(folder / "bench.json", b"{}") or 0
+    )
     assert main(["--quick", "--out", str(tmp_path), "--contenders", f"alone,{TUNED}"]) == 0
     assert (tmp_path / "work" / "thesis.txt").read_text() == "years"
     assert target.read_text() == "mine"

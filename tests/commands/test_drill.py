@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from dualtrain.drill import __main__ as command
+from dualtrain.drill import exercise as exercises
 from dualtrain.drill.exercise import Exercise, Report, Row
-from dualtrain.drill.faults import FAULTS
+from dualtrain.drill.faults import FAULTS, FULL_DISK
 from dualtrain.drill.job import MARK, Job
 from dualtrain.errors import UserError
 from dualtrain.training import checkpoint
+from dualtrain.training.restarts import DEATHS
+from tests.forked import ROOT, run
 
 
 def exercise(tmp_path, seed=0):
@@ -44,7 +47,7 @@ def test_bad_flags_are_one_line(flags, message, tmp_path, capsys):
 
 
 def test_a_plan_is_decided_by_the_seed_and_has_every_kind_of_fault(tmp_path):
-    plans = [exercise(tmp_path, seed)._plan(20, 100) for seed in (0, 0, 1)]
+    plans = [exercise(tmp_path, seed)._plan(20, 100, FAULTS) for seed in (0, 0, 1)]
     assert plans[0] == plans[1] != plans[2]
     kinds = [fault.name for fault, _ in plans[0]]
     assert set(kinds) == {fault.name for fault in FAULTS}
@@ -173,6 +176,85 @@ def test_a_damaged_checkpoint_is_noticed_and_the_best_one_stays(rank):
         checkpoint.load(checkpoint.path_of(folder, 7))
     assert checkpoint.load(folder / "best.safetensors") == {"step": 7}
     assert rank._launcher.wait(20) == -signal.SIGKILL
+
+
+#: Works in a small file system of its own, and prints what is left of it.
+IN_SMALL_DISK = """
+import os, random, signal, sys, threading, time
+from pathlib import Path
+from dualtrain.drill.faults import FULL_DISK
+from dualtrain.drill.small_disk import SmallDisk, fill
+top = Path(sys.argv[1])
+try:
+    disk = SmallDisk(top / "run", top / "like", 2)
+except OSError as error:
+    print("cannot mount", error)
+    sys.exit()
+size = os.statvfs(top / "run").f_blocks * os.statvfs(top / "run").f_bsize
+(top / "run" / "file").write_text("kept")
+class Job:
+    folder, written, killed = top / "run", 0, 0
+    def ranks(self): return {3: os.getpid()}
+    def status(self): return None
+    def failed_writes(self):
+        self.written += 1
+        try:
+            (top / "run" / f"next {self.written}").write_bytes(bytes(5000))
+        except OSError as error:
+            return 1
+        return 0
+signal.signal(signal.SIGUSR1, lambda *_: print("killed when full:", os.statvfs(top / "run").f_bavail == 0))
+import dualtrain.drill.faults as faults
+faults.send = lambda process, number: os.kill(process, signal.SIGUSR1)
+print(FULL_DISK.strike(Job(), random.Random(0)))
+print("freed:", os.statvfs(top / "run").f_bavail > 0, "like:", size >= 2 * 5_000_000)
+disk.close()
+print((top / "run" / "file").read_text(), os.path.ismount(top / "run"))
+"""
+
+
+def test_a_full_file_system_is_the_drills_own_and_its_files_are_kept(tmp_path):
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like" / "checkpoint").write_bytes(bytes(5_000_000))
+    end = run(("-c", IN_SMALL_DISK, tmp_path), tmp_path / "output", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert end.returncode == 0, end
+    if end.stdout.startswith("cannot mount"):
+        assert not (tmp_path / "run").exists()
+        pytest.skip(f"needs root, and a system that allows mounts: {end.stdout}")
+    lines = end.stdout.splitlines()
+    assert lines[0] == "killed when full: True"
+    assert lines[1] == "rank 3, after a write failed"
+    assert lines[2:] == ["freed: True like: True", "kept False"]
+    assert [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith("next")] == ["file"]
+
+
+def test_without_mounts_a_drill_has_the_other_faults(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    said: list[str] = []
+    monkeypatch.setattr(exercises, "SmallDisk", refuse)
+    drill = Exercise(tmp_path, [], 2, horovod=False, seed=0, limit=5.0, progress=said.append)
+    assert drill._small_disk(3) is None
+    assert said == [f"without the fault {FULL_DISK.name!r}: no file system can be mounted (Operation not permitted)"]
+
+
+def test_a_run_is_not_killed_after_one_step_until_it_ends_for_that(tmp_path):
+    steps = [7, 7, 7, 7, 8]
+
+    class Slow:
+        def position(self) -> tuple[int, int]:
+            return 0, steps.pop(0) if len(steps) > 1 else steps[0]
+
+        def has_finished(self) -> bool:
+            return False
+
+    drill = exercise(tmp_path)
+    drill._leave_step(Slow())
+    drill._leave_step(Slow())
+    drill._leave_step(Slow())
+    assert drill._steps == [7, 7, 8]
+    assert exercises._REPEATS < DEATHS
 
 
 def test_a_position_is_the_last_whole_line(tmp_path):

@@ -30,6 +30,17 @@ def test_help_is_the_head_comment(name):
     assert "set -e" not in end.stdout
 
 
+def test_the_set_up_has_help_and_refuses_what_it_does_not_know():
+    end = start("setup", "--help")
+    assert end.returncode == 0, end.stderr
+    assert {line.split()[0] for line in end.stdout.splitlines() if line.startswith("DUALTRAIN_")} == {
+        *("DUALTRAIN_VENV", "DUALTRAIN_CACHE", "DUALTRAIN_WITH", "DUALTRAIN_GPU", "DUALTRAIN_TORCH")
+    }
+    end = start("setup", "--gpu")
+    assert (end.returncode, end.stdout) == (2, "")
+    assert end.stderr.startswith("setup: error: '--gpu' is not known; ")
+
+
 def test_several_hosts_of_torchrun_need_a_port():
     end = start("torchrun", HOSTS="one,two:3", PORT="")
     assert end.returncode == 2

@@ -10,7 +10,9 @@ import pytest
 
 from dualtrain import main as command
 from dualtrain.config import parse
+from dualtrain.console import refuse_on_all
 from dualtrain.errors import DivergedError, RanksDifferError, UserError
+from dualtrain.launchers import World
 from tests.forked import Forked, run
 from tests.pool import ROOT, free_port
 from tests.threads import run_threads
@@ -117,18 +119,19 @@ def test_the_status_says_what_kind_of_end_it_was(tmp_path, monkeypatch, capsys, 
 
     monkeypatch.setattr("dualtrain.training.loop.train", ending)
     assert command.main(["--run-dir", str(tmp_path)]) == status
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ("do not restart" in line) is not isinstance(error, KeyboardInterrupt)
 
 
 def give_up(backend) -> int:
-    errors = RanksDifferError("another seed"), UserError("the disk is full", shared=True)
+    errors = RanksDifferError("another seed"), UserError("the disk is full", shared=True, transient=True)
     return command._give_up(errors[backend.size - 2], backend)
 
 
 def test_each_rank_says_that_the_ranks_differ_and_rank_0_what_all_have_met(capsys):
     assert run_threads(2, give_up) == [2, 2]
     lines = sorted(capsys.readouterr().err.splitlines())
-    assert lines == [f"dualtrain: error (rank {rank} of 2): another seed" for rank in range(2)]
+    assert lines == [f"dualtrain: error (rank {rank} of 2): do not restart: another seed" for rank in range(2)]
     assert run_threads(3, give_up) == [2, 2, 2]
     assert capsys.readouterr().err.splitlines() == ["dualtrain: error (rank 0 of 3): the disk is full"]
 
@@ -143,6 +146,12 @@ def test_rank_0_answers_a_mistyped_flag_and_another_rank_if_it_is_not_stopped_th
     assert capsys.readouterr().err.startswith("dualtrain: error (rank 1 of 2): --lr must be a number")
     with pytest.raises(UserError):
         parse(["--lr", "x"])
+
+
+def test_a_launcher_that_restarts_is_given_a_reason_not_to(capsys):
+    for launcher, said in (("torchrun", "do not restart: no such flag"), ("environment", "no such flag")):
+        assert refuse_on_all(UserError("no such flag"), World(launcher=launcher)) == 2
+        assert capsys.readouterr().err == f"dualtrain: error: {said}\n"
 
 
 # The run has saved its state for a signal, and gets the signal again before it exits.

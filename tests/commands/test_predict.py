@@ -137,6 +137,25 @@ def other() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
 
 
+def test_a_folder_stands_for_the_images_below_it(trained, digits, tmp_path, capsys):
+    (tmp_path / "more").mkdir()
+    for number, name in enumerate(("b.png", "more/c.PNG", "a.png")):
+        shutil.copy(digits[number], tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no image")
+    assert main([str(trained), digits[3], str(tmp_path), "--json"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["image"] for line in shown] == [
+        digits[3],
+        *(str(tmp_path / name) for name in ("a.png", "b.png", "more/c.PNG")),
+    ]
+    for line, number in zip(shown, (3, 2, 0, 1), strict=True):
+        ((best, *_),) = predict(str(trained), [digits[number]])
+        assert line["classes"][0]["class"] == best[0]
+    (tmp_path / "empty").mkdir()
+    assert main([str(trained), str(tmp_path / "empty")]) == 2
+    assert "holds no images, which end in .jpg" in capsys.readouterr().err
+
+
 def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, capsys):
     (tmp_path / "text.png").write_text("no image")
     Image.new("I;16", (8, 8)).save(tmp_path / "deep.png")

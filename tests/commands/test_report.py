@@ -1,18 +1,22 @@
-"""The report: what is in the page and the picture, from whole and from broken run folders."""
+"""The report: what is in the page, from whole and from broken run folders."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html.parser
 import json
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+import pytest
 
 from dualtrain.compare import COLUMNS, table
 from dualtrain.report.__main__ import main
-from dualtrain.report.runs import differing_settings, read_runs, results, same_weights
+from dualtrain.report.report_charts import MOST_POINTS, PANELS, thinned
+from dualtrain.report.report_page import page
+from dualtrain.report.runs import COLORS, differing_settings, read_runs, results, same_weights
 from dualtrain.run_table import read_summary
 
 SUMMARY = {
@@ -49,50 +53,171 @@ def make(folder: Path, summary: dict[str, Any] | None = SUMMARY, **config: Any) 
 
 
 class Page(html.parser.HTMLParser):
-    """The tags and the text of a page."""
+    """The tags, the text and the script of a page, and the attributes of its tags."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []
-        self.sources: list[str] = []
-        self.text = ""
-        self.feed(path.read_text())
+        self.attributes: list[tuple[str, dict[str, str]]] = []
+        self.text = self.style = self.script = ""
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.attributes.append((tag, {name: value or "" for name, value in attrs}))
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self.tags and self.tags[-1] in ("style", "script") and data.strip():
+            setattr(self, self.tags[-1], getattr(self, self.tags[-1]) or data)
+        else:
+            self.text += data
+
+    def all(self, name: str) -> list[str]:
+        """All values of an attribute."""
+        return [attributes[name] for _, attributes in self.attributes if name in attributes]
+
+
+def page_of(path: Path) -> Page:
+    return Page(path.read_text())
 
 
 def test_one_run_gets_its_report_into_its_folder(tmp_path, capsys):
     folder = Path(make(tmp_path / "run"))
     assert main([str(folder)]) == 0
-    assert capsys.readouterr().out.split() == [str(folder / "report.html"), str(folder / "report.png")]
-    page = Page(folder / "report.html")
-    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
-    assert len(page.sources) == 1
+    assert capsys.readouterr().out.split() == [str(folder / "report.html")]
+    shown = page_of(folder / "report.html")
     for cell in ("torchrun", "gloo", "0.5000", "0.9100", "1234", "3.2", "0123456789abcdef", "finished"):
-        assert cell in page.text
-    assert "0123456789abcdef0" not in page.text
-    with Image.open(folder / "report.png") as picture:
-        assert min(picture.size) > 900
+        assert cell in shown.text
+    assert "0123456789abcdef0" not in shown.text
+
+
+def test_the_page_is_one_file_for_any_screen_that_runs_its_own_script_alone(tmp_path):
+    shown = Page(page(read_runs([make(tmp_path / "run")])))
+    assert [*shown.all("src"), *shown.all("href"), *shown.all("xlink:href")] == ["data:,"]
+    assert "@import" not in shown.style
+    assert "url(" not in shown.style
+    assert "prefers-color-scheme: dark" in shown.style
+    metas = {
+        attributes.get("name"): attributes["content"] for tag, attributes in shown.attributes if "content" in attributes
+    }
+    assert metas["viewport"] == "width=device-width, initial-scale=1"
+    digest = base64.b64encode(hashlib.sha256(shown.script.encode()).digest()).decode()
+    assert metas[None].startswith("default-src 'none';")
+    assert metas[None].endswith(f"; script-src 'sha256-{digest}'")
+    assert shown.tags.count("script") == 1
+    assert all(f"--c{number}:" in shown.style for number in range(COLORS))
+
+
+def test_a_single_run_shows_where_it_came_from_and_all_of_its_settings(tmp_path):
+    origin = {
+        "command": "python -m dualtrain.main --lr <1>",
+        "commit": "0123abc-dirty",
+        "started": "2030-01-02T03:04:05+00:00",
+        "hosts": {"alpha": 1, "beta": 3},
+        "versions": {"torch": "2.15.0", "Horovod": "0.28.1"},
+    }
+    going = make(tmp_path / "going", None, origin=origin, weight_decay=0.25)
+    finished = make(tmp_path / "finished", {**SUMMARY, **origin, "commit": "fff"}, origin=origin)
+    for folder, commit in ((going, "0123abc-dirty"), (finished, "fff")):
+        shown = Page(page(read_runs([folder])))
+        for words in ("--lr <1>", commit, "2030-01-02", "alpha (1 rank), beta (3 ranks)", "torch 2.15.0, Horovod 0.28.1"):
+            assert words in shown.text
+        assert "origin" not in shown.text
+    assert "weight_decay\n0.25" in Page(page(read_runs([going])).replace("<dd>", "\n")).text
+    both = differing_settings(read_runs([going, finished]))
+    assert both is not None
+    assert [row for row in both.rows if row[0] in ("commit", "versions", "command")] == [["commit", "0123abc-dirty", "fff"]]
+    # Without any of it, and with values of other kinds.
+    for odd in ({}, {"origin": 7}, {"origin": {"hosts": "one", "versions": [1], "commit": {"<b>": 1}}}):
+        assert Page(page(read_runs([make(tmp_path / str(len(str(odd))), None, **odd)]))).tags.count("b") == 0
+
+
+def test_recoveries_are_listed(tmp_path):
+    one = {"cause": "rank 1 was killed", "rank": 1, "step": 30, "steps_repeated": 4, "seconds": 2.345}
+    runs = read_runs(
+        [make(tmp_path / "a", {**SUMMARY, "recoveries": [one, "odd", {"cause": "<i>"}]}), make(tmp_path / "b")]
+    )
+    shown = page(runs)
+    assert "<td>rank 1 was killed</td><td>1</td><td>30</td><td>4</td><td>2.3</td>" in shown
+    assert "<td>&lt;i&gt;</td><td>–</td><td>–</td><td>–</td><td>–</td>" in shown
+    for value in ([], None, {"cause": 1}):
+        odd = make(tmp_path / str(value), {**SUMMARY, "recoveries": value})
+        assert "Recoveries" not in Page(page(read_runs([odd]))).text
 
 
 def test_several_runs_get_one_report_here(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runs = [make(tmp_path / "a" / "run"), make(tmp_path / "b" / "run", {**SUMMARY, "backend": "horovod"}, lr=0.2)]
     assert main(runs) == 0
-    assert capsys.readouterr().out.split() == ["report.html", "report.png"]
-    page = Page(tmp_path / "report.html")
+    assert capsys.readouterr().out.split() == ["report.html"]
+    shown = page_of(tmp_path / "report.html")
     for word in ("a/run", "b/run", "horovod", "Same weights: yes", "Settings that differ", "0.2"):
-        assert word in page.text
+        assert word in shown.text
 
 
-def test_out_names_the_page_and_its_picture(tmp_path):
+def test_out_names_the_page(tmp_path):
     assert main([make(tmp_path / "run"), "--out", str(tmp_path / "mine.html")]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "mine.html", "mine.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "mine.html"}
+
+
+# -- charts
+
+
+def paths_of(shown: Page) -> dict[tuple[str, str], list[str]]:
+    """The data of all lines by the run and the kind of curve."""
+    found: dict[tuple[str, str], list[str]] = {}
+    run = ""
+    for tag, attributes in shown.attributes:
+        run = attributes["data-run"] if tag == "g" and "data-run" in attributes else run
+        if tag == "path" and "data-name" in attributes:
+            found.setdefault((run, attributes["data-kind"]), []).append(attributes["d"])
+    return found
+
+
+def test_the_curves_of_all_runs_are_in_the_same_charts_in_the_units_of_the_data(tmp_path):
+    shown = Page(page(read_runs([make(tmp_path / "a"), make(tmp_path / "b")])))
+    found = paths_of(shown)
+    assert set(found) == {(run, kind) for run in "01" for kind in ("step", "train", "val", "mean")}
+    assert found["0", "step"] == found["1", "step"]
+    assert found["0", "step"][0] == "M10,-0.1 20,-0.05 30,-0.0333333 40,-0.025"  # 1/step, and up is negative
+    assert found["1", "val"][0] == "M40,-0.4"
+    assert shown.tags.count("figcaption") == len(PANELS)
+    assert {
+        attributes["data-run"] for tag, attributes in shown.attributes if tag == "button" and "data-run" in attributes
+    } == {
+        "0",
+        "1",
+    }
+    (view,) = [box for box in shown.all("viewbox") if box.startswith("10 -0.5")]  # the losses; the largest is 0.5
+    left, top, width, height = map(float, view.split())
+    assert (left, width) == (10, 30)
+    assert top < -0.5 < -0.025 < top + height
+
+
+def test_a_long_curve_keeps_its_ends_and_its_extremes():
+    points = [(float(n), float(n % 7)) for n in range(10_000)]
+    points[5_000], points[6_001] = (5_000.0, 99.0), (6_001.0, -99.0)
+    kept = thinned(points)
+    assert len(kept) <= MOST_POINTS
+    assert {points[0], points[-1], (5_000.0, 99.0), (6_001.0, -99.0)} <= set(kept)
+    assert kept == sorted(set(kept) & set(points))
+    assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
+
+
+def test_more_runs_than_colours_share_them(tmp_path):
+    runs = read_runs([make(tmp_path / f"r{number:02}") for number in range(COLORS + 1)])
+    assert [run.color for run in runs] == [*(f"c{number}" for number in range(COLORS)), "c0"]
+
+
+def test_no_run_and_one_that_has_not_begun_have_a_page(tmp_path):
+    assert "no run to show" in Page(page([])).text
+    (tmp_path / "new").mkdir()
+    shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], begun=False)))
+    assert "new has not logged its first steps" in shown.text
+    assert set(paths_of(shown)) == {("1", kind) for kind in ("step", "train", "val", "mean")}
+
+
+# -- tables
 
 
 def test_only_settings_that_differ_are_listed(tmp_path):
@@ -151,10 +276,31 @@ def test_names_of_any_kind_are_shown_as_they_are(tmp_path):
     names = ["<script>alert(1)", "$\\bad{", "_hidden", "日本語", "long-" * 40]
     runs = [make(tmp_path / name, data_dir=name) for name in names]
     assert main([*runs, make(tmp_path / "torch"), "--out", str(tmp_path / "r.html")]) == 0
-    page = Page(tmp_path / "r.html")
-    assert "script" not in page.tags
+    shown = page_of(tmp_path / "r.html")
+    assert shown.tags.count("script") == 1
+    assert not re.search("alert", shown.script)
     for name in names:
-        assert name in page.text
+        assert name in shown.text
+        assert name in shown.all("data-label")
+
+
+@pytest.mark.parametrize(
+    "value", ["</script><script>alert(1)", "</title><svg onload=alert(1)>", '"><img src=x onerror=alert(1)>']
+)
+def test_values_of_any_kind_are_text(value, tmp_path):
+    """In settings, in the summary, and in the lines of metrics.jsonl."""
+    folder = Path(make(tmp_path / "run", {**SUMMARY, "backend": value, "launcher": value, "weights_sha256": value}))
+    (folder / "config.json").write_text(
+        json.dumps({"dataset": value, "model": value, value: value, "origin": {"command": value}})
+    )
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": value, "step": value, value: value}) + "\n")
+    other = make(tmp_path / "other", lr=value)
+    for runs in ([str(folder)], [str(folder), other]):
+        shown = Page(page(read_runs(runs)))
+        assert (shown.tags.count("script"), shown.tags.count("img"), shown.tags.count("title")) == (1, 0, 1)
+        assert not any("onload" in attributes or "onerror" in attributes for _, attributes in shown.attributes)
+        assert shown.text.count(value) >= 3
 
 
 def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
@@ -163,16 +309,33 @@ def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd) + "[1]\n7\n")
     (folder / "config.json").write_text("cut o")
     (run,) = read_runs([str(folder)])
-    assert run.curve("step", "loss") == ([], [])
+    assert run.curve("step", "loss") == ([], 1)
+    assert run.unreadable == 2
+    assert main([str(folder)]) == 0
+    shown = page_of(folder / "report.html")
+    assert "Not drawn, since they are not finite numbers: 1 of run." in shown.text
+    assert "run: 2 lines of metrics.jsonl cannot be read" in shown.text
+    # Numbers that no float holds, infinity, and steps in another order.
+    values = [(3, 1e300), (2, 10**400), (5, float("inf")), (4, -0.5), (1, 2), (6, True)]
+    lines = (json.dumps({"kind": "step", "step": step, "loss": value}) + "\n" for step, value in values)
+    (folder / "metrics.jsonl").write_text("".join(lines) + '{"kind": "step", "st')
+    (run,) = read_runs([str(folder)])
+    assert run.curve("step", "loss") == ([(1, 2), (4, -0.5)], 4)
+    assert run.unreadable == 0
     assert main([str(folder)]) == 0
 
 
-def test_what_is_wrong_is_told_in_one_line(tmp_path, capsys, monkeypatch):
+def test_what_is_wrong_is_told_in_one_line(tmp_path, capsys):
     good, new = make(tmp_path / "run"), tmp_path / "new"
     new.mkdir()
     (new / "metrics.jsonl").write_text("")
     cases = [([], "RUN"), ([str(tmp_path / "gone")], "holds no run"), ([str(new)], "has no metrics yet")]
     cases += [([good, "--out", str(tmp_path / "gone" / "r.html")], "cannot be written (No such file or directory)")]
+    cases += [
+        ([good, "--watch", "--out", "r.html"], "leave out --watch or --out"),
+        ([good, "--port", "1"], "--watch, which"),
+    ]
+    cases += [([good, "--watch", "--port", "65536"], "--port"), ([str(tmp_path / "gone"), "--watch"], "is no folder")]
     cases += [([good, "--out", "r.pdf"], "must end in .html"), ([good, "--ou", "r.html"], "unrecognized")]
     for arguments, words in cases:
         assert main(arguments) == 2
@@ -180,9 +343,6 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path, capsys, monkeypatch):
         assert error.startswith("dualtrain: error: ")
         assert words in error
         assert error.count("\n") == 1
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main([good]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_compare_and_report_show_the_same_cells(tmp_path):

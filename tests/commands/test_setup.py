@@ -25,7 +25,7 @@ def test_each_purpose_gets_what_it_needs_and_dev_serves_the_demo(setup):
     calls = setup.calls()
     assert sum(call.startswith("wheel ") for call in calls) == 1
     assert not [call for call in calls if "[dev]" in call]
-    assert [call for call in calls if call.endswith(f"--editable {ROOT}[report]")]  # launch/ways.sh draws charts
+    assert [call for call in calls if call.endswith(f"--editable {ROOT}")]
     assert not list(setup.venv.glob("build.*"))
     # The tests' tools come on top; the wheel is there.
     (setup.venv / "installed").touch()

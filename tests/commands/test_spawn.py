@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -16,7 +17,7 @@ import pytest
 from dualtrain import UserError
 from dualtrain.spawn import spawn
 from tests.conftest import require_horovod
-from tests.forked import ROOT, Forked, holds
+from tests.forked import ROOT, Forked, holds, run_ranks
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SECONDS = 120.0  # a job on a crowded machine
@@ -37,7 +38,7 @@ def body(arguments):
 {body}
 
 torch.multiprocessing.get_context = lambda method: AfreshContext()
-sys.exit(dualtrain.spawn.spawn({function}, sys.argv[2:], int(sys.argv[1])))
+sys.exit(dualtrain.spawn.spawn({function}, sys.argv[2:], int(sys.argv[1]), {restarts}))
 """
 WAIT = f"print(f'pid {{rank}} {{os.getpid()}};', flush=True)\ntime.sleep({SECONDS})\nreturn 0"
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -76,11 +77,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
     jobs: list[Job] = []
 
     def start(
-        body: str | None, *arguments: str, nproc: int = 2, settings: str = "", function: str = "dualtrain.main.main"
+        body: str | None,
+        *arguments: str,
+        nproc: int = 2,
+        settings: str = "",
+        function: str = "dualtrain.main.main",
+        restarts: int = 0,
     ) -> Job:
         program = tmp_path / "program.py"
         text = textwrap.indent(body or "pass", "    ")
-        program.write_text(PROGRAM.format(settings=settings, body=text, function="body" if body else function))
+        function = "body" if body else function
+        program.write_text(PROGRAM.format(settings=settings, body=text, function=function, restarts=restarts))
         jobs.append(Job((program, str(nproc), *arguments), tmp_path, env=ENV, cwd=tmp_path))
         return jobs[-1]
 
@@ -91,11 +98,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_every_rank_has_its_place_and_the_arguments_as_they_were(start):
-    job = start(
-        "print(rank, detect_world().launcher, detect_world().size, *arguments, flush=True)\nreturn 0", "--lr", "a b"
-    )
+    place = "world = detect_world()\nprint(rank, world.launcher, world.size, world.job, *arguments, flush=True)\nreturn 0"
+    job = start(place, "--lr", "a b")
     assert job.wait(SECONDS) == 0, job.errors
-    assert sorted(job.output.splitlines()) == ["0 spawn 2 --lr a b", "1 spawn 2 --lr a b"]
+    [name] = {line.split()[3] for line in job.output.splitlines()}  # which each start of ranks makes anew
+    assert sorted(job.output.splitlines()) == [f"0 spawn 2 {name} --lr a b", f"1 spawn 2 {name} --lr a b"]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +254,45 @@ def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monke
     assert len(started) == 1
 
 
+@pytest.mark.parametrize(
+    ("statuses", "restarts", "status"),
+    [
+        ([137, 1, 0], 5, 0),
+        ([1, 1, 1], 2, 1),
+        ([2], 5, 2),
+        ([137, 2], 5, 2),
+        ([1], 0, 1),
+    ],
+)
+def test_a_job_is_restarted_unless_a_restart_is_of_no_use(monkeypatch, capsys, statuses, restarts, status):
+    """Each rank of the job exits with the next of the statuses; no process is started."""
+    left, arguments = list(statuses), []
+
+    def process(target, args, name):
+        arguments.append(args[1])
+        code = left.pop(0)
+        return SimpleNamespace(start=lambda: None, exitcode=128 - code if code > 128 else code, pid=None)
+
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: SimpleNamespace(Process=process))
+    assert spawn(len, ["a"], 1, restarts) == status
+    assert left == []
+    assert arguments == [["a"]] * len(statuses)
+    said = [line for line in capsys.readouterr().err.splitlines() if "restart" in line]
+    assert said == [
+        f"dualtrain: error: the job has ended with status {code}: restart {number} of {restarts}"
+        for number, code in enumerate(statuses[:-1], 1)
+    ]
+
+
+def test_a_job_that_was_stopped_is_not_restarted(monkeypatch):
+    def start() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start, exitcode=143))
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
+    assert spawn(len, [], 2, 5) == 143
+
+
 # -- whole jobs ---------------------------------------------------------------------------------------------------
 
 
@@ -263,13 +309,36 @@ def test_a_killed_rank_is_named_by_the_others_and_is_the_status(start, tmp_path,
     if backend == "horovod":
         require_horovod()
     flags = ("--backend", backend, "--epochs", "5000", "--run-dir", str(tmp_path / "run"))
-    job = start(None, *flags, settings=SHOW_PIDS, function="shown")
+    restarts = int(backend == "torch" and victim == 1)
+    job = start(None, *flags, settings=SHOW_PIDS, function="shown", restarts=restarts)
     assert holds(lambda: "epoch 2/" in job.output), job.errors
     os.kill(job.pids[victim], signal.SIGKILL)
+    if restarts:
+        recovered = f"recovered: rank {victim} died: its process ended without a report, after step "
+        assert holds(lambda: recovered in job.output), job.errors
+        os.kill(job.pids[victim], signal.SIGKILL)
     assert job.wait(SECONDS) == 137
-    assert f"stopping, since rank {victim} died" in job.errors
+    assert job.errors.count(f"stopping, since rank {victim} died") == 1 + restarts
     assert "Traceback" not in job.errors
     assert "resource_tracker" not in job.errors
+
+
+def test_its_ranks_train_on_both_backends_as_ranks_of_a_launcher_do(start, tmp_path):
+    require_horovod()
+    runs = {name: tmp_path / name for name in ("launcher", "torch", "horovod")}
+    flags = ("--backend", "torch", "--max-steps", "5", "--run-dir", runs["launcher"])
+    for end in run_ranks(2, ("-m", "dualtrain.main", *flags), tmp_path / "ranks", env=ENV):
+        assert end.returncode == 0, end
+    for backend in ("torch", "horovod"):
+        job = start(None, "--backend", backend, "--max-steps", "5", "--run-dir", str(runs[backend]))
+        assert job.wait(SECONDS) == 0, job.errors
+    found = {name: json.loads((folder / "summary.json").read_text()) for name, folder in runs.items()}
+    assert [(found[name]["backend"], found[name]["launcher"]) for name in ("torch", "horovod")] == [
+        ("torch", "spawn"),
+        ("horovod", "spawn"),
+    ]
+    assert len({result["weights_sha256"] for result in found.values()}) == 1
+    assert {result["world_size"] for result in found.values()} == {2}
 
 
 def test_a_refusal_is_said_once(start):

@@ -30,7 +30,7 @@ def own_gradients(rank):
 
 
 def averaged(backend, options=None):
-    """Return the gradients after two steps of a small rate, as bytes, and the extra scalars."""
+    """Return the gradients of the second of two steps with learning rate 0, as bytes, and the extra scalar."""
     model = conv_net()
     with small_buckets():
         optimizer = DistributedOptimizer(
@@ -69,7 +69,7 @@ def test_gradients_have_the_bits_of_the_tree_in_threads(size):
 
 
 def sharded(backend, shards, dtype):
-    """Return the gradients of ``shards`` losses, several on each rank; one parameter is used by shard 1 alone."""
+    """Return the gradients of ``shards`` losses, several on each rank; only shard 1 uses ``rare``, none uses ``never``."""
     model = perceptron(dtype=dtype)
     model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=dtype)))
     model.register_parameter("never", nn.Parameter(torch.ones(2, dtype=dtype)))
@@ -176,12 +176,12 @@ def one_leaves(backend):
     optimizer.close()
 
 
-def test_a_layout_that_one_rank_leaves_is_an_error_on_all():
+def test_a_layout_that_one_rank_leaves_is_an_error_on_all_ranks():
     run_threads(3, one_leaves)
 
 
 def begun_twice(backend):
-    """Return the gradients of a step, after one that ended in an error after this rank's first shard."""
+    """Return the gradients of a step, after a step that was abandoned after this rank's first shard."""
     model = perceptron()
     optimizer, mine = with_four_shards(model, backend)
     reducer = optimizer.reducer
@@ -213,7 +213,7 @@ def own_vector_gradients(shard):
     return [p.grad for p in model.parameters()]
 
 
-def test_options_that_have_no_fixed_order_are_refused():
+def test_options_without_a_fixed_order_of_the_sum_are_refused():
     def body(backend):
         model = perceptron()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Collectives with gradients: against the same computation in one process."""
+"""Collectives with gradients, compared with the same computation in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def loss_of(result, rank):
 
 
 def check(backend, call, alone, rows=lambda r: 4):
-    """``call`` on the ranks gives what ``alone`` gives in one process, and the gradients of the sum of all losses."""
+    """Compare ``call`` on the ranks with ``alone`` in one process: results, and gradients of the sum of all losses."""
     size, me = backend.size, backend.rank
     leaves = [x.requires_grad_() for x in inputs(size, rows)]
     sum(loss_of(result, r) for r, result in enumerate(alone(leaves))).backward()
@@ -63,5 +63,5 @@ def scalars(backend):
 
 
 @pytest.mark.parametrize("body", [reductions, movements, scalars])
-def test_gradients_are_those_of_one_program(typical, body):
+def test_gradients_equal_those_of_one_program(typical, body):
     typical(body)

@@ -1,4 +1,4 @@
-"""``GradientReducer``: after backward every rank's gradients are the average, whatever the model and the pass are like."""
+"""``GradientReducer``: after backward every rank's gradients are the average, for all kinds of models and passes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(actual, expected, **tolerance):
 
 
 def of_every_rank(backend, loss):
-    """The loss ``loss(model, rank)`` of each rank, for the expected gradients."""
+    """Return one function of a model for each rank, which computes ``loss(model, rank)``."""
     return [lambda model, rank=rank: loss(model, rank) for rank in range(backend.size)]
 
 
@@ -52,7 +52,7 @@ def averages(backend, sizes):
     expected = mean_gradients(model, of_every_rank(backend, image_loss))
     with small_buckets(sizes):
         optimizer = sgd(model, backend)
-        for _ in range(3):  # the first is the one that lays out
+        for _ in range(3):  # the first step makes the buckets
             optimizer.zero_grad()
             image_loss(model, backend.rank).backward()
             check(gradients(model), expected)
@@ -75,7 +75,7 @@ def reducer_alone(backend):
     reducer = GradientReducer(model.named_parameters(), backend)
     vector_loss(model, backend.rank).backward()
     check(gradients(model), expected)
-    reducer.reduce()  # is done already
+    reducer.reduce()  # has nothing to do
     check(gradients(model), expected)
     reducer.close()
     model.zero_grad()
@@ -166,7 +166,7 @@ def test_strided_transposed_scalar_and_empty_parameters(typical):
 
 
 def several_hooks(backend, numel):
-    """Every hook gets this rank's own gradient, also if another hook has changed it: a second reducer's, and the user's."""
+    """Every hook, of a second reducer or of the user, sees this rank's own gradient, although the first reducer's ran."""
     p, seen = nn.Parameter(torch.zeros(numel)), []
     halves = Transfer(before=0.5, after=2.0 / backend.size)
     reducers = [GradientReducer([("p", p)], backend, transfer=halves) for _ in range(2)]
@@ -181,7 +181,7 @@ def several_hooks(backend, numel):
 
 
 @pytest.mark.parametrize("numel", [1000, 20000])
-def test_who_else_watches_a_parameter_finds_its_own_gradient(typical, numel):
+def test_other_hooks_of_a_parameter_see_this_ranks_own_gradient(typical, numel):
     typical(several_hooks, numel)
 
 
@@ -207,7 +207,7 @@ def of_dtype(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_dtypes(typical, dtype):
+def test_gradients_of_several_dtypes(typical, dtype):
     typical(of_dtype, dtype)
 
 
@@ -284,7 +284,7 @@ def unused_somewhere(backend, unused):
     plans = [["common", "left"] if rank == 0 else ["common"] for rank in range(backend.size)]
     expected = mean_gradients(model, [lambda m, names=names: m.loss(names) for names in plans])
     optimizer = sgd(model, backend, momentum=0, unused=unused)
-    for _ in range(3):  # also if the gradients of the last pass are still views of the buffer
+    for _ in range(3):  # from the second pass on, the buffer has the values of the previous pass
         optimizer.zero_grad()
         model.loss(plans[backend.rank]).backward()
         check([model.common.grad, model.left.grad], expected[:2])
@@ -316,7 +316,7 @@ def unused_everywhere(backend, unused):
 
 
 @unused_rules
-def test_weight_decay_moves_an_unused_parameter_by_horovods_rule_only(typical, unused):
+def test_weight_decay_moves_an_unused_parameter_only_by_horovods_rule(typical, unused):
     typical(unused_everywhere, unused)
 
 
@@ -371,7 +371,7 @@ def by_model_in_place(model, optimizer):
 
 
 @pytest.mark.parametrize("zero_grad", [by_optimizer, by_model, by_model_in_place])
-def test_a_skipped_step_leaves_no_trace(typical, zero_grad):
+def test_a_skipped_step_does_not_change_the_next_one(typical, zero_grad):
     typical(skipped_then_idle, zero_grad)
 
 
@@ -397,14 +397,14 @@ def frozen(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_frozen_parameters_are_left_alone_until_they_are_unfrozen(typical):
+def test_frozen_parameters_are_trained_only_after_they_are_unfrozen(typical):
     typical(frozen)
 
 
 def all_frozen_then_unfrozen(backend):
     model = perceptron().requires_grad_(False)
     optimizer = sgd(model, backend, momentum=0)
-    optimizer.step()  # nothing to do
+    optimizer.step()  # has nothing to do
     model.requires_grad_(True)
     for step in range(2):
         expected = mean_gradients(model, of_every_rank(backend, vector_loss))
@@ -522,7 +522,7 @@ class Lookup(nn.Module):
 
 
 def words(step, rank, size):
-    """Words that ``rank`` looks up: repeated ones, some of its own, and none on the last of several ranks."""
+    """Return the words that ``rank`` looks up: repeated ones and some of its own; ``None`` on the last of several ranks."""
     if size > 1 and rank == size - 1:
         return None
     return torch.tensor([0, rank, 5, 5, step])
@@ -567,7 +567,7 @@ def look_up_nothing(backend, unused):
 
 
 @unused_rules
-def test_a_sparse_parameter_that_nobody_used(typical, unused):
+def test_a_sparse_parameter_that_no_rank_used_has_no_or_an_empty_gradient(typical, unused):
     typical(look_up_nothing, unused)
 
 
@@ -628,7 +628,7 @@ def in_passes(backend, how, unused):
 @pytest.mark.parametrize("how", ["no_sync", "counted", "every"])
 @unused_rules
 def test_gradients_of_several_passes_add_up(typical, how, unused):
-    """Sent once, after the last (``no_sync``, ``backward_passes_per_step``), or after each of them."""
+    """They are sent once, after the last pass (``no_sync``, ``backward_passes_per_step``), or after every pass."""
     typical(in_passes, how, unused)
 
 
@@ -715,7 +715,7 @@ def test_a_graph_may_be_used_twice(typical):
 def functional_gradients(backend):
     model = perceptron()
     optimizer = sgd(model, backend)
-    if backend.rank == 0:  # no collective: one rank alone may do it
+    if backend.rank == 0:  # not collective, so one rank alone may call it
         torch.autograd.grad(vector_loss(model, 0), list(model.parameters()))
     expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     optimizer.zero_grad()
@@ -724,7 +724,7 @@ def functional_gradients(backend):
     check([p.grad for p in model[2].parameters()], expected[2:])
 
 
-def test_autograd_grad_is_local_and_inputs_of_backward_count(typical):
+def test_autograd_grad_is_local_and_backward_with_inputs_is_averaged(typical):
     typical(functional_gradients)
 
 
@@ -806,7 +806,7 @@ def test_one_reduction_for_a_backward_of_many_checkpointed_segments(typical, ree
     typical(all_in_segments, reentrant, passes)
 
 
-# -- numbers that travel along ------------------------------------------------------------------------------------
+# -- extra scalars ------------------------------------------------------------------------------------------------
 
 
 def carries(backend, unused):
@@ -824,12 +824,12 @@ def carries(backend, unused):
 
 
 @unused_rules
-def test_numbers_of_the_caller_are_summed_with_the_gradients(typical, unused):
+def test_extra_scalars_are_summed_with_the_gradients(typical, unused):
     typical(carries, unused)
 
 
 def carries_alone(backend):
-    """With sparse parameters only, there is no bucket of gradients behind which the numbers could be sent."""
+    """All parameters are sparse, so that there is no bucket of gradients behind which the scalars could be sent."""
     table = seeded(nn.Embedding(4, 2, sparse=True))
     optimizer = sgd(table, backend, momentum=0, extra=1)
     for _ in range(2):
@@ -839,7 +839,7 @@ def carries_alone(backend):
         assert optimizer.extra.tolist() == [backend.size * (backend.size - 1) / 2]
 
 
-def test_numbers_travel_without_dense_gradients(typical):
+def test_extra_scalars_are_summed_without_dense_gradients(typical):
     typical(carries_alone)
 
 
@@ -904,7 +904,7 @@ class Fragile(nn.Module):
 
 
 def fails_in_backward(backend, sizes, passes):
-    """Backward fails on all ranks in the same place; with small buckets, after the first was sent."""
+    """Backward fails on all ranks in the same place; with small buckets, after the first bucket was sent."""
     model = Fragile()
     losses = of_every_rank(backend, lambda m, rank: passes * vector_loss(m, rank))
     with small_buckets(sizes):
@@ -927,7 +927,7 @@ def fails_in_backward(backend, sizes, passes):
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1 << 20, 25 << 20)], ids=["after-sending", "before-sending"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_after_a_failed_backward_synchronize_brings_the_ranks_together(typical, sizes, passes):
+def test_synchronize_ends_the_exchange_of_a_failed_backward(typical, sizes, passes):
     typical(fails_in_backward, sizes, passes)
 
 
@@ -1030,7 +1030,7 @@ def refuses(backend):
 
 
 def images_of_two_sizes(backend):
-    """Ranks with different numbers of samples: still the mean over ranks, as promised."""
+    """Ranks have different numbers of samples; the average is the mean over the ranks all the same."""
     model = conv_net()
 
     def loss(m, rank):
@@ -1044,11 +1044,11 @@ def images_of_two_sizes(backend):
     optimizer.close()
 
 
-def test_ranks_count_equally_whatever_their_batches(typical):
+def test_ranks_count_equally_with_batches_of_different_sizes(typical):
     typical(images_of_two_sizes)
 
 
-# -- how gradients travel -----------------------------------------------------------------------------------------
+# -- how gradients are sent ---------------------------------------------------------------------------------------
 
 
 def travels(backend, transfer, factor, tolerance):
@@ -1102,7 +1102,7 @@ def bfloat16(backend):
         GradientReducer(perceptron().named_parameters(), backend, transfer=transfer)
 
 
-def test_bfloat16_travels_where_the_library_knows_it(typical):
+def test_gradients_are_sent_as_bfloat16_if_the_library_reduces_it(typical):
     typical(bfloat16)
 
 
@@ -1121,7 +1121,7 @@ def grouped(backend):
     assert len(together) == len(list(model.parameters())) - 1
 
 
-def test_groups_travel_together(typical):
+def test_parameters_of_a_group_share_a_bucket(typical):
     typical(grouped)
 
 
@@ -1139,7 +1139,7 @@ def dense(backend):
         reducer.renew()
 
 
-def test_sparse_gradients_may_travel_as_dense_ones(typical):
+def test_sparse_gradients_may_be_sent_as_dense_ones(typical):
     typical(dense)
 
 

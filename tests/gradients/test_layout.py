@@ -45,7 +45,7 @@ def test_the_layout_is_a_function_of_the_parameters_alone():
     assert sorted(each.number for bucket in found for each in bucket.places) == list(range(6))
 
 
-def test_groups_share_a_bucket_whatever_its_size():
+def test_a_group_shares_a_bucket_of_any_size():
     params = [torch.zeros(4) for _ in range(4)]
     found = lay_out(params, Transfer(groups=[[params[0], params[2]]], bucket_bytes=0))
     assert [[each.number for each in bucket.places] for bucket in found] == [[3], [2, 0], [1]]
@@ -74,7 +74,7 @@ def test_buckets_are_in_reverse_registration_order_and_the_first_is_smaller():
             assert slot.view.stride() == slot.param.stride()
 
 
-def test_the_default_buckets_are_of_megabytes():
+def test_the_default_buckets_have_1_and_25_megabytes():
     first, later = layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES
     params = [nn.Parameter(torch.empty(1 << 18, device="meta")) for _ in range(60)]
     found = make_buckets([Slot(str(i), p) for i, p in enumerate(params)], 0, alone())
@@ -83,7 +83,7 @@ def test_the_default_buckets_are_of_megabytes():
     assert sizes[1:-1] == [later] * (len(sizes) - 2)
 
 
-def test_no_parameters_need_no_bucket_unless_scalars_are_sent():
+def test_without_parameters_there_is_a_bucket_only_for_extra_scalars():
     assert make_buckets([], 0, alone()) == []
     (bucket,) = make_buckets([], 3, alone())
     assert bucket.extra.shape == (3,)
@@ -101,7 +101,7 @@ class Fake:
 
 
 def sent_in_a_round(schedule, ready):
-    """The numbers of the buckets in the order in which they are sent while ``ready`` are marked ready, then the rest."""
+    """Return the buckets' numbers in the order of sending, and how many are sent while ``ready`` are marked ready."""
     sent = []
     for bucket in ready:
         if schedule.mark_ready(bucket):
@@ -123,7 +123,7 @@ def test_buckets_are_sent_in_order_whatever_the_order_of_the_gradients():
         assert sent_in_a_round(schedule, ready) == ([0, 1, 2, 3, 4], 5)
 
 
-def test_a_bucket_that_stays_incomplete_holds_the_later_ones_back():
+def test_an_incomplete_bucket_delays_the_later_ones():
     schedule = Schedule()
     schedule.use([Fake(1), Fake(2), Fake(1)])
     first, second, third = schedule.buckets

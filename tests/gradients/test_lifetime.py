@@ -59,7 +59,7 @@ MAKERS = pytest.mark.parametrize("make", [reducer, optimizer, trainer])
 
 
 @MAKERS
-def test_what_is_dropped_is_freed_and_its_model_cannot_train_on(alone, make):
+def test_a_dropped_reducer_is_freed_and_its_model_cannot_train(alone, make):
     refs = []
     for _ in range(3):
         model = perceptron()
@@ -68,7 +68,7 @@ def test_what_is_dropped_is_freed_and_its_model_cannot_train_on(alone, make):
     assert [ref() for ref in refs] == [None] * 5 + [model]
     with pytest.raises(RuntimeError, match=r"gradient of '2\.bias' is not averaged any more.*or call its close\(\)"):
         vector_loss(model, 0).backward()
-    # Unless another reducer averages it now.
+    # With a new reducer, the model can train again.
     again = sgd(model, alone)
     vector_loss(model, 0).backward()
     again.close()
@@ -111,7 +111,7 @@ def test_after_close_gradients_are_this_ranks_own(alone, make):
 
 
 class Slow(LocalBackend):
-    """Notes the order of the buckets."""
+    """Records the order in which buckets are sent."""
 
     def start_sum(self, tensor, name, factor=1.0, unscaled=0):
         self.sent.append(int(name.rpartition(".")[2]))
@@ -169,7 +169,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
     reducer.close()
 
 
-def test_parameters_on_two_devices_take_a_lock(alone):
+def test_hooks_of_parameters_on_two_devices_use_a_lock(alone):
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
     reducer = GradientReducer([(str(i), p) for i, p in enumerate(params)], alone)
     assert reducer.hooks.lock is not None
@@ -230,7 +230,7 @@ def test_a_distributed_tensor_is_refused(alone):
         dist.destroy_process_group()
 
 
-def test_a_model_in_ddp_causes_a_warning_and_its_names_do_not(alone):
+def test_a_model_in_ddp_causes_a_warning_but_similar_names_do_not(alone):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(perceptron())
@@ -262,5 +262,5 @@ def wide_gradients(backend):
 
 
 @OWN_DTYPE
-def test_gradients_keep_a_dtype_of_their_own():
+def test_gradients_may_have_another_dtype_than_their_parameter():
     run_threads(2, wide_gradients)

@@ -58,7 +58,7 @@ def train(model, optimizer, backend, steps, start=0):
 
 
 def alone(model, optimizer, backend, steps, start=0, before_step=lambda: None):
-    """Take the reference's step: in one process, with the average of all ranks' gradients."""
+    """Run the reference's steps: in one process, with the average of all ranks' gradients."""
     for step in range(start, start + steps):
         keys = [key(backend, step, rank) for rank in range(backend.size)]
         losses = [lambda m, k=k: vector_loss(m, k) for k in keys]
@@ -95,7 +95,7 @@ def is_optimizer(backend, kind):
 
 
 @kinds
-def test_it_is_the_optimizer_that_it_wraps_on_the_average(typical, kind):
+def test_it_steps_as_the_wrapped_optimizer_on_averaged_gradients(typical, kind):
     typical(is_optimizer, kind)
 
 
@@ -174,7 +174,7 @@ def zeroes(backend):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_zero_grad_knows_both_ways(typical):
+def test_zero_grad_sets_gradients_to_zeros_or_none(typical):
     typical(zeroes)
 
 
@@ -194,7 +194,7 @@ def synchronizes(backend):
         torch.testing.assert_close(mine, 0.5 * mean)
 
 
-def test_synchronize_is_idempotent_and_step_takes_what_it_finds(typical):
+def test_synchronize_is_idempotent_and_step_uses_changed_gradients(typical):
     typical(synchronizes)
 
 
@@ -287,7 +287,7 @@ def scheduled(backend, name, on_inner):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("on_inner", [False, True], ids=["after", "before"])
-def test_schedules_made_before_and_after_wrapping(typical, name, on_inner):
+def test_schedulers_may_be_made_before_or_after_wrapping(typical, name, on_inner):
     typical(scheduled, name, on_inner)
 
 
@@ -328,7 +328,7 @@ def test_loss_scaling_with_and_without_clipping(typical, max_norm):
 
 
 class TakesScaler(torch.optim.SGD):
-    """An optimizer that unscales by the contract that torch had before: its step takes the scaler."""
+    """An optimizer of the older kind, whose step takes the scaler to unscale gradients."""
 
     _step_supports_amp_scaling = True
 
@@ -345,7 +345,7 @@ FUSED = {
 
 
 def unscaled_by_the_step(backend):
-    """A fused step unscales, and skips itself after an overflow: the last rank has one in the second step."""
+    """A fused step unscales, and skips itself after an overflow, which the last rank has in the second step."""
     for title, (build, options) in FUSED.items():
         for clip in (False, True):
             model, oracle = perceptron(), perceptron()
@@ -468,7 +468,7 @@ def test_a_group_added_later_is_reduced_too(spmd, named):
 
 
 def line_search(backend, as_number):
-    """The line search sees the averaged loss: with losses of their own, ranks would take different steps."""
+    """The line search sees the averaged loss; with its own loss, each rank would take different steps."""
     model, oracle = perceptron(), perceptron()
     options = {"max_iter": 6, "line_search_fn": "strong_wolfe"}
     optimizer = wrap(torch.optim.LBFGS(model.parameters(), **options), model, backend)
@@ -530,7 +530,7 @@ def closure_of_sgd(backend):
     check(model, oracle)
 
 
-def test_what_a_closure_may_return(typical):
+def test_a_closure_may_return_a_loss_or_anything_else(typical):
     typical(closure_of_sgd)
 
 
@@ -564,7 +564,7 @@ def names(backend):
         wrap(inner, model, backend).add_param_group({"params": list(model.parameters())})
 
 
-def test_mistakes_are_refused(typical):
+def test_wrong_names_and_options_are_refused(typical):
     typical(names)
 
 
@@ -579,7 +579,7 @@ def parts_of_a_model(backend):
     torch.testing.assert_close(model[0].weight.grad, local[0], **EXACT)
 
 
-def test_parameters_of_others_are_ignored(typical):
+def test_parameters_outside_of_the_optimizer_are_ignored(typical):
     typical(parts_of_a_model)
 
 

@@ -45,7 +45,7 @@ def fit(model, optimizer, rank, size):
 
 
 def ours(backend, case):
-    """The hash of the weights, and how many buckets there were."""
+    """Return the hash of the weights, and the number of buckets."""
     name, sizes = case
     with small_buckets(sizes):
         model = conv_net()
@@ -72,7 +72,7 @@ def horovods(backend, case):
 
 
 def whole_batch(size, steps):
-    """Weights of one process that trains on all ranks' samples."""
+    """Return the weights of one process that trains on all ranks' samples."""
     model = conv_net()
     optimizer = make_optimizer("sgd", model)
     for step in range(steps):
@@ -99,7 +99,7 @@ def shares_of_a_batch(backend, steps):
 
 @pytest.fixture(scope="session")
 def hashes():
-    """What our runs gave so far: (world, size, case) → hash."""
+    """The hashes of our runs so far: (world, size, case) → hash."""
     return {}
 
 
@@ -114,7 +114,7 @@ def our_hash(spmd, case, hashes):
     return hashes[key]
 
 
-# At more ranks the order of additions matters: Adam with many buckets shows the smallest difference.
+# With more ranks the order of additions matters, and Adam with many buckets shows the smallest difference.
 @pytest.mark.parametrize(
     ("real", "case"),
     [
@@ -132,7 +132,7 @@ def test_torch_and_horovod_give_the_same_bits(real, case, hashes, pool):
 
 @pytest.mark.parametrize("many", **of_two_ranks(THREADS + REAL + SHARED), indirect=True)
 @cases
-def test_two_ranks_give_the_bits_of_the_other_libraries(many, case, hashes):
+def test_two_ranks_give_the_same_bits_as_the_other_libraries(many, case, hashes):
     digest = our_hash(many, case, hashes)
     if many.name == "threads":
         assert {digest} == {found for (_, size, of), found in hashes.items() if (size, of) == (many.size, case)}
@@ -141,5 +141,5 @@ def test_two_ranks_give_the_bits_of_the_other_libraries(many, case, hashes):
         assert theirs == [digest] * many.size
 
 
-def test_ranks_on_shares_of_a_batch_equal_one_on_the_whole(spmd):
+def test_ranks_on_parts_of_a_batch_equal_one_process_on_the_whole(spmd):
     spmd(shares_of_a_batch, 10)

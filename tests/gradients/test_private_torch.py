@@ -1,6 +1,6 @@
-"""Private parts of torch that gradients, optimizers and ``dualtrain.hvd`` use: the failure names what a version lacks.
+"""Private parts of torch that gradients, optimizers and ``dualtrain.hvd`` use: a failure names what this version lacks.
 
-Each is used in one place, with a comment that says why no public name does.
+Where each is used, a comment says that torch has no public alternative.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_torch_distinguishes_outer_and_inner_backward_passes():
     assert current() is None
     Outer.apply(x).sum().backward()
     assert [type(node).__name__ for node in seen] == ["OuterBackward"], (
-        f"{VERSION}: at the end of an inner backward pass the current node is {seen}, not the outer one's: change "
+        f"{VERSION}: at the end of an inner backward pass the current node is {seen}, not that of the outer pass: change "
         "EndOfPass in gradients/passes.py"
     )
 

@@ -38,13 +38,13 @@ def set_elsewhere(model):
 
 
 def transpose_storage(model):
-    """Other strides in other memory."""
+    """Move the gradients to other memory, with other strides."""
     for p in model.parameters():
         p.grad.data = (p.grad * 0.5).t().contiguous().t()
 
 
 def transpose_in_place(model):
-    """Other values and strides at the same address."""
+    """Give gradients other values and strides at the same address."""
     for p in model.parameters():
         if p.shape == (4, 4):
             p.grad.data = p.grad.data.t()
@@ -174,7 +174,7 @@ def exchange_equal(model, optimizer):
 def misplace(model, optimizer):
     a, b = model[0].bias, model[0].weight
     a.grad = b.grad.flatten()[: a.numel()]
-    return r"the gradient of '0\.bias' lies in the memory of another one", model.zero_grad
+    return r"the gradient of '0\.bias' lies in the memory of another gradient", model.zero_grad
 
 
 def reshape(model, optimizer):
@@ -189,7 +189,7 @@ def reshape(model, optimizer):
 
 
 def refused(backend, change):
-    """A change on one rank is an error on all ranks: none is left waiting, and all can go on."""
+    """A change on one rank is an error on all ranks; no rank waits for another, and all can go on."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -211,12 +211,12 @@ def refused(backend, change):
 
 
 @pytest.mark.parametrize("change", [cast, load_assigned, append, exchange_equal, misplace, reshape])
-def test_a_parameter_that_changed_is_refused_by_name_on_every_rank(change):
+def test_a_change_on_one_rank_is_refused_by_name_on_every_rank(change):
     run_threads(2, refused, change)
 
 
 def unfrozen(backend):
-    """A frozen parameter is appended, and some steps later unfrozen, by one rank."""
+    """All ranks append a frozen parameter; one step later, rank 1 unfreezes it."""
     model = perceptron()
     optimizer = sgd(model, backend)
     late = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -243,7 +243,7 @@ def add_late(optimizer, late):
 
 
 def leaves_layout(backend, change):
-    """A change of the layout on one rank is refused on all ranks at once; on all ranks it changes no result."""
+    """A change of the layout on one rank is refused on all ranks at once; the same change on all ranks is accepted."""
     model = perceptron()
     late = nn.Parameter(torch.zeros(3), requires_grad=False)
     inner = torch.optim.SGD([*model.parameters(), late], lr=0.1)
@@ -301,7 +301,7 @@ def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
 
 
 def sparse_and_cast(backend):
-    """Only indices, values and a flag are sent."""
+    """All parameters are sparse, so that only indices, values and a flag are sent."""
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = sgd(seeded(table), backend, momentum=0)
     for step in range(2):
@@ -313,7 +313,7 @@ def sparse_and_cast(backend):
     optimizer.close()
 
 
-def test_a_sparse_parameter_that_changed_is_refused_where_all_are_sparse():
+def test_a_change_is_refused_even_if_all_parameters_are_sparse():
     run_threads(2, sparse_and_cast)
 
 
@@ -380,12 +380,12 @@ def refused_by_hvd(backend):
 
 
 @OURS_2
-def test_hvd_refuses_a_parameter_that_changed_on_every_rank(real):
+def test_hvd_refuses_on_every_rank_a_parameter_that_changed_on_one(real):
     real(refused_by_hvd)
 
 
 def refused_by_called(backend, change):
-    """Operations and compressors that buckets do not know: refused before, or with, the gradients of the other rank."""
+    """Max does not use buckets; a change on rank 1 is refused whether or not this rank has run backward."""
     with library(backend) as hvd:
         for with_backward in (False, True):
             model = perceptron()
@@ -408,12 +408,12 @@ def refused_by_called(backend, change):
 
 @pytest.mark.parametrize("change", [cast_all, load_assigned, append])
 @OURS_2
-def test_hvd_refuses_it_for_every_operation(real, change):
+def test_hvd_refuses_a_changed_parameter_with_an_operation_without_buckets(real, change):
     real(refused_by_called, change)
 
 
 def unfrozen_by_called(backend):
-    """As in buckets: a parameter that is unfrozen is reduced from then on, one that is frozen gets nothing."""
+    """As with buckets, an unfrozen parameter is reduced from then on, and a frozen parameter gets no gradient."""
     with library(backend) as hvd:
         model = perceptron()
         model[0].requires_grad_(False)
@@ -431,7 +431,7 @@ def unfrozen_by_called(backend):
 
 
 @OURS_2
-def test_hvd_reduces_unfrozen_parameters_for_every_operation(real):
+def test_hvd_reduces_unfrozen_parameters_with_an_operation_without_buckets(real):
     real(unfrozen_by_called)
 
 
@@ -451,5 +451,5 @@ def tied_later(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_parameters_may_be_tied_frozen_anew_or_put_back():
+def test_parameters_may_be_tied_replaced_by_frozen_ones_or_put_back():
     run_threads(2, tied_later)

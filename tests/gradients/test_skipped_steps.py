@@ -1,4 +1,4 @@
-"""A step is skipped, gradients are zeroed unnoticed, then one rank runs no backward: all ranks get an error."""
+"""If only some ranks take a step, all ranks get an error, even if the host does not notice that gradients were zeroed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.threads import run_threads
 
 
 def zero_data(model):
-    """Changes no version counter."""
+    """Zero the gradients without a change of their version counters."""
     for p in model.parameters():
         p.grad.data.zero_()
 
@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """As on a GPU, where the host does not notice that gradients are zeroed in place."""
+    """Do nothing: on a GPU, the host does not notice that gradients are zeroed in place."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
@@ -31,7 +31,7 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def goes_on_without_backward(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    for step in range(3):  # an odd number of steps before
+    for step in range(3):  # an odd number of steps
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -45,7 +45,7 @@ def goes_on_without_backward(backend, zero):
 
 
 @ZERO
-def test_a_step_without_the_other_ranks_is_an_error_on_all(zero):
+def test_a_step_without_the_other_ranks_is_an_error_on_all_ranks(zero):
     run_threads(2, goes_on_without_backward, zero)
 
 
@@ -55,7 +55,7 @@ def test_a_step_without_the_other_ranks_is_an_error_on_every_transport(real):
 
 
 def steps_alone(backend):
-    """Two ranks skip a step by a decision of their own."""
+    """Ranks 0 and 1 skip a step that rank 2 takes."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -67,12 +67,12 @@ def steps_alone(backend):
     optimizer.close()
 
 
-def test_a_step_that_some_ranks_skip_is_an_error_on_all():
+def test_a_step_that_some_ranks_skip_is_an_error_on_all_ranks():
     run_threads(3, steps_alone)
 
 
 def synchronizes_without_backward(backend, zero, op):
-    """As with Horovod, all ranks take part in every synchronize() and step()."""
+    """As in Horovod, all ranks take part in every synchronize() and step()."""
     with library(backend) as hvd:
         model = perceptron()
         expected = mean_gradients(model, [lambda m: vector_loss(m, 0), None])
@@ -94,6 +94,6 @@ def synchronizes_without_backward(backend, zero, op):
 
 @ZERO
 @worlds(("torch", 2), ("horovod", 2))
-def test_a_second_synchronize_takes_part_as_horovods(real, zero):
+def test_a_second_synchronize_is_collective_as_with_horovod(real, zero):
     for op in ("Average", "Max"):
         real(synchronizes_without_backward, zero, op)

@@ -26,7 +26,7 @@ DTYPES = [
 
 
 class Normalised(nn.Module):
-    """Buffers of several kinds: running statistics, a counter, one that no state_dict holds, a frozen parameter."""
+    """A model with running statistics, a counter, a buffer that no state_dict holds, and a frozen parameter."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -77,12 +77,12 @@ def broadcasts(backend, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_everyone_gets_the_roots_values(spmd, form):
+def test_every_rank_gets_the_roots_values(spmd, form):
     spmd(broadcasts, form)
 
 
 def mine(rank, dtype):
-    """Tensors of ``dtype`` in all layouts, with values of ``rank``."""
+    """Return tensors of ``dtype`` in several layouts, with values that depend on ``rank``."""
     numbers = (torch.arange(48) * 7 + 3 * rank + 1) % 120
     full = (numbers % 2 == rank % 2) if dtype is torch.bool else numbers.to(dtype)
     return [
@@ -111,12 +111,12 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_and_layout(typical, dtype):
+def test_broadcast_of_every_dtype_and_layout(typical, dtype):
     typical(broadcasts_layouts, dtype)
 
 
 def mixed_layouts(backend):
-    """Ranks may differ in layout, not in shape. Tensors with an odd number of bytes shift the ones behind them."""
+    """Ranks may differ in layout, but not in shape. The first tensor has one byte, which shifts those behind it."""
     layout = torch.channels_last if backend.rank % 2 else torch.contiguous_format
     tensors = OrderedDict(
         flag=torch.tensor([backend.rank == 0]),
@@ -141,7 +141,7 @@ def single_elements(backend):
     assert tensors[0].item() == 0
 
 
-def test_a_single_element_with_a_stride(typical):
+def test_broadcast_of_a_single_element_with_a_stride(typical):
     typical(single_elements)
 
 
@@ -154,7 +154,7 @@ def broadcasts_nothing(backend):
     average_buffers(perceptron(), backend)
 
 
-def test_nothing_to_send(typical):
+def test_there_may_be_nothing_to_send(typical):
     typical(broadcasts_nothing)
 
 
@@ -165,8 +165,8 @@ def in_chunks(backend):
     check(tensors, [torch.full_like(t, backend.size - 1 + i) for i, t in enumerate(tensors)])
 
 
-def test_large_sets_travel_in_chunks(typical, monkeypatch):
-    monkeypatch.setattr(state, "_CHUNK_BYTES", 100)  # in this process: the worlds of processes keep theirs
+def test_many_tensors_are_sent_in_chunks(typical, monkeypatch):
+    monkeypatch.setattr(state, "_CHUNK_BYTES", 100)  # in this process only; processes of the pool keep their value
     typical(in_chunks)
 
 
@@ -200,7 +200,7 @@ def no_such_root(backend):
                 call(root)
 
 
-def test_a_root_that_is_no_rank(typical):
+def test_a_root_that_is_no_rank_is_refused(typical):
     typical(no_such_root)
 
 
@@ -250,12 +250,12 @@ def fresh(backend, kind, wrapped):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
-def test_of_a_fresh_optimizer_only_the_options_change(typical, kind, wrapped):
+def test_only_the_options_of_a_fresh_optimizer_change(typical, kind, wrapped):
     typical(fresh, kind, wrapped)
 
 
 def resumes(backend, kind, wrapped, everywhere):
-    """Only the root has a state, as usual when resuming; or each rank has one of its own."""
+    """Only the root has a state, as is usual when resuming; or each rank has its own state (``everywhere``)."""
     root = backend.size - 1
     model, oracle = perceptron(), perceptron()
     if backend.rank == root or everywhere:
@@ -285,7 +285,7 @@ def resumes(backend, kind, wrapped, everywhere):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
 @pytest.mark.parametrize("everywhere", [False, True], ids=["root-only", "everywhere"])
-def test_state_reaches_ranks_that_have_none_and_replaces_what_others_have(typical, kind, wrapped, everywhere):
+def test_ranks_with_and_without_a_state_get_the_roots_state(typical, kind, wrapped, everywhere):
     typical(resumes, kind, wrapped, everywhere)
 
 
@@ -299,7 +299,7 @@ def step_counts(backend):
     assert {state["exp_avg"].shape for state in optimizer.state.values()} == {p.shape for p in model.parameters()}
 
 
-def test_adam_goes_on_counting_where_the_root_was(spmd):
+def test_adam_continues_the_roots_count_of_steps(spmd):
     spmd(step_counts)
 
 
@@ -341,7 +341,7 @@ def several_groups(backend):
     scheduler.step()
 
 
-def test_options_of_every_group_travel(typical):
+def test_options_of_every_group_are_broadcast(typical):
     typical(several_groups)
 
 
@@ -354,7 +354,7 @@ def unsendable(backend):
     assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
 
 
-def test_options_that_cannot_travel_are_refused_on_all_ranks(typical):
+def test_options_that_cannot_be_sent_are_refused_on_all_ranks(typical):
     typical(unsendable)
 
 
@@ -390,7 +390,7 @@ def test_running_statistics_become_the_average(spmd):
 # -- the hash -----------------------------------------------------------------------------------------------------
 
 
-def test_the_hash_notices_a_single_bit_anywhere():
+def test_the_hash_depends_on_every_bit():
     model = Normalised()
     reference = weights_sha256(model)
     assert weights_sha256(copy.deepcopy(model)) == reference
@@ -419,7 +419,7 @@ def test_the_hash_does_not_depend_on_registration_order_or_layout():
     assert weights_sha256(model.train(False).requires_grad_(False)) == before
 
 
-def test_the_hash_tells_names_shapes_and_dtypes_apart():
+def test_the_hash_depends_on_names_shapes_and_dtypes():
     def one(name, tensor):
         module = nn.Module()
         module.register_buffer(name, tensor)
@@ -429,7 +429,7 @@ def test_the_hash_tells_names_shapes_and_dtypes_apart():
     assert len({one(name, tensor) for name in ("a", "b") for tensor in tensors}) == 2 * len(tensors)
 
 
-def test_the_hash_takes_what_a_state_dict_may_hold():
+def test_the_hash_ignores_entries_that_are_not_tensors():
     class Extra(nn.Linear):
         def get_extra_state(self):
             return {"version": 2}

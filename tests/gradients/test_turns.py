@@ -30,7 +30,7 @@ def wrapped(model, backend, transfer=SMALL):
 
 @torch.no_grad()
 def filled(model):
-    """Set the same weights on every rank. Not from torch's generator: ranks that are threads share it."""
+    """Set the same weights on every rank. This does not use torch's generator, which ranks that are threads share."""
     for number, p in enumerate(model.parameters()):
         p.copy_(torch.sin(torch.arange(p.numel()) * 0.7 + number).view_as(p) * 0.4)
     return model
@@ -80,13 +80,13 @@ def in_parts(backend):
     return [weights_sha256(model) for model in models]
 
 
-def test_two_optimizers_in_one_backward_that_ranks_use_in_part(many):
+def test_ranks_may_use_different_optimizers_in_one_backward(many):
     hashes = many(in_parts)
     assert hashes == hashes[:1] * many.size
 
 
 class Branched(nn.Module):
-    """All ranks use a part with norms; only even ranks use the branch behind it."""
+    """All ranks use the layer with the norm; only even ranks use the branch behind it."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ def norms_in_part(backend):
     return weights_sha256(model)
 
 
-def test_synchronized_norms_in_a_backward_that_ranks_use_in_part(many):
+def test_synchronized_norms_with_parameters_that_only_some_ranks_use(many):
     hashes = many(norms_in_part)
     assert hashes == hashes[:1] * many.size
 
@@ -148,7 +148,7 @@ def test_an_optimizer_that_one_rank_has_dropped_is_an_error_on_every_rank():
     assert run_threads(2, uses_a_dropped_one) == [2, 2]
 
 
-def test_closed_reducers_need_no_agreement():
+def test_a_closed_reducer_does_not_take_turns():
     backend = LocalBackend(World(), torch.device("cpu"), 60.0)
     first, second = (wrapped(model, backend) for model in two_models())
     order = turns(backend)
@@ -204,7 +204,7 @@ def test_any_number_of_optimizers_may_be_made_and_closed_in_turn():
 
 
 def overflows_beside_no_sync(backend, fused):
-    """Only rank 0's gradients overflow, and under ``no_sync`` nothing is averaged before GradScaler looks for it."""
+    """Only rank 0's gradients overflow, and ``no_sync`` postpones the average until GradScaler looks for an overflow."""
     model = filled(nn.Linear(4, 2))
     inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend)

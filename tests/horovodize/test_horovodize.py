@@ -86,6 +86,21 @@ def test_every_public_name_exists():
 
 
 @pytest.mark.usefixtures("hook")
+def test_helpers_that_programs_import_work():
+    seen: list[int] = []
+    once = importlib.import_module("horovod.common.util")._cache(seen.append)
+    in_thread = importlib.import_module("horovod.runner.util.threads").in_thread
+    once(1)
+    once(1)
+    thread = in_thread(seen.append, (2,), name="second")
+    thread.join(60)
+    in_thread(int, ("no number",), silent=True).join(60)
+    assert (seen, thread.name, thread.daemon) == ([1, 2], "second", True)
+    with pytest.raises(ValueError, match="must be a tuple"):
+        in_thread(seen.append, 3)
+
+
+@pytest.mark.usefixtures("hook")
 def test_exceptions_survive_pickling():
     error = importlib.import_module("horovod.torch").HorovodInternalError("lost")
     assert type(pickle.loads(pickle.dumps(error))) is type(error)

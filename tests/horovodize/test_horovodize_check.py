@@ -154,6 +154,146 @@ CASES = [
         "optimizer.load_state_dict(state)  # HERE\n" + WRAP,
         "model.load_state_dict(state)\n" + WRAP + "optimizer.load_state_dict(state)",
     ),
+    (
+        "uncovered_imports",
+        "if torch:\n    import horovod.spark.torch  # HERE",
+        "try:\n    import horovod.tensorflow as tf_hvd\nexcept ImportError:\n    tf_hvd = None\n"
+        "if args.framework == 'tensorflow':\n    import horovod.tensorflow.keras",
+    ),
+    (
+        "collective_on_some_ranks",
+        "if hvd.rank() != 0:\n    hvd.barrier()\nif hvd.local_rank() == 0:\n    hvd.join()  # HERE\n"
+        "if hvd.rank() == 0:\n    hvd.barrier()",
+        "rank = hvd.rank()\nif rank > 0 and many:\n    hvd.barrier()\nload()\nif many and rank == 0:\n    hvd.barrier()\n"
+        "if rank not in (-1, 0):\n    hvd.join()\nif not rank:\n    hvd.join()",
+    ),
+    (
+        "rate_times_size",
+        "args.lr *= args.passes * hvd.size()  # HERE\nmodel.fit(args)",
+        "args.steps *= hvd.size()\nargs.lr *= 0.1\nlr_scale = 2 * hvd.size()",
+    ),
+    (
+        "rate_times_size",
+        "config.learning_rate = config.learning_rate * hvd.size()  # HERE",
+        "warm = (1 + (hvd.size() - 1) * min(1, step / warmup)) / hvd.size()\n"
+        "for group in o.param_groups:\n    group['lr'] = 0.1 * warm * schedule(step * hvd.size())",
+    ),
+    (
+        "rate_times_size",
+        "def scaled(lr, ranks):\n    return lr * ranks ** 0.5\nrate = scaled(0.1, hvd.size())\n"
+        "groups = [{'params': p, 'lr': rate}]  # HERE",
+        "def scaled(lr, steps):\n    return lr / steps\ngroups = [{'params': p, 'lr': scaled(0.1, hvd.size())}]",
+    ),
+    (
+        "accumulation_without_passes",
+        WRAP + "for i, x in enumerate(data):\n    model(x).backward()\n    if (i + 1) % 4 == 0:\n"
+        "        optimizer.step()  # HERE",
+        WRAP + "for i, x in enumerate(data):\n    model(x).backward()\n    optimizer.step()\n    if i % 10 == 0:\n"
+        "        other.backward()\n        optimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",
+        WRAP + "for batch in data:\n    for part in batch:\n        model(part).backward()\n    optimizer.step()  # HERE",
+        WRAP.replace(")\n", ", backward_passes_per_step=4)\n")
+        + "for batch in data:\n    for part in batch:\n        model(part).backward()\n    optimizer.step()",
+    ),
+    (
+        "frozen_after_wrapping",
+        WRAP + "for p in model.parameters():\n    p.requires_grad = False  # HERE",
+        "for p in model.parameters():\n    p.requires_grad = False\n" + WRAP + "x.requires_grad = False",
+    ),
+    (
+        "frozen_after_wrapping",
+        "def freeze(module):\n    module.requires_grad_(False)  # HERE\n" + WRAP + "for epoch in range(9):\n    freeze(a)",
+        "def freeze(module):\n    module.requires_grad_(False)\nfreeze(a)\n" + WRAP + "for p in d.parameters():\n"
+        "    p.requires_grad = False\nfor p in d.parameters():\n    p.requires_grad = True",
+    ),
+    (
+        "several_evaluations",
+        "base = torch.optim.LBFGS(p, line_search_fn='strong_wolfe')  # HERE\nopt = hvd.DistributedOptimizer(base)",
+        "base = torch.optim.LBFGS(p)\nopt = hvd.DistributedOptimizer(torch.optim.SGD(p, 1.0))",
+    ),
+    (
+        "never_broadcast",
+        WRAP.replace("\n", "  # HERE\n"),
+        WRAP + "hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
+    ),
+    (
+        "use_after_shutdown",
+        "def main():\n    hvd.shutdown()\nmain()\nif hvd.rank() == 0:  # HERE\n    print()",
+        "def main():\n    if hvd.size() == 1:\n        hvd.shutdown()\n        return\n    print(hvd.rank())\n"
+        "hvd.rank()\nhvd.shutdown()\nhvd.init()\nhvd.rank()",
+    ),
+    (
+        "torchmetrics",
+        "import torchmetrics\naccuracy = torchmetrics.Accuracy()  # HERE\nhvd.allreduce(x)",
+        "import torchmetrics\naccuracy = torchmetrics.Accuracy()\nall = hvd.allgather(accuracy.compute())",
+    ),
+    (
+        "torchmetrics",
+        "from torchmetrics.classification import BinaryF1Score as F1\nf = F1()  # HERE\nhvd.init()",
+        "import torchmetrics\nf = torchmetrics.MeanMetric(dist_sync_fn=gather)\ng = torchmetrics.functional.accuracy(x, y)",
+    ),
+    (
+        "ignite",
+        "from ignite.metrics import Accuracy\nm = {'acc': Accuracy()}  # HERE\nhvd.init()",
+        "from ignite.engine import Engine\nEngine(step)\nhvd.init()",
+    ),
+    (
+        "launcher_readers",
+        "from accelerate import Accelerator\na = Accelerator()  # HERE\nhvd.init()",
+        "from transformers import AutoModel\nm = AutoModel.from_pretrained('x')\nhvd.init()",
+    ),
+    ("gpu_by_rank", "torch.cuda.set_device(hvd.rank())  # HERE", "torch.cuda.set_device(hvd.local_rank())"),
+    (
+        "gpu_by_rank",
+        "rank = hvd.rank()\ndevice = torch.device(f'cuda:{rank}')  # HERE",
+        "rank = hvd.rank()\ndevice = f'cuda:{rank % 8}'\nprint('rank:%d' % rank)\nx.to(device)",
+    ),
+    (
+        "saved_by_all_ranks",
+        "hvd.init()\ntorch.save(model.state_dict(), 'model.pt')  # HERE",
+        "hvd.init()\ntorch.save(x, f'{hvd.rank()}.pt')\nif hvd.rank() == 0:\n    torch.save(x, 'x')\n"
+        "buffer = io.BytesIO()\nimport io\ntorch.save(x, buffer)",
+    ),
+    (
+        "saved_by_all_ranks",
+        "hvd.init()\ndef save():\n    torch.save(x, 'x')  # HERE\nsave()",
+        "hvd.init()\ndef save():\n    torch.save(x, 'x')\nif hvd.rank() == 0:\n    save()\n"
+        "def other():\n    if not is_master():\n        return\n    torch.save(x, 'y')\nother()",
+    ),
+    (
+        "different_splits",
+        WRAP + "a, b = torch.utils.data.random_split(data, [9, 1])  # HERE",
+        WRAP + "torch.manual_seed(1)\na, b = torch.utils.data.random_split(data, [9, 1])",
+    ),
+    (
+        "every_rank_reads_all",
+        WRAP + "loader = torch.utils.data.DataLoader(data, shuffle=True)  # HERE",
+        WRAP + "part = Subset(data, range(hvd.rank(), len(data), hvd.size()))\n"
+        "loader = torch.utils.data.DataLoader(part, shuffle=True)\ntest = torch.utils.data.DataLoader(data)",
+    ),
+    (
+        "same_order_every_epoch",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nfor epoch in range(3): pass",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0, shuffle=False)\nfor epoch in range(3): pass",
+    ),
+    (
+        "sampler_by_local_rank",
+        "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.local_rank())  # HERE",
+        "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.rank())",
+    ),
+    (
+        "sampler_without_ranks",
+        "s = torch.utils.data.DistributedSampler(d)  # HERE",
+        "s = torch.utils.data.DistributedSampler(d, hvd.size(), hvd.rank())",
+    ),
+    (
+        "same_random_numbers",
+        "from torchvision import transforms\n" + WRAP + "torch.manual_seed(7)  # HERE\ntransforms.RandomCrop(32)",
+        "from torchvision import transforms\n" + WRAP + "torch.manual_seed(7 + hvd.rank())\ntransforms.RandomCrop(32)\n"
+        "def seed_all(seed):\n    torch.manual_seed(seed)",
+    ),
     ("optimizer_state", "hvd.broadcast_optimizer_state(o, 0)  # HERE\nhvd.broadcast_optimizer_state(o, 0)", ""),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
@@ -215,6 +355,7 @@ def evaluate():
 
 
 for epoch in range(3):
+    sampler.set_epoch(epoch)
     model.train()
     for x, y in loader:
         optimizer.zero_grad()
@@ -230,6 +371,34 @@ for epoch in range(3):
         print(accuracy)
         torch.save(model.state_dict(), "model.pt")
 """
+
+
+@pytest.mark.parametrize(
+    ("test", "off"),
+    [
+        ("args.horovod", "else"),
+        ("not args.horovod", "if"),
+        ("hvd.size() > 1", "else"),
+        ("hvd.size() == 1", "if"),
+        ("backend == 'horovod'", "else"),
+        ("hvd is None or args.slow", "neither"),
+        ("HAVE_HVD and args.fast", "neither"),
+        ("args.no_horovod", "if"),
+        ("many", "else"),
+    ],
+)
+def test_code_that_runs_without_horovod_has_no_findings(test, off):
+    lines = ["many = hvd.size() > 1", WRAP.strip(), "def step(model):", "    model().backward()", f"    if {test}:"]
+    arm = ["        clip_grad_norm_(p, 1)", "        optimizer.step()"]
+    found = findings(source("\n".join([*lines, *arm, "    else:", *arm])))
+    clips = [finding.line for finding in found if "clipped" in finding.message]
+    assert clips == {"else": [8], "if": [11], "neither": [8, 11]}[off]
+
+
+def test_code_behind_an_exit_without_horovod_has_findings_no_more():
+    start = "def train():\n    if not args.horovod:\n        torch.save(x, 'x')\n        return\n"
+    found = findings(source(f"hvd.init()\n{start}    torch.save(x, 'x')\ntrain()"))
+    assert [finding.line for finding in found] == [8]
 
 
 def test_a_clean_script_differs_at_most(tmp_path, capsys):
@@ -248,7 +417,7 @@ def test_findings_are_printed_by_line(tmp_path, capsys):
     assert [line.partition("]")[0] + "]" for line in lines] == [
         f"{script}:{number}: [{level}]" for number, level in [(2, "differs"), (3, "unsupported"), (4, "trap")]
     ]
-    assert summary == "1 file read: 1 trap, 1 unsupported, 1 differs"
+    assert summary == "1 file read: 1 trap, 1 unsupported, 1 differs; --fix repairs 1 of them"
 
 
 def test_files_given_together_share_their_optimizers(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.18: Adasum on any number of ranks, compared with another implementation, as Horovod in tests/launch/."""
+"""dualtrain/hvd/README.md#adasum: any number of ranks, against another implementation, as Horovod in tests/launch/."""
 
 from __future__ import annotations
 

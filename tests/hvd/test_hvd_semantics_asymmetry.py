@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.6 and 2.16: ranks whose optimizers are used in another order or number than the others'."""
+"""dualtrain/hvd/README.md#matching-and-errors: ranks that use their optimizers in another order or number."""
 
 from __future__ import annotations
 

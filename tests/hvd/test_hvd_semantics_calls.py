@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.1 to 2.5, 2.10, 2.12, 2.13, 2.22: what one call does, on Horovod itself and on ours."""
+"""dualtrain/hvd/README.md#calls: what one call does, on Horovod itself and on ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.19, 2.20: stall reports, shutdown, a second ``init``, and the timeline."""
+"""dualtrain/hvd/README.md#waits-shutdown-elastic: stall reports, shutdown, a second ``init``, and the timeline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -212,8 +213,42 @@ def test_timelines(real, tmp_path):
         for name in ("ALLREDUCE", "NEGOTIATE_ALLREDUCE"):
             phases = [event["ph"] for event in events if event["name"] == name]
             assert phases.count("B") == phases.count("E") == 2
+        assert not any("FIRST GRADIENTS" in name for name in names)
         times = [event["ts"] for event in events if "ts" in event]
         assert times == sorted(times)
+
+
+def traced_late(backend, folder):
+    """Rank 1 calls before rank 0 starts the timeline; then two steps of an optimizer."""
+    with library(backend) as hvd:
+        handle = hvd.allreduce_async(torch.ones(2), name="early") if hvd.rank() else None
+        time.sleep(0.3 * (1 - hvd.rank()))  # rank 1's request arrives at rank 0
+        hvd.start_timeline(f"{folder}/late.json")
+        hvd.synchronize(handle if handle is not None else hvd.allreduce_async(torch.ones(2), name="early"))
+        model = torch.nn.Linear(2, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        hvd.barrier()
+        hvd.stop_timeline()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return json.loads(Path(folder, "late.json").read_text()) if backend.rank == 0 else None
+
+
+@OURS_2
+def test_a_timeline_has_calls_under_way_at_its_start_and_a_line_for_each_gradient(real, tmp_path):
+    events = real(traced_late, str(tmp_path))[0]
+    lines = {event["args"]["name"]: event["pid"] for event in events if "name" in event.get("args", ())}
+    for line, times in {"allreduce.early": 1, "allreduce.weight": 2, "allreduce.bias": 2}.items():
+        here = [(event["name"], event["ph"]) for event in events if event["pid"] == lines[line] and event["ph"] in "BE"]
+        pair = [("NEGOTIATE_ALLREDUCE", "B"), ("NEGOTIATE_ALLREDUCE", "E"), ("ALLREDUCE", "B"), ("ALLREDUCE", "E")]
+        assert here == pair * times
+    names = {event["name"] for event in events if event["name"].startswith("NEGOTIATE")}
+    assert names == {"NEGOTIATE_ALLREDUCE", "NEGOTIATE_CHANNEL", "NEGOTIATE_BARRIER"}
 
 
 def initializes_for_cpus(backend, port):

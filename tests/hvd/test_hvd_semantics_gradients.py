@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.14: Horovod's gradients of the operations, on Horovod itself and on ours."""
+"""dualtrain/hvd/README.md#gradients-of-collectives: on Horovod itself and on ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.3, 2.6, 2.16: where Horovod hangs or crashes (tests/launch/test_hangs.py), and ours does not."""
+"""dualtrain/hvd/README.md#matching-and-errors: calls that hang or crash Horovod (tests/launch/test_hangs.py), not ours."""
 
 from __future__ import annotations
 

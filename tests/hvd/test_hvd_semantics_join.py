@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.17: a rank that has no more data joins; the others go on."""
+"""dualtrain/hvd/README.md#join: a rank that has no more data joins; the others go on."""
 
 from __future__ import annotations
 

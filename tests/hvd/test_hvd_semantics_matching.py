@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.6, 2.9, 2.23: which calls belong together, and what happens when they do not match."""
+"""dualtrain/hvd/README.md#matching-and-errors: which calls belong together, and what happens when they do not match."""
 
 from __future__ import annotations
 

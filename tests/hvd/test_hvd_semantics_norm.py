@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.22: SyncBatchNorm on CPUs, against one process's BatchNorm on everyone's samples."""
+"""dualtrain/hvd/README.md#syncbatchnorm: on CPUs, against one process's BatchNorm on everyone's samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.13, 2.16, 2.21: ``DistributedOptimizer`` trains as Horovod's does, with every option."""
+"""dualtrain/hvd/README.md#distributedoptimizer: it trains as Horovod's does, with every option."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.conftest import Spmd
-from tests.hvd.worlds import OURS_3, PAIR, library
+from tests.hvd.worlds import OURS_2, OURS_3, PAIR, library
 
 STEPS = 4
 
@@ -206,6 +206,61 @@ def test_a_parameter_that_is_frozen_later_stays(real):
         assert first == [0.75, 0.75, 0.75]
     else:  # gradients of zeros: momentum and weight decay go on
         assert first == pytest.approx([0.75, 0.5875, 0.476875], abs=1e-6)
+
+
+def recognized(backend):
+    """Ways in which programs recognize a wrapped optimizer, and a name of the elastic sampler."""
+    with library(backend) as hvd:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+        return {
+            "class": isinstance(optimizer, hvd.optimizer._DistributedOptimizer),
+            "Adasum": isinstance(optimizer, hvd.optimizer._DistributedAdasumOptimizer),
+            "base": isinstance(optimizer, torch.optim.SGD),
+            "text": "horovod" in str(type(optimizer)),
+            "module": type(optimizer).__module__ == hvd.DistributedOptimizer.__module__,
+            "name": type(optimizer).__name__,
+            "sampler": hvd.elastic.ElasticSampler(range(4)).processed_indices,
+        }
+
+
+@PAIR
+def test_a_wrapped_optimizer_is_recognized_as_on_horovod(real):
+    expected = {
+        "class": False,
+        "Adasum": False,
+        "base": True,
+        "text": True,
+        "module": True,
+        "name": "SGD",
+        "sampler": set(),
+    }
+    assert real(recognized) == [expected] * real.size
+
+
+def wrapped_anew(backend):
+    """A model that is trained on with a second optimizer, while the first one waits for the garbage collector."""
+    with library(backend) as hvd:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        old, other = (hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, nn.Linear(2, 2)))
+        for _ in range(2):
+            new = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(2):
+                new.zero_grad()
+                model(torch.full((1, 2), 1.0 + hvd.rank())).sum().backward()
+                new.step()
+        with pytest.raises(RuntimeError, match="closed"):
+            old.step()
+        other.step()  # of another model with the same names and shapes
+        return model.weight.tolist()
+
+
+@OURS_2
+def test_an_optimizer_that_is_made_anew_replaces_the_old_one(real):
+    first, second = real(wrapped_anew)
+    assert first == second
+    torch.manual_seed(0)
+    assert torch.tensor(first).allclose(nn.Linear(2, 2).weight - 4 * 0.1 * 1.5)
 
 
 def scaled(backend, overflow):

@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.16: what ``DistributedOptimizer`` allows, keeps and refuses, on Horovod itself and on ours."""
+"""dualtrain/hvd/README.md#distributedoptimizer: what it allows, keeps and refuses, on Horovod itself and on ours."""
 
 from __future__ import annotations
 

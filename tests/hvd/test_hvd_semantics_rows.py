@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.7, 2.8: calls that gather, split or exchange rows, and calls of several tensors."""
+"""dualtrain/hvd/README.md#rows-and-groups: calls that gather, split or exchange rows, and calls of several tensors."""
 
 from __future__ import annotations
 

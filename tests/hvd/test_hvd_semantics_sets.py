@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.8, 2.23: process sets."""
+"""dualtrain/hvd/README.md#rows-and-groups: process sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SEMANTICS.md 2.5, 2.15: parameters, optimizer states and objects of one rank for all, on Horovod itself and on ours."""
+"""dualtrain/hvd/README.md#state-of-one-rank-for-all: parameters, optimizer states, objects; Horovod's and ours."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""A Horovod script under torchrun and horovodize; tests/horovodize/ tests longer ones on forked ranks."""
+"""A Horovod script on Horovod, and under torchrun and horovodize; tests/horovodize/ tests longer ones on forked ranks."""
 
 from __future__ import annotations
 
-from tests.horovodize.test_horovodize import python
+import json
+
+import pytest
+
+from tests.conftest import require_horovod
+from tests.launch.jobs import processes, run
 
 TRAINING = r"""
-import sys
 import torch
 import horovod.torch as hvd
 from horovod.torch.mpi_ops import allgather
@@ -14,7 +18,7 @@ import horovod.torch.elastic
 hvd.init()
 torch.manual_seed(hvd.rank())
 model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -24,15 +28,29 @@ for _ in range(3):
     optimizer.step()
 weights = allgather(model.weight.detach(), name="weights")
 total = hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item()
-# One write call: under torchrun, stdout is unbuffered and print would write the parts of a line separately.
-sys.stdout.write(f"done {hvd.rank()} {hvd.size()} {bool((weights == weights[0]).all())} {total}\n")
+assert (hvd.size(), total, bool((weights == weights[0]).all())) == (2, 1.0, True)
 """
 
 
-def test_a_script_trains_under_torchrun(tmp_path):
-    script = tmp_path / "script.py"
+@pytest.mark.timeout(600)  # four starts, on a busy machine
+def test_a_script_is_proven_on_both_libraries(tmp_path):
+    """Its broadcast of a fresh optimizer's state takes a step on Horovod, and its weights decay."""
+    require_horovod()
+    script, results = tmp_path / "script.py", tmp_path / "results.json"
     script.write_text(TRAINING)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    ended = python(*torchrun, "-m", "dualtrain.horovodize", script)
-    assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.splitlines()) == ["done 0 2 True 1.0", "done 1 2 True 1.0"]
+    options = ["--rounds", "1", "--json", str(results), "--html", str(tmp_path / "page.html")]
+    ended = run(["python", "-m", "dualtrain.horovodize", "--prove", *options, str(script)], timeout=560)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    line = ended.stdout.splitlines()[-1]
+    assert line.startswith(
+        "same bits for 3 steps, all that the script takes, once these defects of Horovod are reproduced: "
+    )
+    assert f"{script}:13: broadcast_optimizer_state takes a step" in ended.stdout
+    found = json.loads(results.read_text())
+    assert (found["status"], found["difference"]["step"], found["verdict"]) == (0, 0, line)
+    (horovod, again), (dualtrain,), (compat,) = found["runs"].values()
+    assert horovod["weights_sha256"] == again["weights_sha256"]
+    assert horovod["weights_sha256"] == compat["weights_sha256"] != dualtrain["weights_sha256"]
+    assert horovod["library"].startswith("horovod 0")
+    assert line in (tmp_path / "page.html").read_text()
+    assert processes(str(script)) == []

@@ -147,7 +147,7 @@ def test_hosts_that_resolve_their_own_names_to_loopback(launcher, backend, own, 
     else:  # Horovod's Gloo would use that address, and end the process
         assert all(statuses), job.output()
         assert job.errors(), job.output()
-        assert all("knows itself by a loopback address, and Horovod would send it" in line for line in job.errors())
+        assert all("resolves its own name to a loopback address, which Horovod would send" in line for line in job.errors())
 
 
 @pytest.mark.parametrize("launcher", ["torchrun"])

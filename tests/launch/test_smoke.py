@@ -114,12 +114,3 @@ def test_every_launcher_starts_ranks_that_train_on_both_backends(launcher, weigh
     assert end.returncode == 0, end.stderr
     for backend in BACKENDS:
         check(tmp_path / backend, launcher, backend, weights)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nproc_starts_ranks_that_train_on_both_backends(backend, weights, tmp_path):
-    require_horovod()
-    command = ["python", "-m", "dualtrain.main", "--nproc", "2", "--backend", backend, "--max-steps", "5"]
-    end = run([*command, "--run-dir", str(tmp_path)])
-    assert end.returncode == 0, end.stderr
-    check(tmp_path, "spawn", backend, weights)

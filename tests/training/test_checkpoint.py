@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 
+import numpy
 import pytest
 import torch
 
 from dualtrain.errors import UserError
 from dualtrain.training import checkpoint
+from dualtrain.training.rank_state import random_state, restore_random_state
 
 TREE = {
     "weights": {"a": torch.randn(3, 4), "b": torch.zeros(0), "c": torch.tensor(2.5, dtype=torch.float64)},
@@ -88,3 +91,25 @@ def test_a_full_disk_leaves_the_old_ones_whole(tmp_path, monkeypatch):
 def test_code_is_refused(tmp_path):
     with pytest.raises(TypeError, match="plain values and tensors"):
         save(tmp_path, 1, {"function": print})
+
+
+def test_what_is_packed_does_not_change_with_the_originals(tmp_path):
+    tree = {"weight": torch.ones(3), "view": torch.ones(2, 3)[0]}
+    packed = checkpoint.Packed(tree)
+    for tensor in tree.values():
+        tensor.zero_()
+    packed.write(tmp_path / "file")
+    assert same(checkpoint.load(tmp_path / "file"), {"weight": torch.ones(3), "view": torch.ones(3)})
+
+
+def test_every_generator_goes_on_from_its_saved_state(tmp_path):
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), float(numpy.random.standard_normal()), random.random()
+
+    device = torch.device("cpu")
+    draw()
+    checkpoint.write(tmp_path / "file", random_state(device))
+    drawn = draw()
+    draw()
+    restore_random_state(checkpoint.load(tmp_path / "file"), device)
+    assert draw() == drawn

@@ -22,6 +22,7 @@ from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import NotSavedError, StoppedError, UserError
 from dualtrain.training import checkpoint, checkpoint_writer, signals
+from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.optimizers import check_state, optimizer_names
 from dualtrain.training.run_dir import step_of
 from dualtrain.training.signals import note_early_requests
@@ -149,7 +150,7 @@ def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, 
 def test_a_best_that_could_not_be_written_is_written_with_the_next_checkpoint(tmp_path):
     reports: list[str] = []
     (tmp_path / "checkpoints").mkdir()
-    saver = checkpoint_writer.Writer(tmp_path, 1, reports.append, 10.0)
+    saver = checkpoint_writer.Writer(tmp_path, 1, reports.append, 10.0, FolderLock())
     weights = {"w": torch.ones(2)}
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, "model-best")
@@ -187,7 +188,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, capsys
 def test_a_line_that_does_not_fit_on_the_disk_leaves_the_others_whole(tmp_path):
     from dualtrain.training.run_dir import MetricsFile
 
-    file = MetricsFile(tmp_path, 0, print)
+    file = MetricsFile(tmp_path, 0, print, FolderLock())
     file.write(step=1)
     raw = file._file
 

@@ -20,12 +20,13 @@ import dualtrain.training.loop as loop
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import UserError
-from dualtrain.training import folder_lock, run_dir
+from dualtrain.training import folder_lock, generation
 from dualtrain.training.checkpoint_writer import Writer
-from dualtrain.training.folder_lock import NAME, FolderLock
+from dualtrain.training.folder_lock import FolderLock
 from tests.forked import Forked, holds
 
 FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0")
+LIMIT = 60.0
 COMMAND = ("-m", "dualtrain.main", "--backend", "local", *FLAGS)
 
 
@@ -38,7 +39,7 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 def locked(folder: Path) -> Iterator[None]:
     """A folder that another open file has locked."""
     lock = FolderLock()
-    lock.take(folder)
+    lock.take(folder, LIMIT)
     try:
         yield
     finally:
@@ -46,12 +47,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def content(folder: Path) -> dict[str, tuple[bytes, int]]:
-    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+    """Return all files but that of the generation, which is renewed."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume"], ["--resume", "auto"]])
 def test_a_second_job_is_refused_and_changes_nothing(tmp_path, monkeypatch, caplog, resume):
-    monkeypatch.setattr(run_dir, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.2)
     train(tmp_path)
     with locked(tmp_path):
         before = content(tmp_path)
@@ -66,7 +69,7 @@ def test_a_second_job_is_refused_and_changes_nothing(tmp_path, monkeypatch, capl
 def test_a_restart_waits_for_the_end_of_the_old_process(tmp_path):
     train(tmp_path)
     lock = FolderLock()
-    lock.take(tmp_path)
+    lock.take(tmp_path, LIMIT)
     ends = threading.Timer(0.3, lock.release)
     ends.start()
     assert train(tmp_path, "--resume", "auto", "--epochs", "2")["epochs"] == 2
@@ -90,7 +93,7 @@ def test_the_lock_is_kept_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         go_on.wait(60)
         write(writer, *arguments)
 
-    monkeypatch.setattr(run_dir, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "_write", slow)
         patch.setattr(Writer, "wait", lambda writer: (_ for _ in ()).throw(KeyboardInterrupt) if writer.thread else None)
@@ -99,13 +102,13 @@ def test_the_lock_is_kept_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is used by"):
         train(tmp_path, "--resume", "auto")
     go_on.set()
-    monkeypatch.setattr(run_dir, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 60.0)
     train(tmp_path, "--resume", "auto")
 
 
 def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     lock = FolderLock()
-    lock.take(tmp_path)
+    lock.take(tmp_path, LIMIT)
     reader, writer = os.pipe()
     started, begun = os.pipe()
     child = os.fork()
@@ -118,7 +121,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     os.read(started, 1)
     try:
         with pytest.raises(UserError):  # the parent still has it, although the child has closed the file
-            FolderLock().take(tmp_path)
+            FolderLock().take(tmp_path, LIMIT)
         lock.release()
         with locked(tmp_path):
             pass
@@ -129,32 +132,42 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_locks_a_warning_is_all(tmp_path, monkeypatch, caplog, number):
+def test_without_locks_a_process_that_renews_its_file_keeps_the_folder(tmp_path, monkeypatch, caplog, number):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     train(tmp_path)
-    train(tmp_path, "--resume")
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{str(tmp_path)!r} cannot be locked ({os.strerror(number)}): nothing keeps a second job out of it"
-    ] * 2
+    train(tmp_path, "--resume")  # without a wait: the process before it has left the folder
+    assert not caplog.records
+    with locked(tmp_path), pytest.raises(UserError, match=f"may be used by process {os.getpid()} on"):
+        train(tmp_path, "--resume", "auto", "--timeout", "0.4")
+    [record] = caplog.records
+    assert "which would renew its file there: waiting 6 s for that" in record.getMessage()
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "other").touch()
-    (tmp_path / NAME).symlink_to("other")
+    (tmp_path / "generation-1").symlink_to("other")
     with pytest.raises(UserError, match="cannot be written"):
         train(tmp_path)
     assert (tmp_path / "other").read_bytes() == b""
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_no_lock(tmp_path, make):
+    make(tmp_path / "generation-3")
+    with pytest.raises(UserError, match="cannot be written"):
+        train(tmp_path, "--resume", "auto")
+
+
 def test_the_process_is_named_as_far_as_it_is_known(tmp_path):
     for text in ("", "{", "[]", '{"process": 1}', "\xff"):
         with locked(tmp_path):
-            (tmp_path / NAME).write_text(text)
-            with pytest.raises(UserError, match="is used by another process"):
-                FolderLock().take(tmp_path)
+            path = generation.path_of(tmp_path, generation.newest(tmp_path))
+            path.write_text(text)
+            with pytest.raises(UserError, match="may be used by another process: wait for its end, or give a --timeout"):
+                FolderLock().take(tmp_path, 0.0)
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
@@ -203,4 +216,4 @@ def test_two_names_of_one_lock_are_one(tmp_path):
     with locked(tmp_path):
         (tmp_path / "link").symlink_to(tmp_path)
         with pytest.raises(UserError):
-            folder_lock.FolderLock().take(tmp_path / "link")
+            FolderLock().take(tmp_path / "link", LIMIT)

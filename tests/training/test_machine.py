@@ -83,6 +83,7 @@ def test_a_resumed_run_has_the_threads_that_it_began_with(tmp_path, one_by_defau
     with pytest.raises(UserError) as refusal:
         train(tmp_path, "--max-steps", "4", "--resume", "--threads", "2")
     text = "the checkpoint was made with --threads 3, and this run has --threads 2: give --threads 3, or start anew"
+    text += f" (--weights {tmp_path / 'model.safetensors'}: with its weights)"
     assert str(refusal.value) == text
     assert (tmp_path / "config.json").read_bytes() == before
 

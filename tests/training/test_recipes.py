@@ -273,11 +273,11 @@ def test_training_stops_early_where_nothing_gets_better(places, tmp_path):
 def test_a_full_disk_is_said_and_training_goes_on(places, tmp_path, monkeypatch, capsys):
     write, failed = loop.checkpoint.Packed.write, []
 
-    def full(packed, path):
+    def full(packed, path, lock):
         if "step-00000008" in path.name:
             failed.append(path)
             raise OSError(28, "No space left on device")
-        write(packed, path)
+        write(packed, path, lock)
 
     monkeypatch.setattr(loop.checkpoint.Packed, "write", full)
     summary = train_alone(flags("digits", places, tmp_path))

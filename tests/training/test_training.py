@@ -18,6 +18,7 @@ from dualtrain.compare import table
 from dualtrain.config import parse
 from dualtrain.errors import DivergedError, UserError
 from dualtrain.training.assemble import load_task
+from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 
 SUMMARY_KEYS = {
@@ -86,7 +87,7 @@ def evaluation(backend) -> tuple[float, float]:
     task = load_task(config.data, config.model.name, backend)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    found = loop.Run(config, backend, task, model)
+    found = loop.Run(config, backend, task, model, FolderLock())
     values = found.trainer.evaluate(found._evaluation(backend.rank))
     return values["val_loss"], values["val_accuracy"]
 
@@ -264,8 +265,8 @@ def test_runs_are_compared(tmp_path, capsys):
         train_alone("--max-steps", "1", "--seed", seed, "--run-dir", str(tmp_path / name))
     assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "same weights: yes" in capsys.readouterr().out
-    assert compare([str(tmp_path / "a"), str(tmp_path / "c")]) == 0
-    assert "same weights: no" in capsys.readouterr().out
+    assert compare([str(tmp_path / name) for name in ("c", "a", "b")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "same weights: no, the 3 runs ended with 2 models: a = b; c"
     assert compare([str(tmp_path / "nothing")]) == 2
     assert "summary.json" in capsys.readouterr().err
     assert compare([]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dualtrain import BackendError, Trainer, UserError, connect
 from dualtrain.batchnorm import SyncBatchNorm, synchronize_norms
-from dualtrain.errors import DivergedError
+from dualtrain.errors import DivergedError, RanksDifferError
 from tests.hvd.worlds import worlds
 from tests.models_for_tests import perceptron, seeded, small_buckets, vectors
 from tests.threads import run_threads
 from tests.training.virtual import CASES, Statistics, digest, step, trainer_of
+
+RANK: ContextVar[int] = ContextVar("rank")  # of this thread
 
 
 def samples(number=12):
@@ -166,6 +169,29 @@ def refused(backend):
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_has_no_common_result_is_refused(size):
     run_threads(size, refused)
+
+
+def other_threads(backend):
+    with pytest.raises(RanksDifferError, match=r"torch\.get_num_threads\(\).*1.*2"):
+        trainer_with(perceptron(), backend)
+    model = perceptron()
+    Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend).close()
+
+
+def test_ranks_with_other_numbers_of_threads_are_refused(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + RANK.get())
+    run_threads(2, lambda backend: (RANK.set(backend.rank), other_threads(backend)))
+
+
+def test_a_state_of_another_number_of_threads_is_a_warning(monkeypatch, caplog):
+    with connect("local") as backend:
+        trainer = trainer_with(perceptron(), backend)
+        state = trainer.state_dict()
+        trainer.load_state_dict(state)
+        assert not caplog.records
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+        trainer.load_state_dict(state)
+        assert "1 intra-op threads, and this process has 7: call torch.set_num_threads(1)" in caplog.text
 
 
 def sparse(backend):

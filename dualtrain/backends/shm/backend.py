@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class DelegatingBackend(Backend):
-    """A backend whose primitives are those of another one, ``inner``, which it owns from now on."""
+    """Backend that uses the primitives of another backend, ``inner``, and closes ``inner`` when it is closed."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -29,7 +29,7 @@ class DelegatingBackend(Backend):
         self.name, self.transport, self.versions, self.narrow = inner.name, inner.transport, inner.versions, inner.narrow
         self.hosts, self.members, self.is_group = inner.hosts, inner.members, inner.is_group
 
-    # The inner backend's waits have the same limits.
+    # The inner backend keeps these three attributes, since its own waits use them.
 
     @property
     def timeout(self) -> float:
@@ -91,16 +91,16 @@ class DelegatingBackend(Backend):
 class SharedMemoryBackend(DelegatingBackend):
     """``inner`` with reductions of CPU tensors through memory that the ranks of a host share.
 
-    Collective over ``inner`` to make; blocks. With several hosts, the ranks with the same local rank exchange their
-    shards over ``inner``'s library in between.
+    Construction is collective over ``inner`` and blocks. With several hosts, the ranks with the same local rank
+    all-reduce their shards between the hosts, over ``inner``'s library.
 
     Args:
         inner: a connected backend with CPU tensors.
-        beside: shared memory of another backend over the same ranks, whose operations progress while this one waits.
+        beside: shared memory of another backend over the same ranks; its operations progress while this backend waits.
 
     Raises:
-        UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts have unequally many.
-        BackendError: a rank failed, or the connections between the hosts did.
+        UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts' numbers of ranks differ.
+        BackendError: a rank or the connections between the hosts failed.
     """
 
     transport = "shm"
@@ -113,12 +113,12 @@ class SharedMemoryBackend(DelegatingBackend):
         self.transport = f"{type(self).transport}+{inner.transport}" if several else type(self).transport
         across = inner.between_hosts() if several else None
         self.memory = SharedMemory(inner, across, beside)
-        self._copies = False  # whether the memory has run out
+        self._copies = False  # whether a buffer could not be shared
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         if tensor.device.type != "cpu":
             return self.inner.start_allreduce(tensor, op, name)
-        # Not in place: the tensor may be part of a buffer on this rank, and none on another one.
+        # Not in place: the tensor may lie in a shared buffer on this rank, but not on another rank.
         return self.memory.start(tensor, op, name, in_place=False)
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
@@ -170,9 +170,10 @@ class SharedMemoryBackend(DelegatingBackend):
 
 
 class LibraryGroup(DelegatingBackend):
-    """A group of a :class:`SharedMemoryBackend`: all its operations are the library's.
+    """Group of a :class:`SharedMemoryBackend`; all its operations use the library.
 
-    Before it compares calls, it finishes what was started in ``memory``: another rank may wait for that first.
+    Before the group compares calls, it finishes the operations in ``memory``: a rank that still waits for one of these
+    cannot take part in the comparison.
     """
 
     def __init__(self, inner: Backend, memory: SharedMemory) -> None:

@@ -4,7 +4,7 @@ Every rank's buffer is in memory that all ranks of its host map. When all have p
 all buffers, in rank order, and writes the result into all of them; when all have posted "done", every buffer holds the
 whole result. No data is sent, nothing is copied twice, and the fixed order gives the same bits in every run.
 
-With several hosts, ranks that have the same shard of their hosts' sums all-reduce it in between, over the library.
+With several hosts, the ranks that have the same shard all-reduce it over the library before they write the result.
 
 The work is done in the caller's own thread: when it waits, and, as far as that does not block, when it starts the next
 operation. Ranks that compute on all cores gain nothing from another thread.
@@ -33,29 +33,29 @@ from dualtrain.backends.shm.shards import PAGE, Plan, Region, Tree
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
-_STAGE_BYTES = 1 << 20  # of the buffer through which tensors outside shared memory are copied, piece by piece
-_SLICE_SECONDS = 5e-4  # of a blocking wait, after which other operations progress
-_VECTOR_BYTES = 1 << 10  # of the longest vector that is exchanged through memory
-_TAG_BYTES = 64  # that describe one operation
-_TAGS = 128  # operations that this rank may have posted ahead of the others
+_STAGE_BYTES = 1 << 20  # size of the buffer through which tensors outside shared memory are copied, piece by piece
+_SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this, so that other operations progress
+_VECTOR_BYTES = 1 << 10  # size of the longest vector that is exchanged through memory
+_TAG_BYTES = 64  # size of the tag of one operation
+_TAGS = 128  # how many operations this rank may have posted ahead of the others
 _READY, _DONE, _VECTOR = range(3)
 _KINDS = 3
 _COMPARING = "comparing calls with the other ranks"
 _CPU_NUMBERS = 64  # integers of 62 bits each, for the set of cores
 
-#: A condition: called with whether to block, it returns whether it is met.
+#: A condition. Its argument says whether to block until the condition is met; it returns whether it is met.
 Need = Callable[[bool], bool]
 
 
 class SharedMemory:
-    """Memory that the ranks of this host share, as one of them uses it.
+    """This rank's access to memory that the ranks of its host share.
 
-    Collective over ``library`` to make; blocks.
+    Construction is collective over ``library`` and blocks.
 
     Args:
-        library: backend over all ranks; each host has equally many.
+        library: backend over all ranks; every host has the same number of ranks.
         across: backend over the ranks with this rank's local rank, one per host, if there are several hosts.
-        beside: another one, whose operations progress while this one waits.
+        beside: shared memory of another backend; its operations progress during waits for this memory's operations.
 
     Raises:
         UnsharedError: on every rank, if the ranks of one host cannot share memory.
@@ -67,22 +67,22 @@ class SharedMemory:
         self._beside = beside
         self._host = library.hosts[library.rank]
         self.size, self.rank = library.local_size, library.local_rank
-        self._exchange = library.exchange_short  # until this memory can do it
+        self._exchange = library.exchange_short  # replaced below, when this memory is ready
         memory = self._map(Semaphores.bytes_for(_KINDS, self.size), Semaphores.initialise)
         # Don't spin when ranks outnumber cores: the peer needs this core to post.
         spin = _cores(library) >= self.size
         self._semaphores = Semaphores(memory, _KINDS, self.size, self.rank, spin=spin)
-        #: Of each kind, the conditions that every other rank has posted.
+        #: For each kind of signal, one condition per other rank: that this rank has posted the signal.
         self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
         #: Buffers through which tensors outside shared memory are copied.
         self.stage = self._new_region(_STAGE_BYTES)
         places = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
         self._vectors = [[memoryview(place) for place in two] for two in places]  # each begins with its length
         self._next_vector = 0  # index into the double buffer
-        #: Of each rank, a ring of its last operations' tags: tags at the same position must be equal.
+        #: For each rank, a ring buffer with the tags of its last operations; tags at the same position must be equal.
         self._tags = [memoryview(slot.numpy()) for slot in self._new_region(_TAGS * _TAG_BYTES).slots]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
-        self._posted_ready, self._seen_ready = 0, 0  # numbers of operations
+        self._posted_ready, self._seen_ready = 0, 0  # how many "ready" signals this rank has posted, and waited for
         self._regions: dict[int, Region] = {}  # by the address of this rank's buffer
         self._pending: deque[_Reduction] = deque()
         self._lock = threading.RLock()
@@ -90,7 +90,11 @@ class SharedMemory:
         self._exchange = self.exchange_short
 
     def new_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Tensor of zeros, (numel,), that :meth:`start` reduces in place. Collective; blocks. Raises UnsharedError."""
+        """Return a tensor of zeros, (numel,), that :meth:`start` reduces in place. Collective; blocks.
+
+        Raises:
+            UnsharedError: on every rank, if the ranks of a host cannot share as much memory.
+        """
         if numel == 0:
             return torch.zeros(0, dtype=dtype)
         region = self._new_region(numel * dtype.itemsize)
@@ -113,9 +117,9 @@ class SharedMemory:
     ) -> Work[None]:
         """Reduce ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; does not block.
 
-        All elements but the last ``tail`` are then multiplied by ``factor``. With ``in_place``, a buffer of
-        :meth:`new_buffer` is reduced without copies, and must be one on every rank; without, it is copied as any tensor.
-        With ``tree``, for such buffers alone, partial sums are added along it, and not in rank order.
+        All elements but the last ``tail`` are then multiplied by ``factor``. A buffer of :meth:`new_buffer` is reduced
+        without copies, and must then be such a buffer on every rank; ``in_place=False`` copies it like any other tensor.
+        With ``tree``, which is for these buffers only, partial sums are added along the tree instead of in rank order.
         """
         with self._lock:
             flat = tensor.view(-1)
@@ -123,7 +127,7 @@ class SharedMemory:
             work = _Reduction(self, flat, region, op, name, factor, tail, tree)
             if self._failure is not None:
                 self._raise_failure(work.what)
-            # Posts must be in the order of the operations: wait while an earlier one has not made all of its posts.
+            # Posts must be in the order of the operations: don't post while an earlier operation has posts to make.
             if region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending)):
                 self.post_ready(work)
             self._pending.append(work)
@@ -133,15 +137,15 @@ class SharedMemory:
     def tree(self, order: SumOrder, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> Tree | None:
         """Return the tree of ``order`` over partial sums in ``others`` and ``tensor``.
 
-        ``None`` with several hosts, and unless all of them are buffers of :meth:`new_buffer`.
+        Return ``None`` if there are several hosts, or if any of these tensors is not a buffer of :meth:`new_buffer`.
         """
         regions = [self._regions.get(buffer.data_ptr()) for buffer in (*others, tensor)]
         found = [region for region in regions if region is not None]
-        # Between hosts the partial sums travel, and not the sum of a host.
+        # With several hosts, the tree may need the partial sums of a host, and not only their sum.
         return Tree(order, found[:-1]) if self._across is None and len(found) == len(regions) else None
 
     def advance(self, until: _Reduction | None = None) -> None:
-        """Progress without blocking; with ``until``, block until that operation and all before it have ended.
+        """Progress without blocking; with ``until``, block until that operation and all earlier ones have ended.
 
         Raises:
             BackendError: an operation failed; all later ones fail too.
@@ -158,16 +162,16 @@ class SharedMemory:
                 self._raise_failure(until.what)
 
     def finish(self) -> None:
-        """Block until all operations have ended. Call it before a wait for the library, which does not progress them."""
+        """Block until all operations have ended. Call this before a wait for the library, which does not progress them."""
         with self._lock:
             if self._pending:
                 self.advance(self._pending[-1])
 
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
-        """As the library's, but through memory where all ranks are on this host and the numbers fit. Blocks.
+        """Gather every rank's ``numbers``, through memory if all ranks are on this host and there are few numbers. Blocks.
 
         Raises:
-            BackendError: on all ranks, if they pass different numbers of integers: they are not in the same call.
+            BackendError: on all ranks, if their ``numbers`` differ in length, since they then make different calls.
         """
         gathered = self._exchange_here(numbers) if self._across is None else None
         if gathered is None:
@@ -222,7 +226,7 @@ class SharedMemory:
     # -- steps of an operation -------------------------------------------------------------------------------------
 
     def post_ready(self, work: _Reduction) -> None:
-        """Post that this rank's part of ``work`` is in its buffer."""
+        """Post that this rank's values for ``work`` are in its buffer."""
         work.posted = work.region is not None
         at = self._posted_ready % _TAGS * _TAG_BYTES
         self._tags[self.rank][at : at + _TAG_BYTES] = work.tag
@@ -230,7 +234,7 @@ class SharedMemory:
         self._semaphores.post(_READY)
 
     def reduce_shard(self, plan: Plan, work: _Reduction) -> Iterator[Need]:
-        """Reduce this rank's shard, from "ready" to "done"; yields the conditions to wait for."""
+        """Reduce this rank's shard, from "ready" to "done"; yield the conditions to wait for."""
         yield from self._posts[_READY]
         at = self._seen_ready % _TAGS * _TAG_BYTES
         self._seen_ready += 1
@@ -247,7 +251,7 @@ class SharedMemory:
         yield from self._posts[_DONE]
 
     def _raise_mismatch(self, at: int) -> NoReturn:
-        """Raise BackendError, as every rank of this host does: their tags at ``at`` are of different operations."""
+        """Raise BackendError, on every rank of this host, since the tags at ``at`` are of different operations."""
         ranks = self._ranks_here()
         names = [bytes(tags[at + 8 : at + _TAG_BYTES]).rstrip(b"\0").decode(errors="replace") for tags in self._tags]
         listed = "; ".join(f"rank {rank}: {name}" for rank, name in zip(ranks, names, strict=True))
@@ -277,11 +281,11 @@ class SharedMemory:
         return self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds)
 
     def progress(self) -> bool:
-        """Progress without blocking, unless another thread does; whether operations are unfinished."""
+        """Progress without blocking, unless another thread does so. Return whether this call left unfinished operations."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            with suppress(BackendError):  # raised again where that operation is waited for
+            with suppress(BackendError):  # raised again by the wait for the operation that failed
                 self.advance()
             return bool(self._pending)
         finally:
@@ -296,7 +300,7 @@ class SharedMemory:
         return map_on_host(self._exchange, self._library.hosts, self._library.rank, nbytes, prepare)
 
     def _fail(self, what: str, error: Exception) -> BackendError:
-        """Fail all pending operations: the ranks' semaphore counts are out of step."""
+        """Fail all pending and later operations, since the ranks' semaphore counts are now out of step."""
         self._failure = error if isinstance(error, BackendError) else self._library.failure(what, error)
         self._pending.clear()
         return self._failure
@@ -311,7 +315,7 @@ class SharedMemory:
 
 
 def _cores(library: Primitives) -> int:
-    """Number of cores that the ranks of this host may use together. Collective."""
+    """Return how many cores the ranks of this host may use together. Collective."""
     mine = sum(1 << cpu for cpu in os.sched_getaffinity(0))
     gathered = library.exchange_short([mine >> 62 * n & (1 << 62) - 1 for n in range(_CPU_NUMBERS)])
     here = [mask for mask, host in zip(gathered, library.hosts, strict=True) if host == library.hosts[library.rank]]
@@ -347,7 +351,7 @@ class _Reduction(Work[None]):
 
     @property
     def what(self) -> str:
-        """Text for messages."""
+        """Description of the operation for messages."""
         return f"{self.op.value} of {self.name!r}"
 
     def wait(self) -> None:
@@ -360,7 +364,7 @@ class _Reduction(Work[None]):
         return self.ended or self._memory.failed
 
     def progress(self, block: bool) -> bool:
-        """Carry out steps until a condition is not met, or, with ``block``, until the end; whether it has ended."""
+        """Carry out steps until a condition is not met; with ``block``, until the end. Return whether it was reached."""
         while self._need is None or self._need(block):
             self._need = next(self._steps, None)
             if self._need is None:
@@ -384,14 +388,14 @@ class _Reduction(Work[None]):
             plan.own.copy_(piece)
             memory.post_ready(self)
             yield from memory.reduce_shard(plan, self)
-            # Inference tensors can only be written in inference mode; entering it takes longer than a short copy.
+            # Only inference tensors need inference mode to be written; entering it takes longer than a short copy.
             with torch.inference_mode() if piece.is_inference() else nullcontext():
                 piece.copy_(plan.own)
 
 
 @lru_cache(maxsize=4096)
 def _tag(op: ReduceOp, name: str, dtype: torch.dtype, numel: int, staged: bool) -> bytes:
-    """Tag of an operation, equal on every rank: a hash, and the beginning of its description."""
+    """Return the tag of an operation, equal on every rank: a hash and the beginning of the operation's description."""
     text = f"{op.value} of {name!r} ({str(dtype).removeprefix('torch.')}, {numel})"
     digest = hashlib.blake2b(f"{text} {staged}".encode(), digest_size=8).digest()
     return (digest + text.encode())[:_TAG_BYTES].ljust(_TAG_BYTES, b"\0")

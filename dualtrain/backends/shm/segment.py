@@ -1,8 +1,8 @@
 """Memory that all ranks of a host map.
 
-It has no name, so nothing is left behind however a job ends: the host's first rank creates it (``memfd_create``), and
-the others open it through that process's descriptors in /proc, which the system permits to the same user. It does not
-use /dev/shm, which is small in containers.
+The memory has no name, so nothing is left behind however a job ends. The host's first rank creates it
+(``memfd_create``); the others open it through that process's descriptors in /proc, which the system permits to the same
+user. It does not use /dev/shm, which is small in containers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REASON_BYTES = 128
 
 
 class UnsharedError(Exception):
-    """The ranks of a host cannot share memory; raised on every rank, with the reason of the first."""
+    """The ranks of a host cannot share memory. Raised on every rank, with the first failed rank's reason."""
 
 
 def map_on_host(
@@ -34,13 +34,13 @@ def map_on_host(
 
     Args:
         exchange: gathers integers over all ranks.
-        hosts: of each rank, the number of its host.
+        hosts: the number of each rank's host, in rank order.
         rank: this process's rank.
         nbytes: size.
         prepare: writes into the memory on the host's first rank, before the others map it.
 
     Raises:
-        UnsharedError: on every rank, if one of them cannot map it.
+        UnsharedError: on every rank, if one of them cannot map the memory.
     """
     leader = hosts.index(hosts[rank])
     nonce, descriptor, memory = secrets.randbits(62), -1, None
@@ -55,15 +55,15 @@ def map_on_host(
                 made = _map(descriptor, nbytes)
                 prepare(made)
                 memory = made
-            except Exception as error:  # any error: the other ranks wait for the exchange
-                problem = f"{nbytes} bytes of shared memory cannot be had: {_reason(error)}"
+            except Exception as error:  # of any type, since the other ranks wait for the exchange
+                problem = f"cannot allocate {nbytes} bytes of shared memory: {_reason(error)}"
         mine = [os.getpid(), descriptor, nonce, int(memory is not None)]
         pid, number, nonce, there = exchange(mine)[leader]
         if rank != leader and there:
             try:
                 memory = _open(pid, number, nonce, nbytes)
             except Exception as error:
-                problem = f"the memory of process {pid} cannot be opened: {_reason(error)}"
+                problem = f"cannot open the memory of process {pid}: {_reason(error)}"
         _agree(exchange, memory is not None, problem)
     finally:
         if descriptor >= 0:
@@ -75,9 +75,9 @@ def map_on_host(
 def _open(pid: int, number: int, nonce: int, nbytes: int) -> torch.Tensor:
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        # In another container, the same process number belongs to another process.
+        # If that rank runs in another container, its process number belongs to another process in this container.
         if os.pread(descriptor, _NONCE_BYTES, nbytes) != nonce.to_bytes(_NONCE_BYTES, "little"):
-            raise OSError("it is another process's here")
+            raise OSError("this number belongs to another process here")
         return _map(descriptor, nbytes)
     finally:
         os.close(descriptor)
@@ -97,4 +97,4 @@ def _agree(exchange: Exchange, mapped: bool, problem: str) -> None:
         return
     problems = exchange_text(exchange, problem, _REASON_BYTES)
     rank = next(rank for rank, text in enumerate(problems) if text)
-    raise UnsharedError(f"rank {rank}: {problems[rank]}")
+    raise UnsharedError(f"rank {rank} {problems[rank]}")

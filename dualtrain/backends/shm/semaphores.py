@@ -22,7 +22,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphores:
-    """Semaphores of ``size`` ranks at the beginning of ``memory``, as rank ``rank`` posts them and waits for them.
+    """Semaphores of ``size`` ranks at the beginning of ``memory``; this process is rank ``rank``.
 
     Args:
         memory: shared by the ranks, of :meth:`bytes_for` bytes, prepared by :meth:`initialise`.
@@ -46,18 +46,18 @@ class Semaphores:
         # Calls that do not block keep the GIL, which is faster; calls that block release it.
         with_gil, without_gil = ctypes.PyDLL(None), ctypes.CDLL(None)
         self._sem_post, self._sem_trywait = with_gil.sem_post, with_gil.sem_trywait
-        # Use the monotonic clock where the C library can (glibc 2.30): the real-time clock may be set meanwhile.
+        # Use the monotonic clock if the C library can (glibc 2.30): the real-time clock may be set during a wait.
         self._sem_clockwait = getattr(without_gil, "sem_clockwait", None)
         self._sem_timedwait = without_gil.sem_timedwait
 
     @staticmethod
     def bytes_for(kinds: int, size: int) -> int:
-        """Memory that the semaphores need."""
+        """Return how much memory the semaphores need."""
         return kinds * size * size * CACHE_LINE
 
     @staticmethod
     def initialise(memory: torch.Tensor) -> None:
-        """Initialise all semaphores in ``memory``; on one rank, before any other uses them.
+        """Initialise all semaphores in ``memory``; called on one rank before any other rank uses them.
 
         Raises:
             OSError: the system has no semaphores that processes can share.
@@ -73,12 +73,12 @@ class Semaphores:
             self._sem_post(each)
 
     def try_wait(self, kind: int, source: int, *, spin: bool) -> bool:
-        """Consume a post of rank ``source`` if there is one, or with ``spin`` comes soon. Does not sleep."""
+        """Consume a post of rank ``source`` and return True, or return False. With ``spin``, try for some microseconds."""
         at = self._from[kind][source]
         return any(self._sem_trywait(at) == 0 for _ in range(self._spins if spin else 1))
 
     def timed_wait(self, kind: int, source: int, seconds: float) -> bool:
-        """Consume a post of rank ``source``; sleep until there is one, at most for ``seconds``."""
+        """Consume a post of rank ``source`` and return True; sleep until there is one, at most for ``seconds``."""
         at = self._from[kind][source]
         if self._sem_clockwait is not None:
             return bool(self._sem_clockwait(at, time.CLOCK_MONOTONIC, _until(time.CLOCK_MONOTONIC, seconds)) == 0)

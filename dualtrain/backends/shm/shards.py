@@ -1,7 +1,7 @@
 """Buffers of every rank in memory that the ranks of a host share, and the reduction of this rank's shard of them.
 
-Each rank reduces its shard piece by piece: the values of all ranks into the first of them, then from there into all
-results, while the piece is in the processor's cache.
+Each rank reduces its shard piece by piece: it reduces the piece into the first rank's buffer, and then copies the result
+into all other buffers while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLANS = 64  # cached per region
 
 
 class Region:
-    """One buffer per rank, consecutive in ``memory`` (uint8); ``slots`` are their bytes, in rank order."""
+    """One buffer per rank, consecutive in ``memory`` (uint8); ``slots`` are the buffers as bytes, in rank order."""
 
     def __init__(self, memory: torch.Tensor, size: int, rank: int) -> None:
         self.slots = list(memory.view(size, -1))
@@ -29,7 +29,7 @@ class Region:
         self._plans: dict[tuple[torch.dtype, int, int, SumOrder | None], Plan] = {}
 
     def plan(self, dtype: torch.dtype, count: int, scaled: int, tree: Tree | None = None) -> Plan:
-        """Plan that reduces the first ``count`` elements, and scales the first ``scaled`` of them."""
+        """Return a plan that reduces the first ``count`` elements, and scales the first ``scaled`` of them."""
         key = dtype, count, scaled, tree.order if tree is not None else None
         if key not in self._plans:
             if len(self._plans) == _PLANS:
@@ -56,7 +56,7 @@ class Region:
 
 
 class Tree(NamedTuple):
-    """A sum along the tree of ``order``; partial sums beside the newest of each rank are in the regions ``others``."""
+    """A sum along the tree of ``order``; the regions ``others`` hold all partial sums but the newest one of each rank."""
 
     order: SumOrder
     others: list[Region]
@@ -67,10 +67,10 @@ class Plan:
 
     Args:
         parts: the buffers to reduce.
-        results: of each rank, the buffer that gets the result.
-        additions: pairs of ``parts`` to reduce, in this order; the result is in the first of them.
-        rank: this process's.
-        scaled: how many elements are scaled.
+        results: for each rank, the buffer that gets the result.
+        additions: pairs of ``parts`` to reduce, in this order; afterwards the result is in the first part.
+        rank: this process's rank.
+        scaled: how many elements are scaled, from the first on.
 
     Attributes:
         own: this rank's buffer.
@@ -92,7 +92,7 @@ class Plan:
         targets = [result[begin:end] for result in results if result is not parts[0]]
         self.shard = mine[0]
         step = _PIECE_BYTES // self.own.element_size()
-        #: Of each piece: the values to reduce, the part of the first that is scaled, and where else the result goes.
+        #: For each piece: its values in all parts, its elements to scale, and the other buffers that get the result.
         self._pieces: list[tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]] = []
         for start in range(0, end - begin, step):
             values = [part[start : start + step] for part in mine]
@@ -111,14 +111,14 @@ class Plan:
                 copy.copy_(values[0])
 
     def reduce_on_host(self, op: ReduceOp) -> None:
-        """First half of :meth:`reduce`: the reduction is in ``shard``, not scaled."""
+        """Do the first half of :meth:`reduce`: reduce into ``shard``, without scaling."""
         fold = FOLD[op]
         for values, _, _ in self._pieces:
             for target, source in self._additions:
                 fold(values[target], values[source], out=values[target])
 
     def copy_to_all(self, factor: float) -> None:
-        """Second half of :meth:`reduce`: scale ``shard`` and write it into all results."""
+        """Do the second half of :meth:`reduce`: scale ``shard`` and write it into all results."""
         for values, scaled, copies in self._pieces:
             if factor != 1:
                 scaled.mul_(factor)
@@ -127,6 +127,6 @@ class Plan:
 
 
 def _shard(count: int, size: int, rank: int) -> tuple[int, int]:
-    """Begin and end of a rank's elements: whole cache lines, so that no two ranks write to the same one."""
+    """Return begin and end of a rank's elements: whole cache lines, so that no two ranks write to the same line."""
     lines = -(-count // CACHE_LINE)
     return min(count, lines * rank // size * CACHE_LINE), min(count, lines * (rank + 1) // size * CACHE_LINE)

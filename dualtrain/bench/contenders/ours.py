@@ -67,12 +67,13 @@ class Ours(Contender):
         """See the base class. The loop waits for the copy of the state; a thread writes the file."""
         from dualtrain.training.checkpoint import Packed
         from dualtrain.training.checkpoint_writer import Writer
+        from dualtrain.training.folder_lock import FolderLock
 
         model = task.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         trainer = dualtrain.Trainer(model, optimizer, backend=self.backend)
         (folder / "checkpoints").mkdir(exist_ok=True)
-        writer = Writer(folder, 1, print, 60.0)
+        writer = Writer(folder, 1, print, 60.0, FolderLock())
         batches = task.ready(self.rank)[:STALL_STEPS]
         expected = len(batches[0][1]) * self.size
 

@@ -2,7 +2,21 @@
 
 from collections.abc import Callable, Iterable
 
-from dualtrain.horovodize.rules import environment, evaluation, ranks, rate, sent_objects, single_calls, steps, wrapping
+from dualtrain.horovodize.rules import (
+    accumulation,
+    environment,
+    evaluation,
+    libraries,
+    placement,
+    ranks,
+    rate,
+    sampling,
+    seeds,
+    sent_objects,
+    single_calls,
+    steps,
+    wrapping,
+)
 from dualtrain.horovodize.source import Finding, Source
 
 Rule = Callable[[Source], Iterable[Finding]]
@@ -21,6 +35,18 @@ RULES: tuple[Rule, ...] = (
     environment.variables,
     environment.elastic_run,
     evaluation.padded_evaluation,
+    libraries.ignite,
+    libraries.launcher_readers,
+    libraries.torchmetrics,
+    placement.gpu_by_rank,
+    placement.saved_by_all_ranks,
+    placement.use_after_shutdown,
+    sampling.different_splits,
+    sampling.every_rank_reads_all,
+    sampling.same_order_every_epoch,
+    sampling.sampler_by_local_rank,
+    sampling.sampler_without_ranks,
+    seeds.same_random_numbers,
     sent_objects.code_in_objects,
     ranks.collective_on_some_ranks,
     rate.rate_times_size,
@@ -28,8 +54,12 @@ RULES: tuple[Rule, ...] = (
     steps.scaler_before_synchronize,
     steps.second_reduction,
     steps.zero_grad_before_step,
+    accumulation.accumulation_without_passes,
     wrapping.set_to_none,
     wrapping.group_after_wrapping,
     wrapping.checkpoint_before_wrapping,
     wrapping.optimizer_state,
+    wrapping.frozen_after_wrapping,
+    wrapping.several_evaluations,
+    wrapping.never_broadcast,
 )

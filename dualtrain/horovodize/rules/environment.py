@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from dualtrain.horovod_variables import HONOURED
@@ -10,6 +11,7 @@ from dualtrain.horovodize.imports import PACKAGES, home
 from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS
 from dualtrain.horovodize.source import Finding, Source
 
+_OTHER_USE = re.compile(r"suppress\(|TYPE_CHECKING|tensorflow|keras|mxnet|\b(is_?)?tf\b")
 _RUNNERS = ("horovod.run", "horovod.runner.run", "horovod.run.run", "horovod.run.runner.run")
 
 
@@ -22,13 +24,31 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in (name for name in names if not _covered(name)):
+        uncovered = [name for name in names if not _covered(name)]
+        for name in uncovered if uncovered and not is_guarded(source, node) else ():
             framework = name.split(".")[1]
             what = f"horovod.{framework}" if framework in OTHER_FRAMEWORKS else name
             message = (
                 f"there is no {what}: dualtrain covers horovod.torch only; use its public names, and start with torchrun"
             )
             yield Finding(node.lineno, "unsupported", message)
+
+
+def is_guarded(source: Source, node: ast.AST) -> bool:
+    """Return whether the script goes on where this import fails, or makes it for another framework only."""
+    below: ast.AST = node
+    for above in source.above(node):
+        if isinstance(above, ast.Try) and below in above.body:
+            caught = " ".join(ast.unparse(handler.type) if handler.type else "Exception" for handler in above.handlers)
+            if re.search(r"ImportError|ModuleNotFoundError|\bException", caught):
+                return True
+        elif isinstance(above, ast.With | ast.If):
+            condition = above.items[0] if isinstance(above, ast.With) else above.test
+            if _OTHER_USE.search(ast.unparse(condition)):
+                return True
+        below = above
+    others = (other for other in source.nodes if isinstance(other, ast.Import | ast.ImportFrom) and other is not node)
+    return any("horovod.torch" in ast.unparse(other) and source.exclusive(node, other) for other in others)
 
 
 def _covered(name: str) -> bool:

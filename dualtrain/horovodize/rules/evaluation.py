@@ -15,21 +15,26 @@ _SAMPLER = "DistributedSampler"
 
 def padded_evaluation(source: Source) -> Iterator[Finding]:
     """A DistributedSampler or ElasticSampler under a validation or test loader."""
-    under_eval = _samplers_under_eval(source)
     for call in source.calls:
         if not (source.name(call.func).rpartition(".")[2] == _SAMPLER or source.hvd(call.func) == "elastic.ElasticSampler"):
             continue
-        target = next((name for name, value, _ in source.assignments if value is call), "")
-        given = ast.unparse(call.args[0]) if call.args else ""
-        names = f"{target} {given}".lower()
-        named = _EVALUATION.search(names) and not _TRAINING.search(target.lower())
-        if named or (target in under_eval and not _TRAINING.search(names)):
+        if is_for_evaluation(source, call):
             message = (
                 "evaluation counts samples twice (or leaves some out) if their number is no multiple of the ranks', and an "
                 "average of the ranks' averages hides it; use Subset(data, range(rank, len(data), size)), and allreduce "
                 "sums and counts with op=hvd.Sum"
             )
             yield Finding(call.lineno, "trap", message)
+
+
+def is_for_evaluation(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` makes a sampler or loader for validation or test data, by its names and by its use."""
+    target = next((name for name, value, _ in source.assignments if value is call), "")
+    given = ast.unparse(call.args[0]) if call.args else ""
+    names = f"{target} {given}".lower()
+    if _EVALUATION.search(names) and not _TRAINING.search(target.lower()):
+        return True
+    return target in _samplers_under_eval(source) and not _TRAINING.search(names)
 
 
 def _samplers_under_eval(source: Source) -> set[str]:
@@ -40,7 +45,7 @@ def _samplers_under_eval(source: Source) -> set[str]:
         if isinstance(value, ast.Call) and (sampler := keyword(value, "sampler")) is not None
     }
     found = set()
-    for _, nodes in source.scopes():
+    for _, nodes in source.scopes:
         evaluating = False
         for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("eval", "train"):

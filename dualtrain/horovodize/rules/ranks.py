@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
-_RANKS = ("rank", "local_rank", "cross_rank")
-_LEAVING = ast.Return | ast.Continue | ast.Break | ast.Raise
+
+class _Lonely(NamedTuple):
+    """A collective call in one arm of a condition on the rank, without its like in the other arm."""
+
+    name: str
+    call: ast.Call
+    where: tuple[ast.AST, tuple[bool, str]]  # the function, and the condition
 
 
 def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A collective behind a condition on the rank."""
     look = _Collectives(source)
-    for branch in source.nodes:
-        if not isinstance(branch, ast.If | ast.IfExp) or not look.depends_on_rank(branch.test):
-            continue
-        body = branch.body if isinstance(branch.body, list) else [branch.body]
-        other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
-        if isinstance(branch, ast.If) and isinstance(body[-1], _LEAVING):
-            other = [*other, *look.behind(branch)]
-        here, there = list(look.inside(body)), list(look.inside(other))
-        for calls, opposite in ((here, there), (there, here)):
-            matched = {name for name, _ in opposite}
-            for name, call in calls:
-                if name not in matched:
-                    message = f"only some ranks call {name}(), and they wait for the others; call it outside the condition"
-                    yield Finding(call.lineno, "trap", message)
+    lonely = [found for branch in source.nodes for found in look.lonely(branch)]
+    for found in lonely:
+        scope, (holds, what) = found.where
+        # A pair: the other ranks make the same call in another place, as for "rank 0 downloads first".
+        pairs = [other for other in lonely if other.name == found.name and other.where == (scope, (not holds, what))]
+        if not pairs:
+            message = f"only some ranks call {found.name}(), and they wait for the others; call it outside the condition"
+            yield Finding(found.call.lineno, "trap", message)
 
 
 class _Collectives:
@@ -36,37 +37,41 @@ class _Collectives:
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self.guards = Guards(source)
         self.own: set[str] = set()
         for _ in range(4):  # nested calls, four levels deep
             self.own |= {name for name, function in source.functions.items() if self._contains(function)}
-        self._ranks: set[str] = set()
-        self._ranks = {target for target, value, _ in source.assignments if self._is_rank(value)}
-        self._firsts = {target for target, value, _ in source.assignments if self._compares(value)}
 
-    def depends_on_rank(self, test: ast.expr) -> bool:
-        """Return whether ``test`` is true on one rank only, or on all but one."""
-        if isinstance(test, ast.BoolOp):
-            return isinstance(test.op, ast.And) and any(self.depends_on_rank(value) for value in test.values)
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self._is_rank(test.operand) or self.depends_on_rank(test.operand)
-        return self._compares(test) or ast.unparse(test) in self._firsts or self._is_rank(test)
+    def lonely(self, branch: ast.AST) -> Iterator[_Lonely]:
+        """Yield the collective calls in one arm of ``branch`` that the other arm lacks."""
+        signature = self.guards.signature(branch.test) if isinstance(branch, ast.If | ast.IfExp) else None
+        if signature is None or not isinstance(branch, ast.If | ast.IfExp):
+            return
+        body = branch.body if isinstance(branch.body, list) else [branch.body]
+        other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
+        if isinstance(branch, ast.If) and self.guards.leaves(branch.body):
+            other = [*other, *self._behind(branch)]
+        here, there = list(self._inside(body)), list(self._inside(other))
+        holds, what = signature
+        for calls, opposite, value in ((here, there, holds), (there, here, not holds)):
+            matched = {name for name, _ in opposite}
+            for name, call in calls:
+                if name not in matched:
+                    yield _Lonely(name, call, (self.source.scope(branch), (value, what)))
 
-    def inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
+    def _inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
         """Yield the collective calls in ``nodes``, except inside functions that are only defined there."""
         for node in nodes:
             if isinstance(node, Function | ast.Lambda | ast.ClassDef):
                 continue
             if isinstance(node, ast.Call) and (name := self._collective(node)):
                 yield name, node
-            yield from self.inside(list(ast.iter_child_nodes(node)))
+            yield from self._inside(list(ast.iter_child_nodes(node)))
 
-    def behind(self, branch: ast.If) -> list[ast.stmt]:
+    def _behind(self, branch: ast.If) -> list[ast.stmt]:
         """Return the statements after ``branch`` in its block."""
-        parent = self.source.parents[branch]
-        for block in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
-            if isinstance(block, list) and branch in block:
-                return block[block.index(branch) + 1 :]
-        return []
+        block = self.source.block(branch)
+        return block[block.index(branch) + 1 :]
 
     def _collective(self, call: ast.Call) -> str:
         name, called = self.source.hvd(call.func), last_name(call.func)
@@ -78,12 +83,4 @@ class _Collectives:
         return called if stepping and called in ("step", "synchronize") else ""
 
     def _contains(self, function: Function) -> bool:
-        return any(True for _ in self.inside(function.body))
-
-    def _compares(self, test: ast.expr) -> bool:
-        if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Gt):
-            return False
-        return self._is_rank(test.left) and isinstance(test.comparators[0], ast.Constant)
-
-    def _is_rank(self, value: ast.expr) -> bool:
-        return ast.unparse(value) in self._ranks or (isinstance(value, ast.Call) and self.source.hvd(value.func) in _RANKS)
+        return any(True for _ in self._inside(function.body))

@@ -3,63 +3,129 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
-from dualtrain.horovodize.source import Finding, Source, keyword
+from dualtrain.horovodize.source import Finding, Source, keyword, last_name
 
 _SIZES = ("size", "local_size", "cross_size")
+_RATE = re.compile(r"(^|_)(lr|learning_?rate)(_|$)|^(init|base|max|start)lr$", re.IGNORECASE)
+_NO_RATE = re.compile(r"adj|factor|scale|mult|decay|warm|sched|step|epoch", re.IGNORECASE)
+_KEPT = ("abs", "float", "int", "round", "math.ceil", "math.floor", "numpy.float32")
+_MESSAGE = (
+    "the learning rate is multiplied by the number of ranks, here as on Horovod; that suits averaged gradients with a "
+    "warm-up, but the training then depends on the number of ranks"
+)
 
 
 def rate_times_size(source: Source) -> Iterator[Finding]:
     """A learning rate that grows with the number of ranks."""
-    sizes = _Sizes(source)
-    for value in _rates(source):
-        if sizes.grows(value):
-            message = (
-                "the learning rate is multiplied by the number of ranks, here as on Horovod; that suits averaged gradients "
-                "with a warm-up, but the training then depends on the number of ranks"
-            )
-            yield Finding(value.lineno, "trap", message)
+    powers = _Powers(source)
+    used = [value for value in _rates(source) if powers.of(value) > 0]
+    yield from (Finding(value.lineno, "trap", _MESSAGE) for value in used)
+    names = {last_name(node) for value in used for node in ast.walk(value)}
+    for target, value, statement in source.assignments:
+        name = re.sub(r"^.*[\['.\"]([\w-]+)['\"\]]*$", r"\1", target)
+        if name in names or not _RATE.search(name) or _NO_RATE.search(name) or any(value is one for one in used):
+            continue
+        times = isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult)
+        itself = any(ast.unparse(node) == target for node in ast.walk(value))
+        if (times or itself) and powers.of(value) > 0:
+            names.add(name)
+            yield Finding(statement.lineno, "trap", _MESSAGE)  # type: ignore[attr-defined]
 
 
 def _rates(source: Source) -> Iterator[ast.expr]:
     """Yield all expressions that are used as a learning rate."""
     for call in source.calls:
-        rate = keyword(call, "lr")
+        rate = keyword(call, "lr") or keyword(call, "max_lr")
         if rate is None and source.name(call.func).startswith("torch.optim.") and len(call.args) > 1:
             rate = call.args[1]
         if rate is not None:
             yield rate
-    for target, value, _ in source.assignments:
-        if target.endswith("['lr']"):
+    for node in source.nodes:
+        if isinstance(node, ast.Dict):
+            yield from (value for key, value in zip(node.keys, node.values, strict=True) if _is_lr(key))
+    for target, value, statement in source.assignments:
+        if target.endswith("['lr']") and not isinstance(statement, ast.AugAssign):
             yield value
 
 
-class _Sizes:
-    """Finder of expressions that grow with the number of ranks; follows assignments and the script's functions."""
+def _is_lr(key: ast.expr | None) -> bool:
+    return isinstance(key, ast.Constant) and key.value == "lr"
+
+
+class _Powers:
+    """The power of the number of ranks in an expression: 1 for ``lr * size``, 0 for ``1 + (size - 1) / size``.
+
+    Follows assignments and the script's functions. What it does not know counts as independent of the number of ranks.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.growing: set[str] = set()
+        self._names: dict[str, float] = {}
+        self._ends = {
+            name: [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+            for name, function in source.functions.items()
+        }
         for _ in range(4):  # chains of assignments, four levels deep
-            self.growing |= {target for target, value, _ in source.assignments if self.grows(value)}
-            self.growing |= {
-                f"{name}()"
-                for name, function in source.functions.items()
-                for node in ast.walk(function)
-                if isinstance(node, ast.Return) and node.value is not None and self.grows(node.value)
-            }
+            self._names = {**self._names, **dict(self._assigned())}
 
-    def grows(self, value: ast.expr) -> bool:
-        """Return whether ``value`` grows with the number of ranks."""
-        if isinstance(value, ast.Name | ast.Attribute):
-            return ast.unparse(value) in self.growing
+    def of(self, value: ast.expr, given: Mapping[str, float] | None = None, depth: int = 0) -> float:
+        """Return the power of ``value``; ``given`` are those of a function's parameters."""
+        if isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
+            name = ast.unparse(value)
+            return (given or {}).get(name, self._names.get(name, 0.0))
         if isinstance(value, ast.Call):
-            own = isinstance(value.func, ast.Name) and f"{value.func.id}()" in self.growing
-            return own or self.source.hvd(value.func) in _SIZES or any(self.grows(given) for given in value.args)
+            return self._of_call(value, given, depth)
         if isinstance(value, ast.BinOp):
-            right = isinstance(value.op, ast.Mult | ast.Add) and self.grows(value.right)
-            return right or self.grows(value.left)
+            return self._of_operation(value, given, depth)
         if isinstance(value, ast.IfExp):
-            return self.grows(value.body) or self.grows(value.orelse)
-        return False
+            return max(self.of(value.body, given, depth), self.of(value.orelse, given, depth))
+        if isinstance(value, ast.UnaryOp):
+            return self.of(value.operand, given, depth)
+        return 0.0
+
+    def _assigned(self) -> Iterator[tuple[str, float]]:
+        found: dict[str, float] = {}
+        for target, value, statement in self.source.assignments:
+            power = self.of(value)
+            if isinstance(statement, ast.AugAssign):
+                sign = {ast.Mult: 1, ast.Div: -1}.get(type(statement.op), 0)
+                found[target] = found.get(target, 0.0) + sign * power
+            elif not any(ast.unparse(node) == target for node in ast.walk(value)):
+                found[target] = max(found.get(target, power), power)
+            else:  # lr = lr * size: what it was before counts as a constant
+                found[target] = max(found.get(target, 0.0), self.of(value, {target: 0.0}))
+        yield from found.items()
+
+    def _of_call(self, call: ast.Call, given: Mapping[str, float] | None, depth: int) -> float:
+        if self.source.hvd(call.func) in _SIZES:
+            return 1.0
+        name = self.source.name(call.func) or ast.unparse(call.func)
+        powers = [self.of(value, given, depth) for value in call.args]
+        if name in _KEPT and powers:
+            return powers[0]
+        if name in ("math.sqrt", "numpy.sqrt") and powers:
+            return powers[0] / 2
+        if name in ("max", "min") and powers:
+            return max(powers) if name == "max" else min(powers)
+        function = self.source.functions.get(name) if isinstance(call.func, ast.Name) and depth < 4 else None
+        if function is None:
+            return 0.0
+        bound = {parameter.arg: power for parameter, power in zip(function.args.args, powers, strict=False)}
+        bound |= {word.arg: self.of(word.value, given, depth) for word in call.keywords if word.arg}
+        return max((self.of(end, bound, depth + 1) for end in self._ends[name]), default=0.0)
+
+    def _of_operation(self, value: ast.BinOp, given: Mapping[str, float] | None, depth: int) -> float:
+        left, right = self.of(value.left, given, depth), self.of(value.right, given, depth)
+        if isinstance(value.op, ast.Mult):
+            return left + right
+        if isinstance(value.op, ast.Div | ast.FloorDiv):
+            return left - right
+        if isinstance(value.op, ast.Add | ast.Sub):
+            return max(left, right)
+        if isinstance(value.op, ast.Pow):
+            exponent = value.right.value if isinstance(value.right, ast.Constant) else 0
+            return left * exponent if isinstance(exponent, int | float) else 0.0
+        return 0.0

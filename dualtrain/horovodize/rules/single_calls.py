@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, OUT_OF_PLACE, PUBLIC
 from dualtrain.horovodize.source import Finding, Source, keyword
 
+#: Modules of dualtrain.hvd that stand for some of horovod.common.
+_OWN_MODULES = ("exceptions", "util")
 _NEW_TENSORS = ("empty", "ones", "tensor", "zeros")
 
 
@@ -22,7 +25,22 @@ def discarded_result(source: Source) -> Iterator[Finding]:
         else:
             cure = f"assign the result, or call {name}_()" if f"{name}_" in PUBLIC else "assign the result"
             message = f"the result of {name}() is lost: it does not change its input; {cure}"
-        yield Finding(call.lineno, "trap", message)
+        yield Finding(call.lineno, "trap", message, tuple(_in_use(source, call, name)))
+
+
+def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
+    """Make the call change its input, or wait for its handle; nothing where its input is no variable."""
+    value, layout = call.args[0] if call.args else None, source.layout
+    if not isinstance(value, ast.Name | ast.Attribute) or not isinstance(call.func, ast.Attribute):
+        return []
+    if isinstance(value, ast.Name) and value.id in source.parameters(call):
+        return []  # the caller's tensor: it may still need its own value
+    if name in ("allreduce", "broadcast"):
+        end = layout.end(call.func)
+        return [Edit(end, end, "_")]
+    if name in ASYNC and name.endswith("_") and (wait := source.spell("synchronize", call)):
+        return [Edit(layout.start(call), layout.start(call), f"{wait}("), Edit(layout.end(call), layout.end(call), ")")]
+    return []
 
 
 def _is_barrier(source: Source, call: ast.Call) -> bool:
@@ -37,7 +55,7 @@ def unknown_name(source: Source) -> Iterator[Finding]:
         if isinstance(source.parents.get(node), ast.Attribute):
             continue  # a part of a longer name
         called = source.hvd(node).partition(".")[0]
-        if called and called not in PUBLIC and not called.startswith("__"):
+        if called and called not in PUBLIC and called not in _OWN_MODULES and not called.startswith("__"):
             message = f"{called!r} is no public name of horovod.torch 0.28.1, so dualtrain lacks it; see its documentation"
             yield Finding(getattr(node, "lineno", 1), "unsupported", message)
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.source import Finding, Source, last_name
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.order import nodes_after
+from dualtrain.horovodize.source import Finding, Source, keyword, last_name
+
+_START_ALIKE = re.compile(r"manual_seed|seed_everything|load_state_dict|from_pretrained|pretrained|broadcast|\.load\(")
 
 
 def set_to_none(source: Source) -> Iterator[Finding]:
@@ -44,6 +49,91 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
             "changes the weights, and on resuming from rank 0 ranks may differ; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
+
+
+def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
+    """Parameters that are frozen once an optimizer is wrapped; one finding for all."""
+    later = (node for _, wrap in source.wraps for node in nodes_after(source, wrap))
+    lines = {source.statement(node).lineno for node in later if _freezes(source, node)}
+    for line in sorted(lines)[:1]:
+        message = (
+            "a parameter frozen after wrapping stays as it is; Horovod gives it gradients of zeros, so that weight decay "
+            "and momentum move it; freeze before wrapping for the same on both"
+        )
+        yield Finding(line, "differs", message)
+
+
+def _freezes(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` sets requires_grad of parameters to False, and not for a while, as GANs do."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
+        value = node.args[0] if node.args else keyword(node, "requires_grad")
+        return _is(value, False) and not _unfreezes_too(source, node)
+    if not isinstance(node, ast.Assign) or not _is(node.value, False):
+        return False
+    owners = [t.value for t in node.targets if isinstance(t, ast.Attribute) and t.attr == "requires_grad"]
+    found = any(last_name(owner) in ("weight", "bias") or _is_parameter(source, owner) for owner in owners)
+    return found and not _unfreezes_too(source, node)
+
+
+def _is_parameter(source: Source, owner: ast.expr) -> bool:
+    """Return whether ``owner`` is the variable of a loop over parameters."""
+    loops = [above for above in source.above(owner) if isinstance(above, ast.For)]
+    return any(last_name(owner) in ast.unparse(loop.target) and "parameters" in ast.unparse(loop.iter) for loop in loops)
+
+
+def _unfreezes_too(source: Source, node: ast.AST) -> bool:
+    for other in ast.walk(source.scope(node)):
+        if isinstance(other, ast.Assign) and any(last_name(target) == "requires_grad" for target in other.targets):
+            value: ast.expr | None = other.value
+        elif isinstance(other, ast.Call) and last_name(other.func) == "requires_grad_":
+            value = other.args[0] if other.args else keyword(other, "requires_grad") or ast.Constant(True)
+        else:
+            continue
+        if _is(value, True):
+            return True
+    return False
+
+
+def _is(value: ast.expr | None, constant: bool) -> bool:
+    return isinstance(value, ast.Constant) and value.value is constant
+
+
+def several_evaluations(source: Source) -> Iterator[Finding]:
+    """LBFGS, which evaluates its closure several times a step."""
+    for _, wrap in source.wraps:
+        inner = wrap.args[0] if wrap.args else keyword(wrap, "optimizer")
+        made = [inner, *source.values.get(ast.unparse(inner), ())] if inner else []
+        for value in made:
+            if isinstance(value, ast.Call) and source.name(value.func) in _CLOSURES:
+                message = (
+                    "LBFGS evaluates its closure several times a step, where Horovod raises AssertionError; here all ranks "
+                    "see the averaged loss and gradients; the closure must return the loss on every rank"
+                )
+                yield Finding(value.lineno, "differs", message)
+
+
+_CLOSURES = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
+
+
+def never_broadcast(source: Source) -> Iterator[Finding]:
+    """Weights that start differently on each rank."""
+    if not source.wraps or source.uses_elastic or _START_ALIKE.search(source.text):
+        return
+    guards = Guards(source)
+    _, wrap = source.wraps[0]
+    named = keyword(wrap, "named_parameters") or (wrap.args[1] if len(wrap.args) > 1 else None)
+    function = named.func if isinstance(named, ast.Call) and last_name(named.func) == "named_parameters" else None
+    model = function.value if isinstance(function, ast.Attribute) else None
+    if not isinstance(model, ast.Name | ast.Attribute):
+        return
+    message = (
+        "each rank starts with weights of its own, so that the ranks train different models; call "
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0) after wrapping"
+    )
+    spelled, statement = source.spell("broadcast_parameters", wrap), source.statement(wrap)
+    code = f"{spelled}({ast.unparse(model)}.state_dict(), root_rank=0)"
+    certain = spelled and not guards.is_conditional(wrap) and isinstance(statement, ast.Assign)
+    yield Finding(wrap.lineno, "trap", message, tuple(source.layout.insert_after(statement, code)) if certain else ())
 
 
 def _methods(source: Source, name: str) -> Iterator[ast.Call]:

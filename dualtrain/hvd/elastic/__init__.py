@@ -6,7 +6,7 @@ torchrun restarts all workers when one fails, and what is committed here is in t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from dualtrain.hvd.elastic.common import ObjectState, State, run_fn
 from dualtrain.hvd.elastic.sampler import ElasticSampler
@@ -14,6 +14,7 @@ from dualtrain.hvd.elastic.state import TorchState
 from dualtrain.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from dualtrain.hvd.mpi_ops import init, shutdown
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 __all__ = [
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 
-def run(func: Callable[..., R]) -> Callable[..., R]:
+def run(func: Callable[P, R]) -> Callable[P, R]:
     """Decorate ``train(state, ...)``: the state is synced from the root, then ``train`` runs.
 
     After a HorovodInternalError in either, the state goes back to its last commit; after a HostsUpdatedInterrupt it

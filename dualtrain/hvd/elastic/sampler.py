@@ -34,6 +34,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.epoch = 0
         #: How many samples all ranks together have processed in this epoch.
         self.processed_num = 0
+        #: Always empty, as in Horovod 0.28.1, which counts in ``processed_num``.
+        self.processed_indices: set[int] = set()
         #: This rank's samples in the last iteration.
         self.indices: list[int] = []
         self.reset()

@@ -1,0 +1,68 @@
+"""All commands: ``dualtrain COMMAND …``, or ``python -m dualtrain COMMAND …``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+#: The module of each command, and what it does.
+COMMANDS = {
+    "train": ("main", "train a model, on one process or under a launcher"),
+    "compare": ("compare", "put finished runs side by side, and compare their weights"),
+    "report": ("report", "make an HTML page of runs"),
+    "predict": ("predict", "classify images with a trained model"),
+    "doctor": ("doctor", "check whether a run would work on this machine"),
+    "bench": ("bench", "measure this machine: both backends, and other libraries"),
+    "drill": ("drill", "kill processes of a job, and check that its result is the same"),
+    "horovodize": ("horovodize", "run an unmodified Horovod script on torch.distributed"),
+}
+
+
+def main() -> int:
+    """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would; return the exit status, 0 or 2.
+
+    The command itself exits with its own status.
+    """
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name == "train":
+        from dualtrain.training.signals import note_early_requests
+
+        note_early_requests()  # before the imports, as dualtrain.main does
+    from dualtrain import console
+
+    called = "dualtrain" if Path(sys.argv[0]).name == "dualtrain" else "python -m dualtrain"
+    if name in ("", "-h", "--help"):
+        console.show(_overview(called))
+        return 0
+    if name == "--version":
+        from dualtrain.version import __version__
+
+        console.show(f"dualtrain {__version__}")
+        return 0
+    if name not in COMMANDS:
+        console.print_error(f"{name!r} is no command: choose one of {', '.join(COMMANDS)}, or see {called} --help")
+        return 2
+    console.started_as = f"{called} {name}"
+    del sys.argv[1]
+    runpy.run_module(f"dualtrain.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _overview(called: str) -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: {called} COMMAND …",
+            "",
+            *lines,
+            "",
+            f"{called} COMMAND --help lists the options of a command, and {called} --version prints the version.",
+            f"Under a launcher: torchrun --nproc-per-node 2 -m dualtrain train, or horovodrun -np 2 {called} train.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""A small file system for the run with faults, so that a fault can fill it: as root, where the system allows mounts.
+
+It is mounted in a mount namespace of the drill's own, which its jobs share and nothing else sees. The system removes it
+with the last of these processes, also where the drill is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+from dualtrain.console import size_in_words
+
+_CLONE_NEWNS = 0x20000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_MNT_DETACH = 2
+_FREE = 16 << 20  # bytes beyond what the run without faults needs
+_MEMORY = 4  # the file system may have this fraction of the free memory: 1 to so many
+
+
+class SmallDisk:
+    """A file system at ``folder``, which is made. Its size is for several runs like the one in ``like``.
+
+    Raises:
+        OSError: it cannot be mounted here.
+    """
+
+    def __init__(self, folder: Path, like: Path, runs: int) -> None:
+        size = runs * sum(path.stat().st_size for path in like.rglob("*") if path.is_file()) + _FREE
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if size > free // _MEMORY:
+            raise OSError(f"it needs {size_in_words(size)} of {size_in_words(free)} free memory")
+        self._folder = folder
+        self._system = ctypes.CDLL(None, use_errno=True)
+        self._call("unshare", _CLONE_NEWNS)
+        self._call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)  # no mount below goes to other namespaces
+        folder.mkdir()
+        try:
+            self._call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={size}".encode())
+        except OSError:
+            folder.rmdir()
+            raise
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if getattr(self._system, name)(*arguments):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def close(self) -> None:
+        """Move the content to the disk below, and remove the file system. Raises OSError."""
+        kept = self._folder.with_name(f"{self._folder.name}.kept")
+        shutil.copytree(self._folder, kept, symlinks=True)
+        self._call("umount2", os.fsencode(self._folder), _MNT_DETACH)
+        kept.replace(self._folder)
+
+
+def fill(folder: Path) -> Path:
+    """Fill the file system of ``folder`` to the last byte; return the file to remove."""
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as file:
+        size = 1 << 20
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+    return path

@@ -1,0 +1,86 @@
+"""The calls of a training step, in the order of the script: backward, clip, synchronize, step."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.source import Source, last_name
+
+Kind = Literal["backward", "clip", "scaled step", "step", "synchronize", "unscale", "zero_grad"]
+_CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}
+STEPS = ("step", "scaled step")
+
+
+class Event(NamedTuple):
+    """A call in a training step, and the name and expression of its wrapped optimizer."""
+
+    kind: Kind
+    node: ast.Call
+    optimizer: str = ""
+    owner: ast.expr | None = None
+
+
+def steps(source: Source) -> Iterator[list[Event]]:
+    """Yield the events of each function in source order, without those that run without Horovod only."""
+    guards = Guards(source)
+    for _, nodes in source.scopes:
+        found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node))]
+        events = [event for event in found if not guards.is_without_horovod(event.node)]
+        # Sort by the end of a call: `scaler.scale(loss).backward()` calls backward last.
+        yield sorted(events, key=lambda event: (event.node.end_lineno or 0, event.node.end_col_offset or 0))
+
+
+def _event(source: Source, call: ast.Call) -> Event | None:
+    called = last_name(call.func)
+    if called in _CLIPS:
+        return Event("clip", call)
+    if not isinstance(call.func, ast.Attribute):
+        return None
+    if called == "backward":
+        return Event("backward", call)
+    on, given = last_name(call.func.value), last_name(call.args[0]) if call.args else ""
+    if given in source.wrapped and called in ("step", "unscale_"):
+        return Event("scaled step" if called == "step" else "unscale", call, given, call.args[0])
+    if on in source.wrapped:
+        for kind in ("step", "synchronize", "zero_grad"):
+            if called == kind:
+                return Event(kind, call, on, call.func.value)
+    return None
+
+
+def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
+    """Return the events since the last backward. Without one, return all earlier events, or None if ``strictly``."""
+    found: list[Event] = []
+    this = events[number]
+    for event in reversed(events[:number]):
+        if source.exclusive(event.node, this.node):
+            continue
+        stepped = event.kind in STEPS and this.optimizer in ("", event.optimizer)
+        if event.kind == "backward" or (stepped and not strictly):
+            return found
+        found.append(event)
+    return None if strictly else found
+
+
+def until_backward(events: list[Event], number: int) -> Iterator[Event]:
+    """Yield the events after this one and before the next backward."""
+    for event in events[number + 1 :]:
+        if event.kind == "backward":
+            return
+        yield event
+
+
+def has(events: list[Event] | None, kind: Kind, optimizer: str = "") -> bool:
+    """Return whether there is an event of this kind, of this optimizer or of any."""
+    return any(event.kind == kind and optimizer in ("", event.optimizer) for event in events or ())
+
+
+def skips(source: Source, event: Event) -> bool:
+    """Return whether the event is inside ``with optimizer.skip_synchronize()``."""
+    for above in source.above(event.node):
+        if isinstance(above, ast.With) and any("skip_synchronize" in ast.unparse(item) for item in above.items):
+            return True
+    return False

@@ -1,0 +1,138 @@
+"""``python -m dualtrain.horovodize --fix [--diff] SCRIPT…``: make the changes that are safe, and list what is left."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dualtrain.console import print_error, show
+from dualtrain.errors import UserError
+from dualtrain.files import rewrite
+from dualtrain.horovodize.check import findings, status, summary
+from dualtrain.horovodize.edits import Edit, apply, line_count
+from dualtrain.horovodize.import_lines import import_edits
+from dualtrain.horovodize.script_file import ScriptFile, parse_scripts
+from dualtrain.horovodize.source import Finding, Source
+
+
+class Repaired(NamedTuple):
+    """A repaired script: its new source, what was changed (by its line before), and why other changes were not made."""
+
+    source: Source
+    fixed: list[Finding]
+    left: list[Finding]
+
+
+def fix(arguments: Sequence[str]) -> int:
+    """Repair all files, or with ``--diff`` show how. Return the exit status: that of ``--check`` for what is left."""
+    options = [word for word in arguments if word.startswith("-")]
+    names = [word for word in arguments if not word.startswith("-")]
+    try:
+        unknown = [word for word in options if word != "--diff"]
+        if unknown or not names:
+            what = f"unknown option {unknown[0]!r}" if unknown else "--fix was given no script"
+            raise UserError(f"{what}: name the scripts to change, or see --help")
+        scripts = parse_scripts(names)
+        initialized = any(any(True for _ in source.hvd_calls("init")) for _, source in scripts.values())
+        repaired = {name: repair(source, initialized) for name, (_, source) in scripts.items()}
+        data = {name: _encoded(scripts[name][0], result) for name, result in repaired.items()}
+        if not options:
+            for name, (file, _) in scripts.items():
+                _write(file, data[name])
+    except UserError as error:
+        print_error(error)
+        return 2
+    if options:
+        for name, (file, _) in scripts.items():
+            _show_diff(file, data[name])
+    return _report(repaired, diff=bool(options))
+
+
+def repair(source: Source, initialized: bool = True) -> Repaired:
+    """Make all safe changes, one after another: each one removes findings and adds none.
+
+    Args:
+        source: the script.
+        initialized: whether a file of its program calls ``init``.
+    """
+    origins = list(range(1, line_count(source.text) + 2))
+    fixed: list[Finding] = []
+    refused: set[tuple[int, str]] = set()
+    found = findings(source)
+    while (finding := next((one for one in found if one.edits and one[:1] + one[2:3] not in refused), None)) is not None:
+        better = _improved(source, found, finding)
+        if better is None:
+            refused.add((finding.line, finding.message))
+            continue
+        fixed.append(finding._replace(line=origins[finding.line - 1], edits=()))
+        _move_lines(source.text, origins, finding.edits)
+        source, found = better
+    edits, why = import_edits(source, initialized)
+    for finding in edits:
+        fixed.append(finding._replace(line=origins[finding.line - 1], edits=()))
+    if edits:
+        source = Source(apply(source.text, [edit for one in edits for edit in one.edits]), source.wrapped)
+    return Repaired(source, sorted(fixed), [*findings(source), *why])
+
+
+def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[Source, list[Finding]] | None:
+    """Return the script with a finding's edits and its findings; None if a new one would come with them."""
+    try:
+        after = Source(apply(source.text, finding.edits), source.wrapped)
+        compile(after.text, "script", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return None
+    there, here = Counter(one[1:3] for one in findings(after)), Counter(one[1:3] for one in found)
+    return (after, findings(after)) if there < here else None
+
+
+def _move_lines(text: str, origins: list[int], edits: Sequence[Edit]) -> None:
+    """Add to ``origins``, the first line number of each line, those that the edits insert."""
+    for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
+        index = line_count(text[: edit.start])
+        more = line_count(edit.new) - line_count(text[edit.start : edit.end])
+        origins[index:index] = [origins[min(index, len(origins) - 1)]] * more
+
+
+def _encoded(file: ScriptFile, result: Repaired) -> bytes:
+    if file.text.encode(file.encoding) != file.data:
+        raise UserError(f"{file.name} cannot be written again byte for byte in {file.encoding}: save it as UTF-8 first")
+    return result.source.text.encode(file.encoding)
+
+
+def _write(file: ScriptFile, data: bytes) -> None:
+    if data == file.data:
+        return
+    try:
+        rewrite(Path(file.name), data)
+    except OSError as error:
+        raise UserError(f"cannot write {file.name!r} ({error.strerror}): it is as it was; check its permissions") from None
+
+
+def _show_diff(file: ScriptFile, data: bytes) -> None:
+    """Print a unified diff that ``patch`` can apply, so with the script's own bytes."""
+    before, after = file.data.splitlines(keepends=True), data.splitlines(keepends=True)
+    name = file.name.encode("utf-8", "surrogateescape")
+    sys.stdout.flush()
+    for line in difflib.diff_bytes(difflib.unified_diff, before, after, name, name):
+        sys.stdout.buffer.write(line if line.endswith((b"\n", b"\r")) else line + b"\n\\ No newline at end of file\n")
+    sys.stdout.buffer.flush()
+
+
+def _report(repaired: dict[str, Repaired], *, diff: bool) -> int:
+    """Print what was changed and what is left; beside a diff, on standard error."""
+    output = sys.stderr if diff else sys.stdout
+    for name, result in repaired.items():
+        for finding in result.fixed:
+            show(f"{name}:{finding.line}: [{'fixable' if diff else 'fixed'}] {finding.message}", output)
+        for finding in result.left:
+            show(f"{name}:{finding.line}: [{finding.level}] {finding.message}", output)
+    left = [finding for result in repaired.values() for finding in result.left]
+    number = sum(len(result.fixed) for result in repaired.values())
+    sources = [result.source for result in repaired.values()]
+    show(f"{summary(sources, left)}; {number} {'would be ' if diff else ''}fixed", output)
+    return status(left)

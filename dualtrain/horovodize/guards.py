@@ -1,0 +1,213 @@
+"""Conditions of a script: which code runs on some ranks only, and which runs only where Horovod is not used."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from dualtrain.horovodize.source import Source
+
+RANKS = ("rank", "local_rank", "cross_rank")
+_HOROVOD = re.compile(r"horovod|hvd", re.IGNORECASE)
+_NO_HOROVOD = re.compile(r"(^|[._])(no|not|disable|without|skip)_?(horovod|hvd)", re.IGNORECASE)
+#: Names of conditions that are true on one rank, as most scripts spell them.
+_ONE_RANK = re.compile(r"rank|master|main_?proc|is_?main|chief|primary|leader|is_?root|verbose|coordinator", re.IGNORECASE)
+#: Comparisons with the number of ranks: true or false where there are several.
+_SEVERAL: dict[tuple[type[ast.cmpop], Any], bool] = {
+    (ast.Gt, 1): True,
+    (ast.GtE, 2): True,
+    (ast.NotEq, 1): True,
+    (ast.Eq, 1): False,
+    (ast.LtE, 1): False,
+}
+_EXITS = ("sys.exit", "os._exit", "exit", "quit")
+
+
+class Guards:
+    """Conditions on the rank, and on whether the script uses Horovod at all."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._ranks: dict[str, str] = {}
+        self._ranks = {target: name for target, value, _ in source.assignments if (name := self.rank(value))}
+        self._firsts = {target: value for target, value, _ in source.assignments if self._compares(value)}
+
+    def rank(self, value: ast.expr) -> str:
+        """Return which rank ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
+        if isinstance(value, ast.Call) and self.source.hvd(value.func) in RANKS:
+            return self.source.hvd(value.func)
+        return self._ranks.get(ast.unparse(value), "") if isinstance(value, ast.Name | ast.Attribute) else ""
+
+    def depends_on_rank(self, test: ast.expr) -> bool:
+        """Return whether ``test`` is true on one rank only, or on all but one."""
+        return self.signature(test) is not None
+
+    def signature(self, test: ast.expr) -> tuple[bool, str] | None:
+        """Return a condition on the rank as (whether it holds on one rank only, what it compares), or None.
+
+        Two conditions are opposites if they differ in the first element alone.
+        """
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self.signature(test.operand)
+            return inner and (not inner[0], inner[1])
+        if isinstance(test, ast.BoolOp):
+            found = [part for value in test.values if (part := self.signature(value))]
+            if not isinstance(test.op, ast.And) or not found:
+                return None
+            others = sorted(ast.unparse(value) for value in test.values if self.signature(value) is None)
+            return found[0][0], " and ".join([found[0][1], *others])
+        if (first := self._firsts.get(ast.unparse(test))) is not None:
+            test = first
+        if isinstance(test, ast.Compare) and self._compares(test):
+            constants = {ast.unparse(node) for node in self._constants(test.comparators[0])}
+            rank = next(iter(constants - {"-1"}))  # -1: without Horovod
+            return isinstance(test.ops[0], ast.Eq | ast.In), f"{self.rank(test.left)} == {rank}"
+        return (False, f"{self.rank(test)} == 0") if self.rank(test) else None
+
+    def _compares(self, test: ast.expr) -> bool:
+        """Return whether ``test`` compares a rank with one constant: ``rank == 0``, or ``rank not in (-1, 0)``."""
+        if not isinstance(test, ast.Compare) or not self.rank(test.left):
+            return False
+        constants = self._constants(test.comparators[0])
+        if isinstance(test.ops[0], ast.In | ast.NotIn):
+            return len([node for node in constants if ast.unparse(node) != "-1"]) == 1
+        return isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Gt) and constants == [test.comparators[0]]
+
+    @staticmethod
+    def _constants(value: ast.expr) -> list[ast.expr]:
+        """Return the constants in a list or tuple, or the constant itself."""
+        parts = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else [value]
+        return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
+
+    def looks_like_one_rank(self, node: ast.AST) -> bool:
+        """Return whether a condition above ``node``, or an earlier exit, may leave it to some ranks: when in doubt, yes."""
+        return any(_ONE_RANK.search(ast.unparse(test)) for test, _ in self._conditions(node))
+
+    def is_conditional(self, node: ast.AST) -> bool:
+        """Return whether ``node`` may be left out or repeated: by a condition, a loop, or an exception's handler."""
+        for above in self.source.above(node):
+            if isinstance(above, ast.If) and "__name__" not in ast.unparse(above.test):
+                return True
+            if isinstance(above, ast.ExceptHandler | ast.Try | ast.IfExp | ast.BoolOp | ast.While | ast.For):
+                return True
+        # Behind the exit of a run without Horovod.
+        return any(self._is_off(test, not truth) for test, truth in self._conditions(node))
+
+    # -- without Horovod --------------------------------------------------------------------------------------------
+
+    def is_without_horovod(self, node: ast.AST) -> bool:
+        """Return whether ``node`` runs only where Horovod is not used, or has one rank."""
+        return any(self._is_off(test, truth) for test, truth in self._conditions(node))
+
+    def lines_without_horovod(self) -> set[int]:
+        """Return the lines that run only where Horovod is not used, or has one rank."""
+        return set(self._lines_off(self.source.tree.body))
+
+    def _lines_off(self, block: list[ast.stmt]) -> Iterator[int]:
+        off = False  # behind an exit of all who use Horovod
+        for statement in block:
+            if off:
+                yield from _lines(statement)
+            elif isinstance(statement, ast.If):
+                for arm, truth in ((statement.body, True), (statement.orelse, False)):
+                    is_off = self._is_off(statement.test, truth)
+                    yield from (line for inner in arm for line in _lines(inner)) if is_off else self._lines_off(arm)
+                off = self.leaves(statement.body) and self._is_off(statement.test, False)
+            else:
+                yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
+
+    def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
+        """Yield the conditions under which ``node`` runs, each with the value that it has then."""
+        below = node
+        for above in self.source.above(node):
+            if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
+                body = above.body if isinstance(above.body, list) else [above.body]
+                yield above.test, below in body
+            if isinstance(below, ast.stmt):
+                block = self.source.block(below)
+                for before in block[: block.index(below)]:
+                    if isinstance(before, ast.If) and self.leaves(before.body):
+                        yield before.test, False
+            below = above
+
+    def leaves(self, block: list[ast.stmt]) -> bool:
+        """Return whether nothing behind ``block`` runs after it."""
+        last = block[-1]
+        exits = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in _EXITS
+        return exits or isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
+
+    def _is_off(self, test: ast.expr, truth: bool) -> bool:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self._is_off(test.operand, not truth)
+        if isinstance(test, ast.BoolOp):
+            parts = [self._is_off(value, truth) for value in test.values]
+            return any(parts) if isinstance(test.op, ast.And) is truth else all(parts)
+        means = self._means_horovod(test)
+        return means is not None and means is not truth
+
+    def _means_horovod(self, test: ast.expr, depth: int = 0) -> bool | None:
+        """Return the value of ``test`` where Horovod is used with several ranks; None if that is unknown."""
+        text = ast.unparse(test)
+        if text in self._around_wraps:
+            return True
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            return self._compared(test.left, test.ops[0], test.comparators[0])
+        if self.rank(test) or not isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
+            return None
+        values = self.source.values.get(text, [])
+        if len(values) == 1 and depth < 3 and (known := self._means_horovod(values[0], depth + 1)) is not None:
+            return known
+        if isinstance(test, ast.Call):
+            called = self.source.hvd(test.func)
+            name = ast.unparse(test.func).rpartition(".")[2]
+            return True if called == "is_initialized" or (not called and _HOROVOD.search(name)) else None
+        return not _NO_HOROVOD.search(text) if _HOROVOD.search(text) else None
+
+    def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool | None:
+        if not isinstance(right, ast.Constant):
+            return None
+        if self._is_size(left):
+            return _SEVERAL.get((type(op), right.value))
+        same = isinstance(op, ast.Eq | ast.Is)
+        if not same and not isinstance(op, ast.NotEq | ast.IsNot):
+            return None
+        if isinstance(right.value, str) and _HOROVOD.search(right.value):
+            return same
+        if (right.value is None or isinstance(right.value, bool)) and _HOROVOD.search(ast.unparse(left)):
+            return same if right.value else not same
+        return None
+
+    def _is_size(self, value: ast.expr) -> bool:
+        values = self.source.values.get(ast.unparse(value), [])
+        return any(isinstance(given, ast.Call) and self.source.hvd(given.func) == "size" for given in (value, *values))
+
+    @cached_property
+    def _around_wraps(self) -> set[str]:
+        """Conditions under which the script starts Horovod or wraps an optimizer: false means without Horovod."""
+        found = set()
+        for call in self.source.hvd_calls("init", "DistributedOptimizer"):
+            below: ast.AST = call
+            for above in self.source.above(call):
+                if isinstance(above, ast.If | ast.IfExp) and not self.depends_on_rank(above.test):
+                    body = above.body if isinstance(above.body, list) else [above.body]
+                    simple = isinstance(above.test, ast.Name | ast.Attribute)
+                    found |= {ast.unparse(above.test)} if simple and below in body else set()
+                below = above
+        return found
+
+
+def _lines(statement: ast.stmt) -> range:
+    return range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+
+
+def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    """Yield the blocks directly in ``node``, those of its handlers and cases too."""
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(node, name, None)
+        if isinstance(block, list):
+            yield block
+    for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+        yield from _blocks(part)

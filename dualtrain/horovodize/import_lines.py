@@ -1,0 +1,86 @@
+"""Change of a script's imports from ``horovod.torch`` to ``dualtrain.hvd``: all of them, or none."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dualtrain.horovodize.edits import Edit
+from dualtrain.horovodize.imports import home
+from dualtrain.horovodize.rules.environment import is_guarded
+from dualtrain.horovodize.source import Finding, Source
+
+_RUNNER = "start it with torchrun -m dualtrain.horovodize"
+_IGNITE = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
+
+
+def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list[Finding]]:
+    """Return the import lines to change, and the reason if they stay as they are.
+
+    Args:
+        source: the script.
+        initialized: whether one of the program's files calls ``init``: the others use the same module.
+    """
+    imports = (node for node in source.nodes if isinstance(node, ast.Import | ast.ImportFrom) and _imports_horovod(node))
+    lines = [node for node in imports if _is_of_torch(node) or not is_guarded(source, node)]
+    changes = [(node, list(_edits(source, node))) for node in lines]
+    stays = next((node for node, edits in changes if not edits), None)
+    if not lines:
+        return [], []
+    if any(_IGNITE.match(name) for name in source.imported_names):
+        why = "another library of this script imports Horovod by itself"
+    elif not initialized:
+        why = "hvd.init() is called in another file; give all files of the program at once"
+    elif stays is not None:
+        why = f"`{ast.unparse(stays)}` has no counterpart of the same names"
+    else:
+        message = "imports dualtrain.hvd, which is Horovod itself under horovodrun; plain torchrun starts the script"
+        return [Finding(node.lineno, "differs", message, tuple(edits)) for node, edits in changes], []
+    return [], [Finding((stays or lines[0]).lineno, "differs", f"the import of Horovod stays: {why}; {_RUNNER}")]
+
+
+def _is_of_torch(node: ast.Import | ast.ImportFrom) -> bool:
+    return "horovod.torch" in ast.unparse(node) or "from horovod import torch" in ast.unparse(node)
+
+
+def _imports_horovod(node: ast.Import | ast.ImportFrom) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return not node.level and (node.module or "").partition(".")[0] == "horovod"
+    return any(alias.name.partition(".")[0] == "horovod" for alias in node.names)
+
+
+def _edits(source: Source, node: ast.Import | ast.ImportFrom) -> Iterator[Edit]:
+    """Yield the edits of one import; nothing if a name of it has no counterpart."""
+    if isinstance(node, ast.ImportFrom):
+        yield from _edits_of_from(source, node)
+        return
+    replaced = []
+    for alias in node.names:
+        target = home(alias.name)
+        if alias.name.partition(".")[0] != "horovod":
+            continue
+        if target is None or (alias.asname is None and _uses_package(source)):
+            return
+        end = source.layout.start(alias) + len(alias.name)
+        replaced.append(Edit(source.layout.start(alias), end, target))
+    yield from replaced
+
+
+def _edits_of_from(source: Source, node: ast.ImportFrom) -> Iterator[Edit]:
+    layout, module = source.layout, node.module or ""
+    start = layout.start(node)
+    found = re.compile(rf"from\s+({re.escape(module)})\s+import\b").match(layout.segment(node))
+    target = home(module)
+    if found is None:
+        return
+    if target is not None:
+        yield Edit(start + found.start(1), start + found.end(1), target)
+    elif module == "horovod" and [alias.name for alias in node.names] == ["torch"]:
+        [alias] = node.names
+        yield Edit(start + found.start(1), start + found.end(1), "dualtrain")
+        yield layout.replace(alias, f"hvd as {alias.asname or 'torch'}")
+
+
+def _uses_package(source: Source) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "horovod" for node in source.nodes)

@@ -1,0 +1,88 @@
+"""What runs after a statement of a script, as far as its text says."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.source import Function, Scope, Source, last_name
+
+
+def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run after ``first``, in functions called later and behind the calls of its function too."""
+    seen: set[Scope] = set()
+    for node in _behind_with_callers(source, first, depth=0):
+        yield node
+        if isinstance(node, ast.Call):
+            yield from _inside_called(source, node, seen)
+
+
+def called(source: Source, call: ast.Call) -> Function | None:
+    """Return the script's function or method that ``call`` calls, or None: ``model.train()`` is no function ``train``."""
+    function = source.functions.get(last_name(call.func))
+    if function is None:
+        return None
+    method = isinstance(source.parents[function], ast.ClassDef)
+    if isinstance(call.func, ast.Attribute):
+        owner = call.func.value
+        own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+        return function if method and (own or _instance_of(source, owner, source.parents[function])) else None
+    return None if method else function
+
+
+def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
+    """Yield the calls of ``function`` in the script; for ``__init__`` those of its class."""
+    parent = source.parents.get(function)
+    if isinstance(parent, ast.ClassDef) and getattr(function, "name", "") == "__init__":
+        yield from (call for call in source.calls if last_name(call.func) == parent.name)
+    elif function is not source.tree:
+        yield from (call for call in source.calls if called(source, call) is function)
+
+
+def _instance_of(source: Source, owner: ast.expr, cls: ast.AST) -> bool:
+    name = getattr(cls, "name", "")
+    values = (owner, *source.values.get(ast.unparse(owner), ()))
+    return any(isinstance(value, ast.Call) and last_name(value.func) == name for value in values)
+
+
+def _behind_with_callers(source: Source, first: ast.AST, depth: int) -> Iterator[ast.AST]:
+    yield from _behind(source, first)
+    if depth < 3:
+        for call in calls_of(source, source.scope(first)):
+            yield from _behind_with_callers(source, call, depth + 1)
+
+
+def _behind(source: Source, first: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of the same function behind ``first``: of its block only, where that leaves the function."""
+    guards, scope = Guards(source), source.scope(first)
+    statement = source.statement(first)
+    while statement is not scope:
+        if isinstance(statement, ast.stmt) and not isinstance(statement, ast.Module):
+            block = source.block(statement)
+            for later in block[block.index(statement) + 1 :]:
+                yield from _own_nodes(later)
+            if guards.leaves(block) and not isinstance(block[-1], ast.Continue | ast.Break):
+                return
+        statement = source.parents[statement]  # type: ignore[assignment]
+
+
+def _inside_called(source: Source, call: ast.Call, seen: set[Scope]) -> Iterator[ast.AST]:
+    function = called(source, call)
+    if function is None or function in seen:
+        return
+    seen.add(function)
+    for statement in function.body:
+        for node in _own_nodes(statement):
+            yield node
+            if isinstance(node, ast.Call):
+                yield from _inside_called(source, node, seen)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield ``node`` and what is in it, but nothing of functions that it only defines."""
+    yield node
+    if isinstance(node, Function | ast.Lambda):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _own_nodes(child)

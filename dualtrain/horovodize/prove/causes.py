@@ -1,0 +1,40 @@
+"""Lines of the script that may explain a difference: the findings of ``--check`` about what changes numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dualtrain.files import read_text
+from dualtrain.horovodize.rules import Rule, ranks, single_calls, steps, wrapping
+from dualtrain.horovodize.source import Source
+
+#: Rules whose findings change numbers, the likeliest cause first.
+CAUSES: tuple[Rule, ...] = (
+    steps.clip_before_synchronize,
+    steps.scaler_before_synchronize,
+    steps.second_reduction,
+    steps.zero_grad_before_step,
+    single_calls.unnamed_calls,
+    ranks.collective_on_some_ranks,
+    single_calls.half_precision,
+    single_calls.adasum,
+    single_calls.join_with_other_operations,
+    wrapping.never_broadcast,
+    wrapping.frozen_after_wrapping,
+    wrapping.group_after_wrapping,
+    wrapping.checkpoint_before_wrapping,
+    wrapping.optimizer_state,
+)
+
+
+def likely_causes(script: Path) -> list[str]:
+    """Return the lines of ``script`` that may give other numbers on the two libraries, the likeliest first.
+
+    None where it cannot be read as Python: the comparison does not need them.
+    """
+    try:
+        source = Source(read_text(script, "utf-8-sig"))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    found = [finding for rule in CAUSES for finding in sorted(rule(source), key=lambda found: found.line)]
+    return [f"{script}:{finding.line}: {finding.message}" for finding in found]

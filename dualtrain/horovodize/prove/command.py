@@ -1,0 +1,199 @@
+"""``python -m dualtrain.horovodize --prove``: run a script on both libraries, and compare weights and speed.
+
+It runs the unmodified script under real Horovod and under torchrun with dualtrain, in turns, each for some optimizer steps,
+then ends it; compares the weights after each step on each rank, the number of steps and the exit status; and measures both
+sides. The exit status is 0 if the script gives the same bits (or stays within its own spread, if two runs on Horovod
+differ), 1 if not, and 2 if it cannot be run.
+
+Where Horovod is on another machine, --record FOLDER records it there and --against FOLDER compares with that here. Without
+dualtrain there, the recorder is one file: python -m dualtrain.horovodize --recorder > record.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dualtrain.console import parser_of, print_error, printable, show, text_table
+from dualtrain.errors import UserError
+from dualtrain.files import read_text, write_json, write_whole
+from dualtrain.horovodize import recorder
+from dualtrain.horovodize.prove.causes import likely_causes
+from dualtrain.horovodize.prove.launch import Job, RunError, Side, require_horovod
+from dualtrain.horovodize.prove.records import RunRecord, read_record
+from dualtrain.horovodize.prove.verdict import Evidence, Verdict, facts, needs_compat, table, verdict_of
+
+
+def print_recorder() -> int:
+    """Print the recorder's source, for a cluster without dualtrain. Return the exit status."""
+    show(read_text(Path(recorder.__file__)).rstrip("\n"))
+    return 0
+
+
+def prove(arguments: Sequence[str]) -> int:
+    """Run ``--prove`` with these arguments. Return the exit status."""
+    try:
+        given = _parse(arguments)
+        with _ending_by_signals():
+            return _prove(given)
+    except UserError as error:
+        print_error(error)
+        return 2
+    except RunError as error:
+        if error.traceback:
+            show(error.traceback.rstrip("\n"), sys.stderr)
+        print_error(error)
+        return 2
+
+
+@contextmanager
+def _ending_by_signals() -> Iterator[None]:
+    """Inside the block, SIGTERM and SIGHUP end this process as Ctrl-C does: the runs are ended first."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    earlier = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("dualtrain.horovodize --prove", str(__doc__))
+    parser.add_argument("--nproc", type=int, help="ranks on this host (default: 2, or as many as were recorded)")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each run (default: 50, or as many as were recorded)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs on each side (default: 3)")
+    parser.add_argument("--seed", type=int, help="seed torch, numpy and random on each rank before the script starts")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds without a step after which a run is ended (default: 300)"
+    )
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="run on Horovod alone, once, and keep the record")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with this record in place of Horovod")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the results as a page to this file")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
+    parser.add_argument("script", help="the script, as python would run it")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    given = parser.parse_args(list(arguments))
+    for name, least in (("nproc", 1), ("steps", 1), ("rounds", 1)):
+        value = getattr(given, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name} {value} is below {least}: give {least} or more")
+    if not 0 < given.timeout < float("inf"):
+        raise UserError(f"--timeout {given.timeout:g} is no number of seconds: give one above 0")
+    if given.record is not None and given.against is not None:
+        raise UserError("--record runs on Horovod alone and --against without it: give one of them")
+    if not given.module and not os.path.isfile(given.script):
+        raise UserError(f"cannot read the script {given.script!r} (no such file): check its path")
+    for path in (given.json, given.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UserError(f"cannot write {str(path)!r} (no such folder): check its path")
+    return given
+
+
+def _prove(given: argparse.Namespace) -> int:
+    recorded = None if given.against is None else read_record(given.against)
+    if recorded is None:
+        require_horovod()
+    job = _job(given, recorded)
+    if given.record is not None:
+        _record_only(job, given.record)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="dualtrain-prove-") as folder:
+        evidence = _collect(job, given.rounds, recorded, Path(folder))
+    verdict = verdict_of(evidence, [] if given.module else likely_causes(Path(given.script)))
+    _report(given, evidence, verdict)
+    return verdict.status
+
+
+def _job(given: argparse.Namespace, recorded: RunRecord | None) -> Job:
+    program = (*(["-m"] if given.module else []), given.script, *given.arguments)
+    nproc, steps, seed = given.nproc, given.steps, given.seed
+    if recorded is not None:
+        start = recorded.ranks[0].start
+        if nproc not in (None, recorded.size):
+            raise UserError(f"--nproc {nproc}, but the record is of {recorded.size} ranks: leave --nproc out")
+        if not recorded.steps:
+            raise UserError(f"the record {str(given.against)!r} has no step of an optimizer on every rank: record it again")
+        nproc = recorded.size
+        steps = steps or start.get("steps")
+        seed = start.get("seed") if seed is None else seed
+    return Job(program, nproc or 2, steps or 50, seed, given.timeout)
+
+
+def _record_only(job: Job, folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--record {str(folder)!r} exists: name a new folder")
+    with tempfile.TemporaryDirectory(prefix="dualtrain-prove-") as temporary:
+        made = Path(temporary) / "record"
+        run = job.record("Horovod", made)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(made.glob("rank-*.jsonl")):
+                write_whole(folder / path.name, path.read_bytes())
+        except OSError as error:
+            raise UserError(f"cannot write to {str(folder)!r} ({error.strerror}): name another folder") from None
+    show(f"recorded {run.steps} steps of {run.size} ranks on {run.library} in {folder}; compare by --against")
+
+
+def _collect(job: Job, rounds: int, recorded: RunRecord | None, folder: Path) -> Evidence:
+    """Run the script on both sides, in turns, and once more with Horovod's defects if that can explain a difference."""
+    evidence = Evidence([], [], recorded=recorded is not None)
+    if recorded is not None:
+        evidence.horovod.append(recorded)
+
+    def run(side: Side, title: str, compat: bool = False) -> RunRecord:
+        began = time.monotonic()
+        found = job.record(side, folder / title.replace(" ", "-"), compat=compat)
+        show(f"{title}: {found.steps} steps, {time.monotonic() - began:.1f} s", sys.stderr)
+        return found
+
+    for number in range(rounds):
+        sides: list[Side] = ["dualtrain"] if recorded else ["Horovod", "dualtrain"]
+        for side in sides[:: 1 if number % 2 == 0 else -1]:
+            try:
+                found = run(side, f"round {number + 1} of {rounds}, {side}")
+            except RunError as error:
+                if side == "Horovod" or not evidence.horovod:
+                    raise
+                evidence.failure = str(error)
+                if error.traceback:
+                    show(error.traceback.rstrip("\n"), sys.stderr)
+                return evidence
+            (evidence.horovod if side == "Horovod" else evidence.dualtrain).append(found)
+    if rounds == 1 and needs_compat(evidence):
+        again: Side = "dualtrain" if recorded else "Horovod"
+        runs = evidence.dualtrain if recorded else evidence.horovod
+        runs.append(run(again, f"again, to see whether it is repeatable, {again}"))
+    if needs_compat(evidence):
+        evidence.compat = run("dualtrain", "with the defects of Horovod", compat=True)
+    return evidence
+
+
+def _report(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> None:
+    lines = [*text_table(table(evidence)), "", *verdict.details, verdict.line]
+    show("\n".join(printable(line) for line in lines))
+    try:
+        if given.json is not None:
+            write_json(given.json, _all_facts(given, evidence, verdict))
+        if given.html is not None:
+            from dualtrain.horovodize.prove.page import page
+
+            write_whole(given.html, page(given.script, evidence, verdict).encode())
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or 'the results'} ({error.strerror}): name another file") from None
+
+
+def _all_facts(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> dict[str, Any]:
+    return {"script": given.script, "arguments": given.arguments, **facts(evidence, verdict)}

@@ -1,0 +1,126 @@
+"""The first difference between two records, and how far apart their weights are. Pure functions of the records."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dualtrain.horovodize.prove.records import OptimizerRecord, RunRecord, Summary
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two runs differ first.
+
+    Attributes:
+        step: after which the weights differ; 0 is before the first step.
+        optimizer: its number.
+        rank: the first one on which they differ.
+        names: of the tensors that differ.
+        relative: how far the first of them are apart, relative to their norms, at ``measured``.
+        measured: the first step from ``step`` on whose weights were summarized; ``None`` if there was none.
+        options: options of the optimizer that differ then: (name, value in the one, value in the other).
+    """
+
+    step: int
+    optimizer: int
+    rank: int
+    names: tuple[str, ...]
+    relative: float | None
+    measured: int | None
+    options: tuple[tuple[str, object, object], ...] = ()
+
+
+def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
+    """Return the first difference of the weights of two runs of equal size; ``None`` where all recorded bits are equal."""
+    found: list[Difference] = []
+    for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
+        for number, (x, y) in enumerate(zip(a.optimizers, b.optimizers, strict=False)):
+            difference = _first(x, y, number, rank)
+            if difference is not None:
+                found.append(difference)
+    return min(found, key=lambda each: (each.step, each.optimizer, each.rank), default=None)
+
+
+def _first(one: OptimizerRecord, other: OptimizerRecord, number: int, rank: int) -> Difference | None:
+    marks = sorted(one.weights.keys() & other.weights.keys())
+    for step in range(min(one.steps, other.steps) + 1):
+        differing = _tensors_that_differ(one, other, step)
+        if differing:
+            measured = next((mark for mark in marks if mark >= step), None)
+            relative, options = None, _different_options(one, other, step)
+            if measured is not None:
+                a, b = one.weights[measured], other.weights[measured]
+                relative = max(relative_difference(a.tensors[i], b.tensors[i]) for i in differing)
+                options = options or _different_options(one, other, measured)
+            names = tuple(one.names[i] for i in differing)
+            return Difference(step, number, rank, names, relative, measured, options)
+    return None
+
+
+def _tensors_that_differ(one: OptimizerRecord, other: OptimizerRecord, step: int) -> list[int]:
+    """Return the numbers of the tensors whose bits differ after ``step``."""
+    differing = set()
+    if step:
+        differing = {i for i, (a, b) in enumerate(zip(one.sums[step - 1], other.sums[step - 1], strict=False)) if a != b}
+    if step in one.weights and step in other.weights:
+        pairs = zip(one.weights[step].tensors, other.weights[step].tensors, strict=False)
+        differing |= {i for i, (a, b) in enumerate(pairs) if a.sha256 != b.sha256}
+    return sorted(differing)
+
+
+def _different_options(one: OptimizerRecord, other: OptimizerRecord, step: int) -> tuple[tuple[str, object, object], ...]:
+    if step not in one.weights or step not in other.weights:
+        return ()
+    pairs = zip(one.weights[step].options, other.weights[step].options, strict=False)
+    return tuple(
+        (name, a[name], b[name]) for a, b in pairs for name in a if name in b and a[name] != b[name] and a[name] == a[name]
+    )
+
+
+def relative_difference(one: Summary, other: Summary) -> float:
+    """Return how far two tensors are apart relative to their norms, as far as norms and sampled values show."""
+    scale = max(_norm(one.values), _norm(other.values))
+    by_values = _norm([a - b for a, b in zip(one.values, other.values, strict=False)])
+    largest = max(one.norm, other.norm)
+    by_norms = abs(one.norm - other.norm) / largest if largest > 0 else 0.0
+    return max(by_values / scale if scale > 0 else 0.0, by_norms)
+
+
+def distance(one: RunRecord, other: RunRecord) -> tuple[float, int]:
+    """Return how far all weights are apart, relative to their norm, and after which step: the last that both recorded.
+
+    Estimated from the sampled values. The largest over the ranks.
+    """
+    found = []
+    for a, b in zip(one.ranks, other.ranks, strict=True):
+        apart = total = 0.0
+        steps = []
+        for x, y in zip(a.optimizers, b.optimizers, strict=False):
+            step = max(x.weights.keys() & y.weights.keys(), default=None)
+            if step is None:
+                continue
+            steps.append(step)
+            for numel, p, q in zip(x.numels, x.weights[step].tensors, y.weights[step].tensors, strict=False):
+                weight = numel / max(len(p.values), 1)
+                apart += weight * _norm([v - w for v, w in zip(p.values, q.values, strict=False)]) ** 2
+                total += max(p.norm, q.norm) ** 2
+        found.append((math.sqrt(apart / total) if total > 0 else 0.0, max(steps, default=0)))
+    return max(found)
+
+
+def _norm(values: list[float]) -> float:
+    return math.sqrt(sum(value * value for value in values))
+
+
+def different_end(one: RunRecord, other: RunRecord) -> str | None:
+    """Return in what the ends of two runs differ (optimizers, parameters, steps, exit status), or ``None``."""
+    for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
+        if [each.names for each in a.optimizers] != [each.names for each in b.optimizers]:
+            return f"rank {rank} has other parameters in its optimizers"
+        for number, (x, y) in enumerate(zip(a.optimizers, b.optimizers, strict=True)):
+            if x.steps != y.steps:
+                return f"optimizer {number} of rank {rank} takes {x.steps} steps and {y.steps}"
+        if a.end is not None and b.end is not None and a.end.status != b.end.status:
+            return f"rank {rank} ends with exit status {a.end.status} and {b.end.status}"
+    return None

@@ -1,0 +1,251 @@
+"""Start of a script under Horovod's launcher or torchrun, with the recorder, and the end of all its processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dualtrain.backends.horovod import installed
+from dualtrain.cores import usable_cores
+from dualtrain.errors import UserError
+from dualtrain.horovodize import recorder
+from dualtrain.horovodize.prove.records import RankRecord, RunRecord, read_record
+from dualtrain.processes import signal_at_parents_end
+
+Side = Literal["Horovod", "dualtrain"]
+#: In the environment of all processes of a run, with a value of its own: by it those are found that the launcher leaves.
+MARK = "DUALTRAIN_PROVE_RUN"
+COMPAT = "DUALTRAIN_HVD_COMPAT"
+_END_SECONDS = 10.0  # from SIGTERM to SIGKILL
+_POLL_SECONDS = 0.05
+_OF_LAUNCHER = re.compile(r"^(\[\d+(,\d+)?\](<std(out|err)>:?)?\s?)")
+#: Exceptions and usage errors; what mpirun and torchrun say of a process that a signal has ended.
+_IS_ERROR = re.compile(r"\b\w*([Ee]rror|refused|not found)\b.*:|: error|exited on signal|SIG[A-Z]+")
+#: Open MPI, also as root, with more ranks than cores. Other implementations of MPI ignore them.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+
+
+class RunError(Exception):
+    """A script did not come to its recorded end. The message is one line.
+
+    Attributes:
+        traceback: of the script's own exception; may be empty.
+    """
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run on each side.
+
+    Attributes:
+        program: the script and its arguments, as the recorder's command line has them (``-m`` before a module).
+        nproc: the number of ranks.
+        steps: the number of optimizer steps.
+        seed: of all random numbers; ``None`` leaves them alone.
+        timeout: seconds without a step after which the run is ended.
+    """
+
+    program: tuple[str, ...]
+    nproc: int
+    steps: int
+    seed: int | None
+    timeout: float
+
+    def record(self, side: Side, folder: Path, *, compat: bool = False) -> RunRecord:
+        """Run the script with the recorder on ``side``, and return the record that it leaves in ``folder``.
+
+        Args:
+            side: the library.
+            folder: a new one.
+            compat: whether dualtrain reproduces Horovod's defects.
+
+        Raises:
+            UserError: Horovod is missing.
+            RunError: the script failed, hung, or ended before its first step.
+        """
+        options = ["--record", str(folder), "--steps", str(self.steps)]
+        options += [] if self.seed is None else ["--seed", str(self.seed)]
+        program = [str(Path(recorder.__file__).resolve()), *options, *self.program]
+        command = _horovod(self.nproc, program) if side == "Horovod" else _torchrun(self.nproc, program)
+        env = environment(self.nproc, side, compat)
+        folder.mkdir(parents=True)
+        launched = time.time()
+        log = folder / "output.txt"
+        status, hung = _run(command, env, folder, log, self.timeout)
+        if not list(folder.glob("rank-*.jsonl")):
+            raise RunError(f"{_did_not_start(side, status, hung, self.timeout)}{_last_line(log)}")
+        run = read_record(folder, launched)
+        _check(run, side, status, self.timeout if hung else None, log)
+        return run
+
+
+def require_horovod() -> None:
+    """Raise UserError if Horovod or its launcher is missing."""
+    if not installed():
+        raise UserError(
+            "Horovod is not installed here: record the script where it is (see --recorder in --help), and compare with "
+            "that record by --against"
+        )
+    if _launcher() is None:
+        raise UserError("neither horovodrun nor mpirun was found: put the launcher that you start Horovod with on the PATH")
+
+
+def _launcher() -> str | None:
+    own = Path(sys.executable).parent
+    for name in ("horovodrun", "mpirun"):
+        found = str(own / name) if (own / name).exists() else shutil.which(name)
+        if found is not None:
+            return found
+    return None
+
+
+def _horovod(nproc: int, program: Sequence[str]) -> list[str]:
+    launcher = _launcher()
+    assert launcher is not None
+    return [launcher, "-np", str(nproc), sys.executable, *program]
+
+
+def _torchrun(nproc: int, program: Sequence[str]) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    return [*torchrun, "-m", "dualtrain.horovodize", *program]
+
+
+def environment(nproc: int, side: Side, compat: bool) -> dict[str, str]:
+    """Return the environment of the launcher: the same number of threads on both sides."""
+    env = {name: value for name, value in os.environ.items() if name not in (COMPAT, "DUALTRAIN_BACKEND")}
+    env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+    # The launcher's processes must find this package even if it was found in the current folder only.
+    root = str(Path(__file__).resolve().parents[3])
+    env["PYTHONPATH"] = os.pathsep.join(part for part in (env.get("PYTHONPATH"), root) if part)
+    env[MARK] = secrets.token_hex(8)
+    if side == "Horovod":
+        return {**_OPEN_MPI, **env}
+    env["DUALTRAIN_BACKEND"] = "torch"
+    return {**env, COMPAT: "1"} if compat else env
+
+
+# -- the processes ------------------------------------------------------------------------------------------------------
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path, timeout: float) -> tuple[int, bool]:
+    """Run ``command`` to its end. Return its status, and whether it was ended because no step came for ``timeout`` s."""
+    parent = os.getpid()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=lambda: signal_at_parents_end(signal.SIGTERM, parent),  # it ends its ranks then
+        )
+        try:
+            written, since = _written(folder), time.monotonic()
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                now = _written(folder)
+                if now != written:
+                    written, since = now, time.monotonic()
+                elif time.monotonic() - since > timeout:
+                    return 1, True
+            return process.returncode, False
+        finally:
+            _end(process, env[MARK])
+
+
+def _written(folder: Path) -> int:
+    """Return how many bytes the ranks have recorded: a step adds to them."""
+    return sum(path.stat().st_size for path in folder.glob("rank-*.jsonl"))
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End the launcher, and all processes that it has started."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+    deadline = time.monotonic() + _END_SECONDS
+    while (left := list(_marked(mark))) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+    process.wait(_END_SECONDS)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Yield the processes of a run."""
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):  # it has ended, or is another user's
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    yield int(folder.name)
+
+
+# -- what went wrong ----------------------------------------------------------------------------------------------------
+
+
+def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: Path) -> None:
+    """Raise RunError if the script did not come to an end with at least one step."""
+    for number, rank in enumerate(run.ranks):
+        if rank.end is not None and (rank.end.reason == "error" or rank.end.status):
+            what = rank.end.error or f"exit status {rank.end.status}"
+            more = "" if rank.end.error else _last_line(log)
+            where = f"{side}: the script failed on rank {number}, {_when(rank)}"
+            raise RunError(f"{where}: {what.splitlines()[-1]}{more}", rank.end.traceback)
+    gone = [number for number, rank in enumerate(run.ranks) if rank.end is None]
+    if gone:
+        rank = run.ranks[gone[0]]
+        where = f"rank {', '.join(map(str, gone))}, {_when(rank)}"
+        if timeout is not None:
+            raise RunError(
+                f"{side}: {where}, came to no other step within {timeout:g} s: it hangs, or needs a larger --timeout"
+            )
+        raise RunError(f"{side}: {where}, was killed or left without an exception (launcher: {status}){_last_line(log)}")
+    if not run.steps:
+        raise RunError(
+            f"{side}: the script ended before a step of an hvd.DistributedOptimizer on every rank: give it arguments with "
+            "which it trains"
+        )
+
+
+def _when(rank: RankRecord) -> str:
+    return f"after step {rank.steps}" if rank.steps else "before its first step"
+
+
+def _did_not_start(side: Side, status: int, hung: bool, timeout: float) -> str:
+    if hung:
+        return f"{side}: no rank has started within {timeout:g} s: check the launcher, or give a larger --timeout"
+    return f"{side}: the launcher ended with status {status} before a rank had started"
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line of the output that says something, after ": ", for an error message."""
+    lines = [_OF_LAUNCHER.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
+    errors = [line for line in lines if _IS_ERROR.search(line)]
+    last = (errors or [line for line in lines if re.search(r"\w", line)] or [""])[0 if errors else -1]
+    return f": {last[:300]}" if last else ""

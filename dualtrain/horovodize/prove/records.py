@@ -1,0 +1,272 @@
+"""Reading of what ``recorder.py`` has written: the record of one run, a file of JSON lines for each rank."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from dualtrain.errors import UserError
+from dualtrain.files import parse_json, read_text
+from dualtrain.horovodize.recorder import FORMAT
+
+_NAME = re.compile(r"rank-(\d+)\.jsonl")
+_WARM_UP = 5  # one of so many steps at the start is not timed
+T = TypeVar("T")
+
+
+class Summary(NamedTuple):
+    """What a record has of a tensor's values."""
+
+    sha256: str
+    norm: float
+    values: list[float]
+
+
+@dataclass
+class Weights:
+    """The weights of an optimizer after a step, and the options of its parameter groups."""
+
+    tensors: list[Summary]
+    options: list[dict[str, Any]]
+
+
+@dataclass
+class OptimizerRecord:
+    """One optimizer on one rank.
+
+    Attributes:
+        type: the name of its class.
+        names: of its tensors, in the order of its parameter groups.
+        numels: their numbers of elements.
+        sums: after each step from the first one, a checksum of each tensor.
+        weights: by step; 0 is before the first one.
+    """
+
+    type: str
+    names: list[str]
+    numels: list[int]
+    sums: list[list[int]] = field(default_factory=list)
+    weights: dict[int, Weights] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that were recorded."""
+        return len(self.sums)
+
+
+class End(NamedTuple):
+    """How the script ended on one rank.
+
+    Attributes:
+        reason: "steps" (the recorder ended it), "return", "exit" (SystemExit) or "error" (another exception).
+        status: the exit status.
+        error: the exception's type and message, or that of SystemExit; may be empty.
+        traceback: of the exception; may be empty.
+        memory: the most bytes of memory that the process has used.
+        gpu_memory: the same on its GPU, as torch counts it.
+        defects: those of Horovod that were reproduced: (what, file, line).
+    """
+
+    reason: str
+    status: int
+    error: str
+    traceback: str
+    memory: int
+    gpu_memory: int
+    defects: list[tuple[str, str, int]]
+
+
+@dataclass
+class RankRecord:
+    """The record of one rank.
+
+    Attributes:
+        start: what was recorded: script, arguments, steps, Python, processor.
+        world: rank, size, library, torch, threads and GPU; empty before the first step.
+        optimizers: in the order in which they were made.
+        seconds: of each step of any optimizer, with the optimizer's number.
+        first_step: when the first step had ended, in seconds since 1970; ``None`` if there was none.
+        end: ``None`` if the process was killed, or left without Python's own exit.
+    """
+
+    start: dict[str, Any]
+    world: dict[str, Any] = field(default_factory=dict)
+    optimizers: list[OptimizerRecord] = field(default_factory=list)
+    seconds: list[tuple[int, float]] = field(default_factory=list)
+    first_step: float | None = None
+    end: End | None = None
+
+    @property
+    def steps(self) -> int:
+        """The most steps that an optimizer has taken."""
+        return max((each.steps for each in self.optimizers), default=0)
+
+
+@dataclass
+class RunRecord:
+    """The record of one run.
+
+    Attributes:
+        ranks: in rank order.
+        launched: when it was started, in seconds since 1970.
+    """
+
+    ranks: list[RankRecord]
+    launched: float
+
+    @property
+    def steps(self) -> int:
+        """The steps that all ranks have taken."""
+        return min(rank.steps for rank in self.ranks)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def platform(self) -> dict[str, Any]:
+        """What the bits of a result may depend on, beside the script: of rank 0."""
+        first = self.ranks[0]
+        names = ("torch", "device", "threads")
+        return {"processor": first.start["processor"], **{name: first.world.get(name) for name in names}}
+
+    @property
+    def library(self) -> str:
+        """Name and version of the library: "horovod 0.28.1"."""
+        return str(self.ranks[0].world.get("library", ""))
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Steps of the first optimizer per second, without the warm-up; ``None`` if there were too few."""
+        seconds = self.ranks[0].seconds
+        timed = seconds[max(1, len(seconds) // _WARM_UP) :]
+        number = next((each for each, _ in timed), 0)
+        total = sum(each for _, each in timed)
+        return sum(each == number for each, _ in timed) / total if total > 0 else None
+
+    @property
+    def start_up(self) -> float | None:
+        """Seconds from the start of the launcher to the end of the first step."""
+        ended = self.ranks[0].first_step
+        return None if ended is None else ended - self.launched
+
+    @property
+    def memory(self) -> int:
+        """The most bytes that a rank has used."""
+        return max((rank.end.memory for rank in self.ranks if rank.end), default=0)
+
+    @property
+    def gpu_memory(self) -> int:
+        """The most bytes that a rank has used on its GPU."""
+        return max((rank.end.gpu_memory for rank in self.ranks if rank.end), default=0)
+
+    @property
+    def defects(self) -> list[tuple[str, str, int]]:
+        """Horovod's defects that were reproduced on any rank: (what, file, line)."""
+        return list(dict.fromkeys(each for rank in self.ranks if rank.end for each in rank.end.defects))
+
+
+def median_of(runs: Sequence[RunRecord], value: Callable[[RunRecord], float | None]) -> tuple[float, float, float] | None:
+    """Return the median, the least and the largest ``value`` of ``runs``; ``None`` if there is none."""
+    found = [each for run in runs if (each := value(run)) is not None]
+    return (statistics.median(found), min(found), max(found)) if found else None
+
+
+def read_record(folder: Path, launched: float | None = None) -> RunRecord:
+    """Read the record in ``folder``; ``launched``: when the run was started, if not with its first process.
+
+    Raises:
+        UserError: there is none, a rank's file is missing, or one is not a record.
+    """
+    shown = repr(str(folder))
+    try:
+        paths = {int(found[1]): path for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))}
+    except OSError as error:
+        raise UserError(f"cannot read the record {shown} ({error.strerror}): name the folder that --record wrote") from None
+    if not paths:
+        raise UserError(f"{shown} holds no record (no rank-0.jsonl): name the folder that --record wrote")
+    ranks = {rank: _checked(path, partial(_read_rank, path)) for rank, path in sorted(paths.items())}
+    size = max([max(ranks) + 1, *(rank.world.get("size", 0) for rank in ranks.values())])
+    missing = [rank for rank in range(size) if rank not in ranks]
+    if missing:
+        raise UserError(
+            f"{shown} lacks the record of rank {missing[0]}: copy rank-{missing[0]}.jsonl from that rank's host into it"
+        )
+    first = ranks[0].start["time"] if launched is None else launched
+    return RunRecord([ranks[rank] for rank in range(size)], first)
+
+
+def _checked(path: Path, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except OSError as error:
+        raise UserError(f"cannot read {str(path)!r} ({error.strerror}): check its permissions") from None
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise UserError(f"{str(path)!r} is not a record of recorder.py: record the script again") from None
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    # Without the last line, if a killed process has written a part of it.
+    return (parse_json(line) for line in read_text(path).split("\n")[:-1])
+
+
+def _read_rank(path: Path) -> RankRecord:
+    lines = _lines(path)
+    start = next(lines, {})
+    if start.get("format") != FORMAT:
+        raise UserError(f"{str(path)!r} has another format than this version reads: record the script again")
+    record = RankRecord({**start, "time": float(start["time"]), "processor": str(start["processor"])})
+    for line in lines:
+        _READERS[line["kind"]](record, line)
+    return record
+
+
+def _read_world(record: RankRecord, line: dict[str, Any]) -> None:
+    record.world = {**line, "size": int(line["size"])}
+
+
+def _read_optimizer(record: RankRecord, line: dict[str, Any]) -> None:
+    # They are numbered as they were made; one that never steps has no line.
+    while len(record.optimizers) <= int(line["optimizer"]):
+        record.optimizers.append(OptimizerRecord("", [], []))
+    numels = [math.prod(int(extent) for extent in shape) for _, _, shape in line["tensors"]]
+    names = [str(name) for name, _, _ in line["tensors"]]
+    record.optimizers[line["optimizer"]] = OptimizerRecord(str(line["type"]), names, numels)
+
+
+def _read_step(record: RankRecord, line: dict[str, Any]) -> None:
+    record.optimizers[line["optimizer"]].sums.append([int(each) for each in line["sums"]])
+    record.seconds.append((line["optimizer"], float(line["seconds"])))
+    if record.first_step is None:
+        record.first_step = float(line["time"])
+
+
+def _read_weights(record: RankRecord, line: dict[str, Any]) -> None:
+    tensors = [Summary(str(a), float(b), [float(each) for each in c]) for a, b, c in line["tensors"]]
+    options = [dict(group) for group in line["options"]]
+    record.optimizers[line["optimizer"]].weights[int(line["step"])] = Weights(tensors, options)
+
+
+def _read_end(record: RankRecord, line: dict[str, Any]) -> None:
+    defects = [(str(what), str(file), int(number)) for what, file, number in line["defects"]]
+    texts = str(line.get("error", "")), str(line.get("traceback", ""))
+    record.end = End(line["reason"], int(line["status"]), *texts, int(line["memory"]), int(line["gpu_memory"]), defects)
+
+
+_READERS: dict[str, Callable[[RankRecord, dict[str, Any]], None]] = {
+    "world": _read_world,
+    "optimizer": _read_optimizer,
+    "step": _read_step,
+    "weights": _read_weights,
+    "end": _read_end,
+    "note": lambda record, line: None,
+}

@@ -1,0 +1,310 @@
+"""What the records of both sides prove: one verdict, and the table of what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from dualtrain.console import size_in_words
+from dualtrain.horovodize.prove.comparison import Difference, different_end, distance, first_difference
+from dualtrain.horovodize.prove.records import RunRecord, median_of
+
+#: Relative differences up to these are rounding: of one step, and of a whole run on other hardware.
+ROUNDING = 1e-5
+OTHER_HARDWARE = 1e-3
+#: A larger spread between two runs on Horovod, relative to the weights, hides any difference between the libraries.
+LARGEST_SPREAD = 1e-2
+
+
+@dataclass
+class Evidence:
+    """The records of all runs.
+
+    Attributes:
+        horovod: of the runs on Horovod, or the one given by --against.
+        dualtrain: of the runs with dualtrain.
+        compat: of the run in which dualtrain reproduced Horovod's defects; ``None`` if there was none.
+        recorded: whether Horovod's record was given by --against.
+        failure: why the script failed with dualtrain, and not on Horovod; may be empty.
+    """
+
+    horovod: list[RunRecord]
+    dualtrain: list[RunRecord]
+    compat: RunRecord | None = None
+    recorded: bool = False
+    failure: str = ""
+
+    @property
+    def spread(self) -> Difference | None:
+        """The first difference between two runs on Horovod, or else between two with dualtrain."""
+        for runs in (self.horovod, self.dualtrain):
+            for one, other in combinations(runs, 2):
+                difference = first_difference(one, other)
+                if difference is not None:
+                    return difference
+        return None
+
+    @property
+    def other_hardware(self) -> list[str]:
+        """What differs between the machine of --against and this one, of what bits depend on: "torch 1.13, here 2.15"."""
+        if not self.recorded or not self.dualtrain:
+            return []
+        there, here = self.horovod[0].platform, self.dualtrain[0].platform
+        return [
+            f"{name} {there[name] or 'none'}, here {here[name] or 'none'}" for name in there if there[name] != here[name]
+        ]
+
+
+@dataclass
+class Verdict:
+    """The result of a proof.
+
+    Attributes:
+        line: in one line.
+        status: the exit status: 0 if the script gives the same result, else 1.
+        details: more lines: causes, defects and their places, how far the weights are apart.
+        difference: the first one that counts; ``None`` without one.
+    """
+
+    line: str
+    status: int
+    details: list[str] = field(default_factory=list)
+    difference: Difference | None = None
+
+
+def needs_compat(evidence: Evidence) -> bool:
+    """Return whether a run with Horovod's defects can explain a difference: the runs of each side are alike."""
+    if evidence.failure or evidence.spread is not None:
+        return False
+    return first_difference(evidence.horovod[0], evidence.dualtrain[0]) is not None
+
+
+def verdict_of(evidence: Evidence, causes: Sequence[str]) -> Verdict:
+    """Return the verdict. ``causes``: lines of ``--check`` that may explain a difference, the likeliest first."""
+    if evidence.failure:
+        return Verdict(f"fails with dualtrain, and not on Horovod: {evidence.failure}", 1)
+    horovod, dualtrain = evidence.horovod[0], evidence.dualtrain[0]
+    other_end = different_end(horovod, dualtrain)
+    if other_end is not None:
+        return Verdict(f"ends otherwise: {other_end} (Horovod, dualtrain)", 1, list(causes))
+    difference = first_difference(horovod, dualtrain)
+    steps = f"{horovod.steps} steps{_short(horovod)}"
+    if evidence.spread is not None:
+        return _by_spread(evidence, evidence.spread)
+    if difference is None:
+        return Verdict(f"same bits for {steps}{speed(evidence)}", 0)
+    if evidence.other_hardware:
+        return _by_tolerance(evidence, difference)
+    if evidence.compat is not None and first_difference(horovod, evidence.compat) is None:
+        return _by_defects(evidence, difference, steps)
+    return _differs(evidence, difference, causes)
+
+
+def _short(run: RunRecord) -> str:
+    return "" if all(rank.end and rank.end.reason == "steps" for rank in run.ranks) else ", all that the script takes"
+
+
+def speed(evidence: Evidence) -> str:
+    """Return ", 1.4× the speed", or nothing where it was not measured on one machine."""
+    ratios = _ratios(evidence)
+    return f", {statistics.median(ratios):.2f}× the speed" if ratios else ""
+
+
+def _ratios(evidence: Evidence) -> list[float]:
+    """Return dualtrain's steps per second to Horovod's, of each round."""
+    if evidence.recorded:
+        return []
+    pairs = zip(evidence.horovod, evidence.dualtrain, strict=False)
+    rates = [(a.steps_per_second, b.steps_per_second) for a, b in pairs]
+    return [b / a for a, b in rates if a and b]
+
+
+def _by_defects(evidence: Evidence, difference: Difference, steps: str) -> Verdict:
+    assert evidence.compat is not None
+    listed = _defects(evidence.compat)
+    line = f"same bits for {steps}, once these defects of Horovod are reproduced: {listed}{speed(evidence)}"
+    details = _places(evidence.compat)
+    apart, step = distance(evidence.horovod[0], evidence.dualtrain[0])
+    details.append(
+        f"without them, which is how dualtrain runs unless DUALTRAIN_HVD_COMPAT=1, the weights differ from step "
+        f"{difference.step} on, and by {apart:.1e} relative after step {step}"
+    )
+    return Verdict(line, 0, details, difference)
+
+
+def _defects(run: RunRecord) -> str:
+    return "; ".join(dict.fromkeys(defect for defect, _, _ in run.defects))
+
+
+def _places(run: RunRecord) -> list[str]:
+    """Return a line for each place of the script that has met a defect of Horovod."""
+    return [f"{file}:{number}: {defect}" for defect, file, number in run.defects]
+
+
+def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) -> Verdict:
+    own = _own_cause(evidence, difference)
+    likely = own or (causes[0] if causes else "no known cause was found; python -m dualtrain.horovodize --check lists more")
+    details = [f"possible cause: {cause}" for cause in causes if cause != likely]
+    if evidence.compat is not None and evidence.compat.defects:
+        after = first_difference(evidence.horovod[0], evidence.compat)
+        details += _places(evidence.compat)
+        if after is not None:
+            details.append(f"with these defects of Horovod reproduced, the weights still differ {where(after)}")
+    apart, step = distance(evidence.horovod[0], evidence.dualtrain[0])
+    details.append(f"all weights differ by {apart:.1e} relative after step {step}")
+    return Verdict(f"differs {where(difference)}: {likely}", 1, details, difference)
+
+
+def where(difference: Difference) -> str:
+    """Return "from step 7 in 'fc.weight' by 3e-4 relative"."""
+    names = ", ".join(repr(name) for name in difference.names[:3])
+    more = f" and {len(difference.names) - 3} more" if len(difference.names) > 3 else ""
+    step = f"from step {difference.step}" if difference.step else "before the first step"
+    by = ""
+    if difference.relative is not None:
+        when = "" if difference.measured == difference.step else f" at step {difference.measured}"
+        by = f" by {difference.relative:.0e} relative{when}" if difference.relative else " by a few last bits"
+    rank = f" on rank {difference.rank}" if difference.rank else ""
+    return f"{step} in {names}{more}{by}{rank}"
+
+
+def _own_cause(evidence: Evidence, difference: Difference) -> str:
+    if difference.options:
+        name, one, other = difference.options[0]
+        return f"the optimizer's {name!r} is {one} on Horovod and {other} with dualtrain; find what sets it in the script"
+    if not difference.step:
+        return "the script makes other weights on each side, before it has taken a step; find what it reads of its launcher"
+    size = evidence.horovod[0].size
+    if size > 2 and difference.relative is not None and difference.relative <= ROUNDING:
+        return f"rounding: {size} ranks can be added in several orders; with --nproc 2 there is one order only"
+    return ""
+
+
+def _by_tolerance(evidence: Evidence, difference: Difference) -> Verdict:
+    horovod, compat = evidence.horovod[0], evidence.compat
+    apart, step = distance(horovod, evidence.dualtrain[0])
+    machines = "; ".join(evidence.other_hardware)
+    details = [f"the first bits that differ: {where(difference)}"]
+    once = ""
+    if compat is not None and compat.defects and distance(horovod, compat)[0] < apart:
+        details += [*_places(compat), f"without them, the weights differ by {apart:.1e} relative after step {step}"]
+        apart, once = distance(horovod, compat)[0], f", once these defects of Horovod are reproduced: {_defects(compat)}"
+    if apart <= OTHER_HARDWARE:
+        line = f"same weights within {apart:.1e} relative after step {step}, on another machine ({machines}){once}"
+        return Verdict(line, 0, details, difference)
+    line = (
+        f"differs by {apart:.1e} relative after step {step}, more than the {OTHER_HARDWARE:g} that is allowed for another "
+        f"machine ({machines}): record on one like this, or compare where Horovod is"
+    )
+    return Verdict(line, 1, details, difference)
+
+
+def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
+    """Compare by norms: the script is not repeatable."""
+    within = [distance(a, b) for runs in (evidence.horovod, evidence.dualtrain) for a, b in combinations(runs, 2)]
+    between = [distance(a, b) for a in evidence.horovod for b in evidence.dualtrain]
+    widest, apart, step = max(within)[0], statistics.median(each for each, _ in between), between[0][1]
+    theirs = any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
+    who = "two runs on Horovod" if theirs else "two runs with dualtrain"
+    details = [
+        f"not repeatable: {who} differ {where(spread)}",
+        "to compare bits, make it repeatable: OMP_NUM_THREADS=1, and --seed 1, which seeds torch, numpy and random on each "
+        "rank before the script starts",
+    ]
+    measured = f"Horovod and dualtrain are {apart:.1e} apart after step {step}, runs of one library up to {widest:.1e}"
+    if widest > LARGEST_SPREAD:
+        return Verdict(f"not repeatable, so nothing is proven: {measured}", 1, details, spread)
+    if apart <= widest:
+        return Verdict(f"within the script's own spread{speed(evidence)}: {measured}", 0, details, spread)
+    return Verdict(f"differs by more than the script's own spread: {measured}", 1, details, spread)
+
+
+# -- the table ----------------------------------------------------------------------------------------------------------
+
+HEAD = ["", "library", "ranks", "steps", "steps/s", "start-up", "memory", "weights"]
+
+
+def table(evidence: Evidence) -> list[list[str]]:
+    """Return the rows of the table, its head first."""
+    rows = [HEAD]
+    sides = [("Horovod", evidence.horovod), ("dualtrain", evidence.dualtrain)]
+    if evidence.compat is not None:
+        sides.append(("with Horovod's defects", [evidence.compat]))
+    for name, runs in sides:
+        if runs:
+            rows.append([name, *_cells(runs, timed=not (evidence.recorded and name == "Horovod"))])
+    return rows
+
+
+def _cells(runs: Sequence[RunRecord], timed: bool) -> list[str]:
+    first = runs[0]
+    memory = size_in_words(max(run.memory for run in runs))
+    gpu = max(run.gpu_memory for run in runs)
+    return [
+        first.library,
+        str(first.size),
+        str(first.steps),
+        _interval(median_of(runs, lambda run: run.steps_per_second)),
+        _interval(median_of(runs, lambda run: run.start_up), " s") if timed else "–",
+        memory + (f", GPU {size_in_words(gpu)}" if gpu else ""),
+        weights_hash(first)[:16],
+    ]
+
+
+def _interval(found: tuple[float, float, float] | None, unit: str = "") -> str:
+    if found is None:
+        return "–"
+    value, low, high = (f"{each:.3g}" for each in found)
+    return f"{value}{unit}" if low == high else f"{value} ({low}–{high}){unit}"
+
+
+def weights_hash(run: RunRecord) -> str:
+    """Return a hash of the last weights of rank 0's first optimizer: that of its tensors' hashes."""
+    digest = hashlib.sha256()
+    for optimizer in run.ranks[0].optimizers:
+        if optimizer.weights:
+            for tensor in optimizer.weights[max(optimizer.weights)].tensors:
+                digest.update(tensor.sha256.encode())
+    return digest.hexdigest()
+
+
+def facts(evidence: Evidence, verdict: Verdict) -> dict[str, Any]:
+    """Return everything as values for a JSON file."""
+    sides = {"horovod": evidence.horovod, "dualtrain": evidence.dualtrain}
+    sides["compat"] = [evidence.compat] if evidence.compat else []
+    difference = verdict.difference
+    return {
+        "verdict": verdict.line,
+        "status": verdict.status,
+        "details": verdict.details,
+        "difference": difference
+        and {
+            "step": difference.step,
+            "optimizer": difference.optimizer,
+            "rank": difference.rank,
+            "tensors": list(difference.names),
+            "relative": difference.relative,
+            "measured_at_step": difference.measured,
+        },
+        "speed": _ratios(evidence),
+        "runs": {side: [_facts_of(run) for run in runs] for side, runs in sides.items()},
+    }
+
+
+def _facts_of(run: RunRecord) -> dict[str, Any]:
+    return {
+        "library": run.library,
+        "ranks": run.size,
+        "steps": run.steps,
+        "steps_per_second": run.steps_per_second,
+        "start_up_seconds": run.start_up,
+        "memory_bytes": run.memory,
+        "gpu_memory_bytes": run.gpu_memory,
+        "weights_sha256": weights_hash(run),
+        "platform": run.platform,
+        "defects": [list(each) for each in run.defects],
+    }

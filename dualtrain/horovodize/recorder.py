@@ -1,0 +1,369 @@
+"""Record of a Horovod script's optimizer steps: what its weights are after them, and how fast they are.
+
+usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed SEED] SCRIPT [ARGUMENT...]
+
+Runs the unmodified SCRIPT (or -m MODULE) until each optimizer that it steps has taken STEPS steps, and ends it there, on
+all ranks. Rank R writes FOLDER/rank-R.jsonl: numbers and names only, no code, and of the weights norms, hashes and a few
+values. Compare it, where dualtrain is installed, by: python -m dualtrain.horovodize --prove --against FOLDER SCRIPT ...
+
+This file is a program of its own: copy it to the cluster that has Horovod. It needs Python 3.8, torch 1.13 and Horovod, or
+newer ones, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib.abc
+import json
+import multiprocessing
+import os
+import platform
+import random
+import resource
+import runpy
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+FORMAT = 1
+#: Steps after which the weights are summarized; 0 is before the first step. Also the last step.
+MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+SAMPLES = 64  # values of each tensor
+MOST_ROUNDS = 4  # in all optimizers together: a script may make a new one in each epoch, and none comes to its last step
+END_SECONDS = 30.0  # to wait for the other ranks after the last step, and for the library's shutdown
+#: Variables that say which rank this is: torchrun's, Horovod's, and those of Open MPI, MPICH, and Slurm.
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
+LIBRARIES = ("horovod.torch", "dualtrain.hvd")
+
+
+class Record:
+    """The file of one rank: a JSON object on each line."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, f"rank-{rank}.jsonl")
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Append one line, which is in the file when this returns."""
+        os.write(self._file, (json.dumps(dict(facts, kind=kind)) + "\n").encode())
+
+    def note(self, error: Exception) -> None:
+        """Append an error that does not change the result."""
+        self.write("note", text=f"{type(error).__name__}: {error}")
+
+
+class Recorder:
+    """Writes what the optimizers do, and ends the process after the last step.
+
+    Args:
+        record: where to.
+        steps: how many steps each optimizer takes.
+    """
+
+    def __init__(self, record: Record, steps: int) -> None:
+        self.record, self.steps = record, steps
+        self.library: Any = None
+        self.counts: list[int] = []  # steps of each optimizer
+        self._resumed = 0.0  # when the script went on after the last step; 0 before the first one
+
+    def patch(self, library: Any) -> None:
+        """Observe the optimizers that ``library.DistributedOptimizer`` makes from now on."""
+        original = library.DistributedOptimizer
+        if hasattr(original, "recorded"):
+            return
+
+        @functools.wraps(original)
+        def distributed_optimizer(optimizer: Any, named_parameters: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if named_parameters is not None:
+                named_parameters = list(named_parameters)  # it may be a generator
+            made = original(optimizer, named_parameters, *args, **kwargs)
+            self._observe(made, named_parameters or ())
+            return made
+
+        distributed_optimizer.recorded = True  # type: ignore[attr-defined]
+        self.library = library
+        library.DistributedOptimizer = distributed_optimizer
+        home: Any = sys.modules[original.__module__]
+        home.DistributedOptimizer = distributed_optimizer
+
+    def _observe(self, optimizer: Any, named: Any) -> None:
+        number = len(self.counts)
+        self.counts.append(0)
+        names = {id(pair[1]): pair[0] for pair in named if isinstance(pair, tuple)}
+        cls = type(optimizer)  # both libraries make a class for each optimizer
+        original = cls.step
+
+        @functools.wraps(original)
+        def step(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if this is not optimizer:  # a copy
+                return original(this, *args, **kwargs)
+            if not self.counts[number]:
+                self._begin(number, optimizer, names)
+            result = original(this, *args, **kwargs)
+            self._end_step(number, optimizer)
+            return result
+
+        cls.step = step
+
+    def _begin(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
+        """Write the form of an optimizer, and its weights before the first step."""
+        if not self._resumed:
+            import torch
+
+            facts = {"rank": self.library.rank(), "size": self.library.size(), "torch": torch.__version__}
+            facts["threads"] = torch.get_num_threads()
+            facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
+            self.record.write("world", library=_version(self.library), **facts)
+        tensors = []
+        for i, group in enumerate(optimizer.param_groups):
+            for j, p in enumerate(group["params"]):
+                name = names.get(id(p), f"group {i} parameter {j}")
+                tensors.append([name, str(p.dtype).replace("torch.", ""), list(p.shape)])
+        self.record.write("optimizer", optimizer=number, type=type(optimizer).__name__, tensors=tensors)
+        self._write_weights(number, optimizer)
+        self._resumed = time.perf_counter()
+
+    def _end_step(self, number: int, optimizer: Any) -> None:
+        _wait_for_gpu()
+        seconds = time.perf_counter() - self._resumed
+        self.counts[number] += 1
+        step = self.counts[number]
+        sums = checksums(_params(optimizer))
+        self.record.write("step", optimizer=number, step=step, seconds=seconds, sums=sums, time=time.time())
+        if step in MARKS or step == self.steps:
+            self._write_weights(number, optimizer)
+        counts = [count for count in self.counts if count]
+        if min(counts) >= self.steps or step > self.steps or sum(counts) >= MOST_ROUNDS * self.steps:
+            self._leave()
+        self._resumed = time.perf_counter()
+
+    def _write_weights(self, number: int, optimizer: Any) -> None:
+        tensors = [summary(p) for p in _params(optimizer)]
+        plain = (bool, int, float, str, type(None))
+        options = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in optimizer.param_groups]
+        step = self.counts[number]
+        self.record.write("weights", optimizer=number, step=step, tensors=tensors, options=options)
+
+    def end(self, reason: str, status: int, **more: Any) -> None:
+        """Write the last line: how the script ended, and what it has used."""
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        torch = sys.modules.get("torch")
+        gpu = torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
+        compat = sys.modules.get("dualtrain.hvd.compat")
+        met = [list(each) for each in compat.met()] if compat is not None else []
+        facts = {"steps": self.counts, "memory": memory, "gpu_memory": gpu, "defects": met}
+        self.record.write("end", reason=reason, status=status, **dict(facts, **more))
+
+    def _leave(self) -> None:
+        """End this process, and with it the script, when all ranks have come as far.
+
+        Not by SystemExit, which a script may catch, and whose ``finally`` blocks may wait for other ranks or write files.
+        """
+        self._meet()
+        self.end("steps", 0)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # a closed pipe, or a closed file
+                pass
+        for child in multiprocessing.active_children():
+            child.terminate()
+        leaving = threading.Thread(target=_shut_down, args=(self.library, self.record), daemon=True)
+        leaving.start()
+        leaving.join(END_SECONDS)
+        os._exit(0)
+
+    def _meet(self) -> None:
+        """Wait until the other ranks have come as far: a rank that is gone could fail their last step."""
+        import torch
+
+        try:
+            handle = self.library.allreduce_async(torch.zeros(1), name="end of the record", op=self.library.Sum)
+            deadline = time.monotonic() + END_SECONDS
+            while not self.library.poll(handle) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        except Exception as error:
+            # Another rank has ended, or the library was shut down: nothing is left to wait for.
+            self.record.note(error)
+
+
+def summary(p: Any) -> list[Any]:
+    """Return a tensor's hash, its norm, and values at fixed places: what stands for its values in the record."""
+    import torch
+
+    flat = _flat(p)
+    data = flat.cpu().view(torch.uint8).numpy()
+    count = min(SAMPLES, flat.numel())
+    places = torch.arange(count, device=flat.device) * flat.numel() // max(count, 1)
+    norm = float(flat.double().norm()) if count else 0.0
+    return [hashlib.sha256(memoryview(data)).hexdigest(), norm, flat[places].double().tolist()]
+
+
+def checksums(params: list[Any]) -> list[int]:
+    """Return the sum of each tensor's values as integers: it differs where bits do, unless their changes cancel out."""
+    import torch
+
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = [_flat(p) for p in params]
+    sums = [values.view(integers[values.element_size()]).sum(dtype=torch.int64) for values in flat]
+    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+
+
+def _flat(p: Any) -> Any:
+    import torch
+
+    p = p.detach()
+    return (torch.view_as_real(p) if p.is_complex() else p).contiguous().view(-1)
+
+
+def _params(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _wait_for_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _version(library: Any) -> str:
+    name = library.__name__.partition(".")[0]
+    return f"{name} {getattr(sys.modules.get(name), '__version__', '')}"
+
+
+def _shut_down(library: Any, record: Record) -> None:
+    try:
+        library.shutdown()
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.Finalize()  # without it, mpirun reports a failed job
+    except Exception as error:
+        record.note(error)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Import hook: patches a library as soon as the script has imported it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in LIBRARIES:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                spec.loader = _Loader(spec.loader, self._recorder)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, recorder: Recorder) -> None:
+        self._loader, self._recorder = loader, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        self._loader.exec_module(module)
+        library = sys.modules[module.__name__]  # a loader may put another module there
+        if hasattr(library, "DistributedOptimizer"):
+            self._recorder.patch(library)
+
+
+def _rank() -> int:
+    found = [os.environ[name] for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()]
+    return int(found[0]) if found else 0
+
+
+def _seed(seed: int) -> None:
+    """Seed all random numbers, other ones on each rank."""
+    random.seed(seed)
+    try:
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
+    except ImportError:
+        pass
+    import torch
+
+    torch.manual_seed(seed)
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            found = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        found = []
+    return found[0] if found else platform.machine()
+
+
+def _parse(arguments: list[str]) -> Any:
+    parser = argparse.ArgumentParser(prog="record.py", usage=str(__doc__).split("\n\n")[1][7:], allow_abbrev=False)
+    parser.add_argument("--record", required=True)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("-m", dest="module", action="store_true")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args(arguments)
+    if given.steps < 1:
+        parser.error(f"--steps {given.steps} is below 1")
+    if not given.module and not os.path.isfile(given.script):
+        parser.error(f"there is no script {given.script!r}: check its path")
+    return parser, given
+
+
+def _run(given: Any) -> None:
+    """Run the script as python would."""
+    sys.argv[:] = [given.script, *given.arguments]
+    if given.module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(given.script))
+        runpy.run_path(given.script, run_name="__main__")
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script of the command line, and record it. Ends as the script does, or with 0 after the last step."""
+    parser, given = _parse(arguments)
+    try:
+        record = Record(given.record, _rank())
+    except FileExistsError:
+        parser.error(f"{given.record!r} holds the record of an earlier run: name a new folder")
+    except OSError as error:
+        parser.error(f"cannot write to {given.record!r} ({error.strerror}): name another folder")
+    python = platform.python_version()
+    facts = {"steps": given.steps, "seed": given.seed, "python": python, "processor": _processor(), "time": time.time()}
+    record.write("start", format=FORMAT, script=given.script, arguments=given.arguments, **facts)
+    recorder = Recorder(record, given.steps)
+    sys.meta_path.insert(0, _Finder(recorder))
+    if given.seed is not None:
+        _seed(given.seed + _rank())
+    try:
+        _run(given)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        recorder.end("exit", status, error="" if isinstance(end.code, int) else str(end.code or ""))
+        raise
+    except BaseException as error:
+        what = "".join(traceback.format_exception_only(type(error), error)).strip()
+        recorder.end("error", 1, error=what, traceback=traceback.format_exc())
+        raise
+    recorder.end("return", 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,123 @@
+"""The rule on several backward passes before a step."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from dualtrain.horovodize.edits import Edit
+from dualtrain.horovodize.events import STEPS, Event, steps
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.source import Finding, Function, Source
+
+_LOOP = ast.For | ast.While
+
+
+def accumulation_without_passes(source: Source) -> Iterator[Finding]:
+    """Several backward passes before a step, without backward_passes_per_step: an AssertionError."""
+    if any(getattr(node, "attr", "") == "set_backward_passes_per_step" for node in source.nodes):
+        return
+    for events in steps(source):
+        for event in events:
+            wraps = [wrap for name, wrap in source.wraps if name == event.optimizer]
+            if event.kind not in STEPS or not wraps or any(_has_passes(wrap) for wrap in wraps):
+                continue
+            found = _every_nth(source, events, event) or _inner_loop(source, events, event)
+            if found is not None:
+                message = (
+                    "several backward passes before a step raise AssertionError, on Horovod too; pass "
+                    "backward_passes_per_step to DistributedOptimizer"
+                )
+                yield Finding(event.node.lineno, "trap", message, tuple(_with_passes(source, wraps, event, found[0])))
+
+
+def _has_passes(wrap: ast.Call) -> bool:
+    return len(wrap.args) > 3 or any(word.arg in ("backward_passes_per_step", None) for word in wrap.keywords)
+
+
+def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
+    """Return N as an 1-tuple for ``backward(); if i % N == 0: step()``, or None."""
+    for above in source.above(step.node):
+        if isinstance(above, _LOOP | Function):
+            return None
+        if isinstance(above, ast.If) and (modulo := _modulo(source, above.test)) is not None:
+            if any(event.kind == "backward" and above in source.above(event.node) for event in events):
+                return None
+            loop = next((one for one in source.above(above) if isinstance(one, _LOOP)), None)
+            if loop is None:
+                return None
+            around = [
+                event for event in events if loop in source.above(event.node) and above not in source.above(event.node)
+            ]
+            kinds = {event.kind for event in around if event.optimizer in ("", step.optimizer)}
+            steps_elsewhere = kinds & {"step", "scaled step", "synchronize"}
+            return (modulo,) if "backward" in kinds and not steps_elsewhere else None
+    return None
+
+
+def _modulo(source: Source, test: ast.expr) -> ast.expr | None:
+    """Return N of ``i % N``, also where a variable holds the condition."""
+    tests = [test, *source.values.get(ast.unparse(test), ())]
+    for node in (node for one in tests for node in ast.walk(one)):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
+            return node.right
+    return None
+
+
+def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
+    """Return N, or nothing, as an 1-tuple for ``for … in range(N): backward()`` before a step, or None."""
+    around_step = list(source.above(step.node))
+    before = events[: events.index(step)]
+    last = next((event for event in reversed(before) if event.kind == "backward"), None)
+    if last is None or source.exclusive(last.node, step.node):
+        return None
+    loops = [above for above in source.above(last.node) if isinstance(above, _LOOP) and above not in around_step]
+    if not loops or any(isinstance(above, Function) and above not in around_step for above in source.above(last.node)):
+        return None
+    loop = loops[-1]
+    others = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    if any(node.func.attr in ("step", "synchronize", "minimize") for node in others):  # type: ignore[attr-defined]
+        return None
+    return (_range_of(loop),)
+
+
+def _range_of(loop: ast.For | ast.While) -> ast.expr | None:
+    if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
+        return loop.iter.args[0] if len(loop.iter.args) == 1 else None
+    return None
+
+
+def _with_passes(source: Source, wraps: list[ast.Call], step: Event, passes: ast.expr | None) -> list[Edit]:
+    if passes is None or len(wraps) != 1 or Guards(source).is_conditional(wraps[0]):
+        return []
+    if not _is_known_at(source, passes, wraps[0], step.node):
+        return []
+    return source.layout.add_keywords(wraps[0], [f"backward_passes_per_step={ast.unparse(passes)}"])
+
+
+def _is_known_at(source: Source, value: ast.expr, wrap: ast.AST, step: ast.AST) -> bool:
+    """Return whether ``value``, used at ``step``, has the same value at ``wrap`` for sure."""
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, int)
+    root = value
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    if not isinstance(root, ast.Name) or root.id == "self":
+        return False
+    here, there = source.scope(step), source.scope(wrap)
+    assigned = [statement for target, _, statement in source.assignments if target in (root.id, ast.unparse(value))]
+    early = [one for one in assigned if one.lineno < wrap.lineno]  # type: ignore[attr-defined]
+    if len(assigned) != len(early):
+        return False  # it changes later
+    if here is there:
+        homes = {source.scope(one) for one in assigned}
+        return _has_parameter(there, root.id) or bool(homes & {there, source.tree})
+    local = [one for one in assigned if source.scope(one) is not source.tree]
+    if _has_parameter(here, root.id) and _has_parameter(there, root.id):
+        return True
+    at_top = [one for one in early if source.parents[one] is source.tree]
+    return bool(at_top) and not local and not (_has_parameter(here, root.id) or _has_parameter(there, root.id))
+
+
+def _has_parameter(scope: ast.AST, name: str) -> bool:
+    return isinstance(scope, Function) and name in {word.arg for word in (*scope.args.args, *scope.args.kwonlyargs)}

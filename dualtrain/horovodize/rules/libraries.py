@@ -1,0 +1,65 @@
+"""Rules on libraries that look for the other ranks by themselves."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dualtrain.horovodize.names import COLLECTIVES
+from dualtrain.horovodize.source import Finding, Source
+
+_STARTS_GROUP = "torch.distributed.init_process_group"
+_LAUNCHER_READERS = r"(accelerate\.Accelerator|transformers\.(Trainer|TrainingArguments|Seq2SeqTrainer))$"
+
+
+def torchmetrics(source: Source) -> Iterator[Finding]:
+    """A metric of torchmetrics, which looks at torch.distributed only; one finding."""
+    if any(source.name(call.func) == _STARTS_GROUP for call in source.calls) or _combines_metrics(source):
+        return
+    call = _first_call(source, r"torchmetrics\.(?!functional)(\w+\.)*[A-Z]")
+    if call is not None and not re.search(r"dist_sync_fn|distributed_available_fn|sync_on_compute", source.text):
+        message = (
+            "torchmetrics combines metrics over torch.distributed's default group, which neither Horovod nor dualtrain "
+            "makes: each rank has the metric of its own samples; pass dist_sync_fn, or combine results by hvd.allgather"
+        )
+        yield Finding(call.lineno, "trap", message)
+
+
+def ignite(source: Source) -> Iterator[Finding]:
+    """ignite, which imports Horovod by itself; one finding."""
+    call = _first_call(source, r"ignite\.(metrics|distributed|contrib\.metrics)\.")
+    if call is not None:
+        message = (
+            "ignite finds the ranks by an `import horovod.torch` of its own, so that it needs the runner; start the script "
+            "with python -m dualtrain.horovodize, and leave its import as it is"
+        )
+        yield Finding(call.lineno, "differs", message)
+
+
+def launcher_readers(source: Source) -> Iterator[Finding]:
+    """Libraries that start torch.distributed where torchrun's variables are set; one finding."""
+    call = _first_call(source, _LAUNCHER_READERS)
+    if call is not None:
+        name = source.name(call.func).partition(".")[0]
+        message = (
+            f"under torchrun, {name} reads RANK and WORLD_SIZE and starts torch.distributed by itself, which it does not "
+            "under horovodrun, so that gradients may be averaged twice; let one of the two train"
+        )
+        yield Finding(call.lineno, "differs", message)
+
+
+def _first_call(source: Source, pattern: str) -> ast.Call | None:
+    calls = source.calls if source.uses_horovod else []
+    return next((call for call in calls if re.match(pattern, source.name(call.func))), None)
+
+
+def _combines_metrics(source: Source) -> bool:
+    """Return whether the script combines the ranks' metrics by itself."""
+    computed = {target for target, value, _ in source.assignments if ".compute()" in ast.unparse(value)}
+    for call in source.calls:
+        if source.hvd(call.func) in COLLECTIVES:
+            given = {ast.unparse(node) for value in call.args for node in ast.walk(value) if isinstance(node, ast.expr)}
+            if given & computed or any(".compute()" in text for text in given):
+                return True
+    return False

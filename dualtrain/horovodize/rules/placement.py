@@ -1,0 +1,155 @@
+"""Rules on what differs between the ranks of a program: GPUs, files, and the end of Horovod."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dualtrain.horovodize.edits import Edit
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
+from dualtrain.horovodize.order import calls_of, nodes_after
+from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
+
+_GPU_CALLS = ("torch.cuda.set_device", "torch.cuda.device")
+_CUDA = re.compile(r"(cuda|gpu):?(\{\}|%[ds])?$")
+_CHECKPOINT_WRITERS = ("torch.save",)
+_RANK_IN_PATH = re.compile(r"rank|size\(|getpid|uuid|hostname|worker|temp", re.IGNORECASE)
+_NEEDS_INIT = (COLLECTIVES | RANK_NAMES) - {"shutdown"}
+
+
+def gpu_by_rank(source: Source) -> Iterator[Finding]:
+    """A GPU chosen by rank() in place of local_rank()."""
+    guards = Guards(source)
+    for used in _gpu_numbers(source):
+        if guards.rank(used) != "rank":
+            continue
+        call = used if isinstance(used, ast.Call) else None
+        spelled = f"{ast.unparse(call.func)[: -len('rank')]}local_rank" if call else source.spell("local_rank", used)
+        if call and isinstance(call.func, ast.Name):
+            spelled = source.spell("local_rank", used)
+        message = "the GPU is chosen by rank(), which is beyond the GPUs of a second host; use local_rank()"
+        edits = (source.layout.replace(used, f"{spelled}()"),) if spelled else ()
+        yield Finding(used.lineno, "trap", message, edits)
+
+
+def _gpu_numbers(source: Source) -> Iterator[ast.expr]:
+    """Yield the expressions that say which GPU a process uses."""
+    for call in source.calls:
+        name, method = source.name(call.func), last_name(call.func)
+        if name in _GPU_CALLS or (isinstance(call.func, ast.Attribute) and method in ("cuda", "to")):
+            yield from call.args[:1]
+        elif name == "torch.device" and len(call.args) == 2 and _is_cuda(call.args[0]):
+            yield call.args[1]
+        elif method == "format" and isinstance(call.func, ast.Attribute) and _is_cuda(call.func.value):
+            yield from call.args[:1]
+        if (devices := keyword(call, "device_ids")) is not None and isinstance(devices, ast.List):
+            yield from devices.elts
+    for node in source.nodes:
+        if isinstance(node, ast.JoinedStr) and len(node.values) == 2 and _is_cuda(node.values[0]):
+            yield from (part.value for part in node.values[1:] if isinstance(part, ast.FormattedValue))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.Add) and _is_cuda(node.left):
+            yield _without_str(node.right)
+    for target, value, _ in source.assignments:
+        if re.search(r"environ\[.CUDA_VISIBLE_DEVICES.\]$", target):
+            yield _without_str(value)
+
+
+def _is_cuda(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_CUDA.search(node.value))
+
+
+def _without_str(value: ast.expr) -> ast.expr:
+    """Return ``x`` for ``str(x)``, ``(x,)`` and ``f"{x}"``, else ``value``."""
+    if isinstance(value, ast.Call) and last_name(value.func) == "str" and value.args:
+        return value.args[0]
+    if isinstance(value, ast.Tuple) and len(value.elts) == 1:
+        return value.elts[0]
+    if isinstance(value, ast.JoinedStr) and len(value.values) == 1 and isinstance(value.values[0], ast.FormattedValue):
+        return value.values[0].value
+    return value
+
+
+def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
+    """A checkpoint that every rank writes to the same file."""
+    if not (source.wraps or any(True for _ in source.hvd_calls("init"))):
+        return
+    guards = Guards(source)
+    for call in source.calls:
+        if source.name(call.func) not in _CHECKPOINT_WRITERS:
+            continue
+        file = call.args[1] if len(call.args) > 1 else keyword(call, "f")
+        if file is None or _depends_on_process(source, file) or _is_for_some(source, guards, call):
+            continue
+        message = "every rank writes this file, at the same time; write it on rank 0 only: `if hvd.rank() == 0:`"
+        yield Finding(call.lineno, "trap", message, tuple(_save_on_rank_zero(source, call, file)))
+
+
+def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[Edit]:
+    statement, rank = source.statement(call), source.spell("rank", call)
+    alone = isinstance(statement, ast.Expr) and statement.value is call
+    gathers = any(source.hvd(node) in COLLECTIVES for node in ast.walk(call))
+    if not alone or gathers or not rank or not any(True for _ in source.hvd_calls("init")):
+        return []
+    if _is_read_by_all(source, file):
+        return []  # hosts without a common file system each need the file
+    return source.layout.wrap(statement, f"if {rank}() == 0:")
+
+
+def _is_read_by_all(source: Source, file: ast.expr) -> bool:
+    """Return whether every rank may read the file later."""
+    guards = Guards(source)
+    loads = [call for call in source.calls if source.name(call.func) == "torch.load" and call.args]
+    everywhere = [call for call in loads if not guards.looks_like_one_rank(call)]
+    return any(_words(call.args[0]) & _words(file) for call in everywhere)
+
+
+def _words(path: ast.expr) -> set[str]:
+    """Return the variables, attributes and texts in the expression of a path."""
+    nodes = list(ast.walk(path))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return texts | {last_name(node) for node in nodes if last_name(node)} - {"args", "os", "path", "join", "format", "self"}
+
+
+def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
+    """Return whether the path names the process: its rank, a temporary folder, or a buffer in memory."""
+    if _RANK_IN_PATH.search(ast.unparse(file)):
+        return True
+    names = {ast.unparse(node) for node in ast.walk(file) if isinstance(node, ast.Name | ast.Attribute)}
+    values = [value for name in names for value in source.values.get(name, ())]
+    if any(isinstance(value, ast.Call) and source.name(value.func) == "io.BytesIO" for value in (file, *values)):
+        return True
+    return depth < 3 and any(_depends_on_process(source, value, depth + 1) for value in values)
+
+
+def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
+    """Return whether only some ranks come to ``node``; also where the script does not show who calls its function."""
+    if guards.looks_like_one_rank(node):
+        return True
+    scope = source.scope(node)
+    if not isinstance(scope, Function):
+        return False
+    if any(_RANK_DECORATOR.search(ast.unparse(decorator)) for decorator in scope.decorator_list):
+        return True
+    calls = list(calls_of(source, scope))
+    if scope.name in ("main", "train", "run", "train_fn", "main_worker") and not calls:
+        return False  # given to a launcher
+    return not calls or depth > 3 or all(_is_for_some(source, guards, call, depth + 1) for call in calls)
+
+
+_RANK_DECORATOR = re.compile(r"rank|master|main_process", re.IGNORECASE)
+
+
+def use_after_shutdown(source: Source) -> Iterator[Finding]:
+    """rank() and the like after shutdown()."""
+    for shutdown in source.hvd_calls("shutdown"):
+        for node in nodes_after(source, shutdown):
+            if not isinstance(node, ast.Call):
+                continue
+            name = source.hvd(node.func)
+            if name == "init":
+                break
+            if name in _NEEDS_INIT:
+                message = f"{name}() after shutdown() raises an error, on Horovod too; call it before, and keep its result"
+                yield Finding(node.lineno, "trap", message)

@@ -1,0 +1,189 @@
+"""Rules on which samples a rank gets, and in which order."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dualtrain.horovodize.edits import Edit
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.rules.evaluation import is_for_evaluation
+from dualtrain.horovodize.source import Finding, Function, Scope, Source, keyword
+
+_EPOCH = re.compile(r"(^|_)(epoch|ep|e)(s|_?(idx|index|num|i|id|no|n|count|number))?$|epoch", re.IGNORECASE)
+_SHARDED = re.compile(r"rank|size\(|shard|petastorm|make_batch_reader|partition|world", re.IGNORECASE)
+_TRAINERS = re.compile(r"(lightning|pytorch_lightning|ignite|accelerate)(\.|$)|transformers\.\w*Trainer")
+
+
+def sampler_without_ranks(source: Source) -> Iterator[Finding]:
+    """A DistributedSampler without num_replicas and rank, which it reads from torch.distributed then."""
+    if any(source.name(call.func).startswith("torch.distributed.init_process_group") for call in source.calls):
+        return
+    for call in distributed_samplers(source):
+        if any(word.arg is None for word in call.keywords) or len(call.args) > 2:
+            continue
+        missing = {"num_replicas": "size", "rank": "rank"}
+        if len(call.args) > 1:
+            del missing["num_replicas"]
+        missing = {argument: name for argument, name in missing.items() if keyword(call, argument) is None}
+        if missing:
+            spelled = {argument: source.spell(name, call) for argument, name in missing.items()}
+            keywords = [f"{argument}={name}()" for argument, name in spelled.items()]
+            message = (
+                f"without {' and '.join(missing)}, the sampler asks torch.distributed's default group, which Horovod does "
+                "not make; pass num_replicas=hvd.size(), rank=hvd.rank()"
+            )
+            edits = source.layout.add_keywords(call, keywords) if all(spelled.values()) else []
+            yield Finding(call.lineno, "trap", message, tuple(edits))
+
+
+def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
+    """A DistributedSampler that gets the rank or size within a host."""
+    guards = Guards(source)
+    if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
+        return  # each host may have samples of its own
+    for call in distributed_samplers(source):
+        for position, (argument, right) in enumerate((("num_replicas", "size"), ("rank", "rank")), start=1):
+            value = keyword(call, argument) or (call.args[position] if len(call.args) > position else None)
+            if value is None:
+                continue
+            name = source.hvd(value.func) if isinstance(value, ast.Call) else guards.rank(value)
+            if name == f"local_{right}":
+                spelled = source.spell(right, value)
+                edits = (source.layout.replace(value, f"{spelled}()"),) if spelled else ()
+                message = f"{argument} is that of one host, so hosts train on the same samples; use hvd.{right}()"
+                yield Finding(value.lineno, "trap", message, edits)
+
+
+def same_order_every_epoch(source: Source) -> Iterator[Finding]:
+    """A shuffling DistributedSampler without set_epoch."""
+    if any(getattr(node, "attr", "") == "set_epoch" for node in source.nodes) or _has_trainer(source):
+        return
+    loops = _epoch_loops(source)
+    for call in distributed_samplers(source) if loops else ():
+        shuffle = keyword(call, "shuffle")
+        shuffles = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
+        if not shuffles or is_for_evaluation(source, call) or source.uses_elastic:
+            continue
+        message = "every epoch has the same order of samples; call set_epoch(epoch) on the sampler at the start of each"
+        yield Finding(call.lineno, "trap", message, tuple(_set_epoch_of(source, call)))
+
+
+def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
+    found = [(target, statement) for target, value, statement in source.assignments if value is call]
+    once = len(found) == 1 and sum(name == found[0][0] for name, _, _ in source.assignments) == 1
+    return _set_epoch(source, *found[0]) if once else []
+
+
+def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
+    """Call set_epoch in the script's loop over epochs, if there is one, and the sampler can be used there."""
+    loops = _epoch_loops(source)
+    if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):
+        return []
+    return source.layout.insert_before(loops[0].body[0], f"{sampler}.set_epoch({loops[0].target.id})")
+
+
+def _reaches(source: Source, target: str, statement: ast.AST, loop: ast.For) -> bool:
+    """Return whether ``target``, which ``statement`` alone assigns, has this value in ``loop`` for sure."""
+    home, user = source.scope(statement), source.scope(loop)
+    if home is user:
+        return source.parents[statement] in source.above(loop) and statement.lineno < loop.lineno  # type: ignore[attr-defined]
+    if target.startswith("self."):
+        same = source.parents.get(home) is source.parents.get(user)
+        return same and getattr(home, "name", "") == "__init__" and source.parents[statement] is home
+    at_top = source.parents[statement] is source.tree
+    return at_top and isinstance(user, Function) and target not in {word.arg for word in user.args.args}
+
+
+def every_rank_reads_all(source: Source) -> Iterator[Finding]:
+    """A shuffling loader without a sampler, beside a wrapped optimizer."""
+    if not source.wraps or _has_trainer(source) or _counts_epochs_by_size(source):
+        return
+    for call in source.calls:
+        shuffle = keyword(call, "shuffle")
+        if source.name(call.func) not in _LOADERS or not isinstance(shuffle, ast.Constant) or shuffle.value is not True:
+            continue
+        others = {word.arg for word in call.keywords} & {"sampler", "batch_sampler", None}
+        data = call.args[0] if call.args else keyword(call, "dataset")
+        if others or data is None or _is_sharded(source, data) or is_for_evaluation(source, call):
+            continue
+        message = (
+            "every rank goes through all samples, so that an epoch has as many steps as on one rank; pass "
+            "sampler=DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())"
+        )
+        yield Finding(call.lineno, "trap", message, tuple(_with_sampler(source, call, data)))
+
+
+_LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+
+
+def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
+    statement = source.statement(call)
+    size, rank = source.spell("size", call), source.spell("rank", call)
+    [word] = [word for word in call.keywords if word.arg == "shuffle"]
+    found = [target for target, value, _ in source.assignments if value is call]
+    if not (size and rank and found and found[0].isidentifier() and isinstance(data, ast.Name | ast.Attribute)):
+        return []
+    name = re.sub(r"_?(data)?_?loader$", "", found[0]) + "_sampler"
+    if re.search(rf"\b{name}\b", source.text) or not source.imports_torch(call):
+        return []
+    sampler = f"torch.utils.data.DistributedSampler({ast.unparse(data)}, num_replicas={size}(), rank={rank}())"
+    before = source.layout.insert_before(statement, f"{name} = {sampler}")
+    epochs = _set_epoch(source, name, statement)
+    return [*before, source.layout.replace(word, f"sampler={name}"), *epochs] if before and epochs else []
+
+
+def different_splits(source: Source) -> Iterator[Finding]:
+    """random_split with another result on each rank."""
+    text = source.text
+    if not source.wraps or re.search(r"manual_seed|seed_everything|set_seed|fix_seed|seed_all", text):
+        return
+    for call in source.calls:
+        if source.name(call.func) != "torch.utils.data.random_split" or len(call.args) > 2 or keyword(call, "generator"):
+            continue
+        message = (
+            "each rank splits the data differently, so that it evaluates samples that others train on; pass "
+            "generator=torch.Generator().manual_seed(0)"
+        )
+        keywords = ["generator=torch.Generator().manual_seed(0)"]
+        edits = source.layout.add_keywords(call, keywords) if source.imports_torch(call) else []
+        yield Finding(call.lineno, "trap", message, tuple(edits))
+
+
+def distributed_samplers(source: Source) -> Iterator[ast.Call]:
+    """Yield the calls of torch's DistributedSampler."""
+    for call in source.calls:
+        name = source.name(call.func)
+        if source.uses_horovod and name.startswith("torch.utils.data") and name.endswith(".DistributedSampler"):
+            yield call
+
+
+def _epoch_loops(source: Source) -> list[ast.For]:
+    loops = [node for node in source.nodes if isinstance(node, ast.For) and isinstance(node.iter, ast.Call)]
+    return [loop for loop in loops if isinstance(loop.target, ast.Name) and _EPOCH.search(loop.target.id)]
+
+
+def _has_trainer(source: Source) -> bool:
+    return any(_TRAINERS.match(name) for name in source.imported_names)
+
+
+def _is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
+    """Return whether the data set may depend on the rank, as far as its name and the expressions behind it say."""
+    if _SHARDED.search(ast.unparse(data)):
+        return True
+    names = {ast.unparse(node) for node in ast.walk(data) if isinstance(node, ast.Name | ast.Attribute)}
+    values = [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]
+    scope: Scope = source.scope(data)
+    given = isinstance(scope, Function) and {word.arg for word in scope.args.args} & names
+    return bool(given) or (depth < 4 and any(_is_sharded(source, value, depth + 1) for value in values))
+
+
+def _counts_epochs_by_size(source: Source) -> bool:
+    """Return whether the script divides something by the number of ranks: epochs or steps, most likely."""
+    return any(
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Div | ast.FloorDiv)
+        and any(isinstance(part, ast.Call) and source.hvd(part.func) == "size" for part in ast.walk(node.right))
+        for node in source.nodes
+    )

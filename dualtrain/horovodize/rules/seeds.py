@@ -1,0 +1,77 @@
+"""The rule on random numbers that are the same on every rank."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from dualtrain.horovodize.edits import Edit
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.source import Finding, Function, Source
+
+_SEEDS = {"torch.manual_seed": "torch", "numpy.random.seed": "numpy", "random.seed": "random"}
+_AUGMENTATIONS = re.compile(r"^torchvision\.transforms\.(v2\.)?(Random|ColorJitter|AutoAugment|RandAugment|TrivialAugment)")
+_DRAWN_IN_DATA = {
+    "torch": re.compile(r"\btorch\.(rand|randn|randint|randperm|bernoulli|normal)\("),
+    "numpy": re.compile(r"\b(np|numpy)\.random\.\w+\("),
+    "random": re.compile(r"(?<![.\w])random\.\w+\("),
+}
+#: Draws that all ranks must make alike: splits and orders of the data.
+_COMMON_DRAWS = re.compile(
+    r"random_split|randperm|SubsetRandomSampler|WeightedRandomSampler|train_test_split|KFold|\.shuffle\(|permutation\(|"
+    r"random\.sample\(|\.choice\(|\.choices\(|worker_init_fn"
+)
+
+
+def same_random_numbers(source: Source) -> Iterator[Finding]:
+    """A seed that is the same on every rank, in a script that augments its samples."""
+    if not source.wraps or source.uses_elastic:
+        return
+    guards = Guards(source)
+    drawn = _drawn_for_samples(source)
+    for call in source.calls:
+        if _SEEDS.get(source.name(call.func)) not in drawn or len(call.args) != 1:
+            continue
+        if _depends_on_rank(source, guards, call.args[0]):
+            continue
+        message = (
+            "every rank draws the same random numbers, so that the samples of all ranks are augmented alike; add "
+            "hvd.rank() to the seed, after hvd.init()"
+        )
+        yield Finding(call.lineno, "trap", message, tuple(_per_rank(source, call)))
+
+
+def _drawn_for_samples(source: Source) -> set[str]:
+    """Return the generators with which samples are changed at random."""
+    found = {"torch"} if any(_AUGMENTATIONS.search(source.name(call.func)) for call in source.calls) else set()
+    for node in source.nodes:
+        if isinstance(node, Function) and node.name == "__getitem__":
+            text = ast.unparse(node)
+            found |= {generator for generator, pattern in _DRAWN_IN_DATA.items() if pattern.search(text)}
+    return found
+
+
+def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int = 0) -> bool:
+    nodes = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
+    if "rank" in ast.unparse(value).lower() or any(guards.rank(node) for node in nodes):
+        return True
+    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+    if isinstance(value, ast.Name) and value.id in source.parameters(value):
+        return True  # the caller's business
+    values = [given for name in names for given in source.values.get(name, ())]
+    return depth < 3 and any(_depends_on_rank(source, guards, given, depth + 1) for given in values)
+
+
+def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
+    """Add the rank to the seed, where rank 0's numbers stay as they are and nothing needs equal ones on all ranks."""
+    seed, rank = call.args[0], source.spell("rank", call)
+    before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]
+    same_place = any(source.scope(init) is source.scope(call) for init in before)
+    broadcasts = [other for other in source.hvd_calls("broadcast_parameters") if other.lineno > call.lineno]
+    simple = isinstance(seed, ast.Name | ast.Attribute) or (isinstance(seed, ast.Constant) and isinstance(seed.value, int))
+    if not (rank and same_place and broadcasts and simple) or _COMMON_DRAWS.search(source.text):
+        return []
+    if any("shuffle=True" in ast.unparse(other) for other in source.calls):
+        return []  # a loader that draws its order from this seed
+    return [source.layout.replace(seed, f"{ast.unparse(seed)} + {rank}()")]

@@ -1,0 +1,75 @@
+"""Repairs of the order of calls between backward and step."""
+
+from __future__ import annotations
+
+import ast
+
+from dualtrain.horovodize.edits import Edit
+from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, until_backward
+from dualtrain.horovodize.guards import Guards
+from dualtrain.horovodize.source import Source
+
+
+def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
+    """Insert synchronize() before an event, and put the steps until the next backward into skip_synchronize().
+
+    Nothing where the steps are not certain to follow, or the optimizer is not certain to be a wrapped one.
+    """
+    event = events[number]
+    later = [event, *until_backward(events, number)]
+    reached = [step for step in later if step.kind in STEPS and not source.exclusive(step.node, event.node)]
+    firsts = {step.optimizer: step for step in reversed(reached)}
+    if event.optimizer:
+        firsts = {name: step for name, step in firsts.items() if name == event.optimizer}
+    before = since_backward(source, events, number)
+    if not firsts or any(has(before, "unscale", name) for name in firsts):
+        return []
+    edits: list[Edit] = []
+    for name, step in firsts.items():
+        if not can_synchronize(source, name) or skips(source, step) or step.owner is None:
+            return []
+        place = _common_block(source, event.node, step.node)
+        skip = skip_around(source, step)
+        inserted = source.layout.insert_before(place, f"{ast.unparse(step.owner)}.synchronize()") if place else []
+        if not skip or not inserted:
+            return []
+        edits += [*inserted, *skip]
+    return _merged(edits)
+
+
+def skip_around(source: Source, step: Event) -> list[Edit]:
+    """Put the statement of a step into skip_synchronize()."""
+    closure = step.kind == "step" and (step.node.args or step.node.keywords)
+    if step.owner is None or closure or not can_synchronize(source, step.optimizer):
+        return []
+    statement = source.statement(step.node)
+    simple = isinstance(statement, ast.Expr | ast.Assign)
+    return source.layout.wrap(statement, f"with {ast.unparse(step.owner)}.skip_synchronize():") if simple else []
+
+
+def can_synchronize(source: Source, optimizer: str) -> bool:
+    """Return whether the optimizer of this name is a wrapped one in every case, and not one of Adasum."""
+    wraps = [wrap for name, wrap in source.wraps if name == optimizer]
+    if not wraps or any(source.hvd(node) == "Adasum" for node in source.nodes):
+        return False
+    guards = Guards(source)
+    return not any(guards.is_conditional(wrap) for wrap in wraps)
+
+
+def _common_block(source: Source, first: ast.AST, step: ast.AST) -> ast.stmt | None:
+    """Return the statement that contains ``first`` in the innermost block that contains ``step`` too."""
+    around = [step, *source.above(step)]
+    for above in (first, *source.above(first)):
+        if isinstance(above, ast.stmt) and source.parents[above] in around:
+            block = source.block(above)
+            return above if any(part in block for part in around if isinstance(part, ast.stmt)) else None
+    return None
+
+
+def _merged(edits: list[Edit]) -> list[Edit]:
+    """Return the edits without duplicates, those at the same place joined into one."""
+    merged: dict[tuple[int, int], str] = {}
+    for start, end, new in edits:
+        if new not in merged.get((start, end), ""):
+            merged[start, end] = merged.get((start, end), "") + new
+    return [Edit(start, end, new) for (start, end), new in merged.items()]

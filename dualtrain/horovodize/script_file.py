@@ -1,0 +1,60 @@
+"""Script files as bytes and as text, with the encoding that they declare."""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dualtrain.errors import UserError
+from dualtrain.files import open_regular
+from dualtrain.horovodize.source import Source
+
+
+class ScriptFile(NamedTuple):
+    """A script that was read: ``text.encode(encoding)`` is ``data`` again."""
+
+    name: str
+    data: bytes
+    encoding: str
+    text: str
+
+
+def read_script(name: str) -> ScriptFile:
+    """Read a script. Raises UserError where it cannot be read, or is not text."""
+    try:
+        with open_regular(name) as file:
+            data = file.read()
+    except OSError as error:
+        raise UserError(f"cannot read the script {name!r} ({error.strerror}): check its path") from None
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        text = data.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError):
+        raise UserError(
+            f"the script {name!r} is not text in UTF-8, nor in an encoding that its first lines declare: name a Python "
+            "source file"
+        ) from None
+    return ScriptFile(name, data, encoding, text)
+
+
+def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
+    """Read and parse the scripts of one program: one may wrap the optimizer that another one steps.
+
+    Raises:
+        UserError: one cannot be read, or is not valid Python.
+    """
+    files = {name: read_script(name) for name in names}
+    wrapped = set().union(*(_parse(file).own_wrapped for file in files.values()))
+    return {name: (file, _parse(file, wrapped)) for name, file in files.items()}
+
+
+def _parse(file: ScriptFile, wrapped: set[str] | None = None) -> Source:
+    try:
+        return Source(file.text, wrapped or ())
+    except SyntaxError as error:
+        raise UserError(f"{file.name}:{error.lineno} is not valid Python ({error.msg}): fix it first") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        reason = str(error) or "it is nested too deeply"
+        raise UserError(f"{file.name} is not valid Python ({reason}): fix it first") from None

@@ -1,0 +1,90 @@
+"""Horovod's own defects that change numbers, which DUALTRAIN_HVD_COMPAT=1 makes dualtrain reproduce.
+
+``--prove`` distinguishes by it the differences that a defect of Horovod makes from any other. ``hvd.init`` reads the
+variable; the modules that reproduce a defect call :func:`enabled`, and :func:`note` for the script's line that has met it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualtrain.optimizer import DistributedOptimizer
+
+FRESH_STATE = "broadcast_optimizer_state takes a step with an optimizer that has no state"
+DROPPED_STATE = "DistributedOptimizer drops the state (momentum) of the optimizer that it wraps"
+OPTIONS = "broadcast_optimizer_state leaves out the options of an optimizer without state"
+FROZEN = "parameters that are frozen after the wrapping get gradients of zeros"
+UNREDUCED = "the gradients of parameters that are added or unfrozen after the wrapping are not reduced"
+HALF = "float16 is summed in 16 bits"
+
+_OWN = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_met: dict[tuple[str, str, int], None] = {}
+_enabled = False
+
+
+def enable(on: bool) -> None:
+    """Reproduce Horovod's defects from now on, or not."""
+    global _enabled
+    _enabled = on
+
+
+def enabled() -> bool:
+    """Return whether Horovod's defects are reproduced."""
+    return _enabled
+
+
+def note(defect: str) -> None:
+    """Note that the script has met ``defect``, in the line that it is in now; of sums, the first line only."""
+    if defect == HALF and any(known == HALF for known, _, _ in _met):
+        return
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    _met.setdefault((defect, frame.f_code.co_filename, frame.f_lineno))
+
+
+def met() -> list[tuple[str, str, int]]:
+    """Return the defects that the script has met, each with its file and line."""
+    return list(_met)
+
+
+def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer over the same parameter groups without the state, and the defaults, of ``optimizer``."""
+    if optimizer.state:
+        note(DROPPED_STATE)
+    kind: Any = type(optimizer)
+    fresh: torch.optim.Optimizer = kind(optimizer.param_groups)
+    return fresh
+
+
+@torch.no_grad()
+def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step on this rank alone, with gradients of zeros, if ``optimizer`` has no state."""
+    if optimizer.state:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p)
+    inner = optimizer.optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+    with torch.enable_grad():
+        inner.step()
+    moved = any(not torch.equal(p, old) for p, old in zip(params, before, strict=True))
+    counted = any(_is_something(value) for state in optimizer.state.values() for value in state.values())
+    if moved or counted or any(group.get("dampening") for group in optimizer.param_groups):
+        note(FRESH_STATE)
+
+
+def _is_something(value: Any) -> bool:
+    return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)
+
+
+def rounded_sum(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a sum in the wire's dtype as one in 16 bits would be, if the ranks' tensors are of ``dtype`` float16."""
+    return total.to(dtype).to(total.dtype) if dtype == torch.float16 and enabled() else total

@@ -1,0 +1,42 @@
+"""The helper of ``horovod.runner.util.threads`` that programs and Horovod's own tests use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+
+def in_thread(
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """Run ``target(*args)`` in a new thread, and return the thread.
+
+    Args:
+        target: the function.
+        args: its arguments.
+        name: of the thread.
+        daemon: whether the process may exit before the thread ends.
+        silent: whether an exception in the thread is ignored, and not printed.
+
+    Raises:
+        ValueError: ``args`` is no tuple.
+    """
+    if not isinstance(args, tuple):
+        raise ValueError(f"args must be a tuple, not {type(args)}, for a single argument use (arg,)")
+
+    def silently() -> None:
+        with suppress(Exception):
+            target(*args)
+
+    thread = (
+        threading.Thread(target=silently, name=name) if silent else threading.Thread(target=target, args=args, name=name)
+    )
+    thread.daemon = daemon
+    thread.start()
+    return thread

@@ -1,0 +1,360 @@
+"""The attempts of a run: what ended each start, and how the next one went on. Files of the run's folder.
+
+``attempts.jsonl`` has a line for each event. ``.progress`` has the last step of the newest attempt: rank 0 overwrites it
+after every step. An attempt begins with files of its own under these names, so that what a process of an earlier one
+still writes, which has the replaced files open, changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dualtrain.backends import Backend
+from dualtrain.errors import BackendError, DivergedError, NotSavedError, PeerFailure, StoppedError, UserError
+from dualtrain.files import parse_json, read_text, write_whole
+from dualtrain.training.on_ranks import on_rank_zero
+
+NAME = "attempts.jsonl"
+PROGRESS = ".progress"
+UNKNOWN = "not known"
+_CAUSE_LENGTH = 300
+
+Event = dict[str, Any]
+_NUMBER = (int, float)
+_OPTIONAL_NUMBER = (int, type(None))
+#: The kinds of events, and the fields that are read of them.
+_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "start": {"attempt": str, "time": _NUMBER, "step": int},
+    "failure": {"attempt": str, "time": _NUMBER, "cause": str, "rank": _OPTIONAL_NUMBER, "requested": bool},
+    "death": {
+        "attempt": str,
+        "time": _NUMBER,
+        "cause": str,
+        "rank": _OPTIONAL_NUMBER,
+        "requested": bool,
+        "step": int,
+        "trained": bool,
+    },
+    "recovery": {
+        "attempt": str,
+        "cause": str,
+        "rank": _OPTIONAL_NUMBER,
+        "step": int,
+        "steps_repeated": int,
+        "seconds": _NUMBER,
+    },
+    "end": {"attempt": str},
+    "refusal": {"reason": str},
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of an attempt before that of the run.
+
+    Attributes:
+        attempt: the attempt's name.
+        time: when it was noticed; else that of the last step, or of the start.
+        cause: what is known of it, else ``UNKNOWN``.
+        rank: that failed first, if known.
+        requested: whether a signal asked for it, so that all ranks saved and stopped.
+        step: the last one that was completed.
+        trained: whether the attempt had started up, and begun to train.
+    """
+
+    attempt: str
+    time: float
+    cause: str
+    rank: int | None
+    requested: bool
+    step: int
+    trained: bool
+
+    def describe(self) -> str:
+        """``rank 1 died: its process ended without a report, after step 57``."""
+        what = f"the cause is {UNKNOWN}" if self.cause == UNKNOWN else self.cause
+        who = "" if self.rank is None else f"rank {self.rank} "
+        return f"{who}{what}, {f'after step {self.step}' if self.trained else 'while it started'}"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A death, and the first step after it. ``summary.json`` lists them as ``recoveries``.
+
+    Attributes:
+        cause: of the death.
+        rank: that failed first, if known.
+        step: the last one that was completed before.
+        steps_repeated: those that were computed again.
+        seconds: from the death to the end of the first step after it.
+    """
+
+    cause: str
+    rank: int | None
+    step: int
+    steps_repeated: int
+    seconds: float
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Read the events of a run's folder, in order; lines that are none are left out. Raises OSError."""
+    try:
+        text = read_text(folder / NAME, errors="replace")
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in text.split("\n"):
+        with suppress(ValueError):
+            value = parse_json(line)
+            if _is_event(value):
+                found.append(value)
+    return found
+
+
+def _is_event(value: Any) -> bool:
+    fields = _FIELDS.get(str(value.get("event"))) if isinstance(value, dict) else None
+    if fields is None or not all(isinstance(value.get(name, ...), kind) for name, kind in fields.items()):
+        return False
+    return all(math.isfinite(value[name]) for name in ("time", "seconds") if name in fields)
+
+
+def append_events(folder: Path, *events: Event) -> None:
+    """Add events to those of a folder. For the process that has the folder's lock. Raises OSError."""
+    with (folder / NAME).open("ab") as file:
+        file.write(_lines(events))
+
+
+def _lines(events: Sequence[Event]) -> bytes:
+    return "".join(json.dumps(event) + "\n" for event in events).encode()
+
+
+def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
+    """Return the death of the newest attempt in ``events``, unless the run has ended, or it is one of them already."""
+    start = next((event for event in reversed(events) if event["event"] == "start"), None)
+    if start is None:
+        return None
+    name = start["attempt"]
+    own = [event for event in events if event.get("attempt") == name]
+    if any(event["event"] in ("death", "end") for event in own):
+        return None
+    progress = _read_progress(folder, name)
+    step, moment = progress or (start["step"], start["time"])
+    # The first failure is the cause of the others.
+    failure = next((event for event in own if event["event"] == "failure"), None)
+    if failure is None:
+        return Death(name, moment, UNKNOWN, None, False, step, progress is not None)
+    known = failure["cause"], failure["rank"], failure["requested"]
+    return Death(name, failure["time"], *known, step, progress is not None)
+
+
+def as_event(death: Death) -> Event:
+    """Return the event of a death."""
+    return {"event": "death", **asdict(death)}
+
+
+def deaths_of(events: Sequence[Event]) -> list[Death]:
+    """Return the deaths among ``events``."""
+    return [_without_kind(Death, event) for event in events if event["event"] == "death"]
+
+
+def _without_kind(kind: Any, event: Event) -> Any:
+    return kind(**{name: event[name] for name in kind.__dataclass_fields__})
+
+
+def recoveries_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the recoveries of the run in ``folder`` as plain values; none where they cannot be read."""
+    with suppress(OSError):
+        return [asdict(_without_kind(Recovery, event)) for event in read_events(folder) if event["event"] == "recovery"]
+    return []
+
+
+def _read_progress(folder: Path, attempt: str) -> tuple[int, float] | None:
+    """Return the last step of an attempt, and its time; ``None`` if it has not begun to train."""
+    with suppress(OSError, ValueError):
+        name, step, moment = read_text(folder / PROGRESS).split()
+        if name == attempt and math.isfinite(float(moment)):
+            return int(step), float(moment)
+    return None
+
+
+def _unrecovered(events: Sequence[Event]) -> list[Death]:
+    """Return the deaths that no step has followed yet."""
+    recovered = {event["attempt"] for event in events if event["event"] == "recovery"}
+    return [death for death in deaths_of(events) if death.attempt not in recovered]
+
+
+class Attempt:
+    """What this process records of its attempt at a run; nothing before :meth:`begin`.
+
+    Nothing but :meth:`begin` raises: what cannot be written is left out, and the cause of a death is not known then.
+
+    Args:
+        may_write: whether this process may still write into the run's folder; nothing is recorded where it may not.
+
+    Attributes:
+        folder: the run's.
+    """
+
+    def __init__(self, may_write: Callable[[], bool] = lambda: True) -> None:
+        self._may_write = may_write
+        self._name = ""
+        self._file: int | None = None  # attempts.jsonl
+        self._progress: int | None = None
+        self._step = 0
+        self._failed = False
+        self._waiting: list[Death] = []  # those that the first step recovers from
+        self.folder = Path()
+        self._writing = threading.Lock()  # the watch's thread records too
+
+    def begin(self, folder: Path, step: int, backend: Backend) -> None:
+        """Record the start of an attempt from ``step``, and the death before it. Collective.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self.folder, self._step = folder, step
+        self._name = on_rank_zero(backend, "run folder", self._begin)
+        with suppress(OSError):  # other ranks may not see the folder, or one of another attempt
+            starts = [event["attempt"] for event in read_events(folder) if event["event"] == "start"]
+            if starts[-1:] == [self._name]:
+                self._file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def _begin(self) -> str:
+        folder, name = self.folder, secrets.token_hex(8)
+        events = read_events(folder)
+        death = new_death(folder, events)
+        if death is not None:
+            events.append(as_event(death))
+        self._waiting = _unrecovered(events)
+        events.append({"event": "start", "attempt": name, "time": time.time(), "step": self._step})
+        write_whole(folder / NAME, _lines(events))
+        return name
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether the folder is still that of this attempt, and not of a later one."""
+        with suppress(OSError):
+            return (
+                self._file is not None
+                and self._may_write()
+                and os.path.samestat(os.fstat(self._file), (self.folder / NAME).stat())
+            )
+        return False
+
+    def train(self) -> None:
+        """Record that the first step begins. On rank 0."""
+        with suppress(OSError):
+            if self._file is not None and self._may_write():
+                write_whole(self.folder / PROGRESS, self._state())
+                self._progress = os.open(self.folder / PROGRESS, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def step(self, step: int) -> list[str]:
+        """Record a completed step; return a line for each death that it is the first one after. On rank 0."""
+        self._step, start = step, self._step
+        if self._progress is not None and self._may_write():
+            with suppress(OSError):
+                os.pwrite(self._progress, self._state(), 0)
+        if not self._waiting:
+            return []
+        waiting, self._waiting = self._waiting, []
+        return [self._recover(death, start) for death in waiting]
+
+    def _state(self) -> bytes:
+        # Of one length: a shorter one would leave the end of the one before.
+        return f"{self._name} {self._step:>20} {time.time():20.3f}\n".encode()
+
+    def _recover(self, death: Death, start: int) -> str:
+        repeated, seconds = max(0, death.step - start), max(0.0, time.time() - death.time)
+        recovery = Recovery(death.cause, death.rank, death.step, repeated, round(seconds, 3))
+        self._append({"event": "recovery", "attempt": death.attempt, **asdict(recovery)})
+        steps = f"{repeated} step{'s' * (repeated != 1)} repeated"
+        return f"recovered: {death.describe()}; {steps}, {seconds:.1f} s from then to the end of step {self._step}"
+
+    def fail(self, cause: str, rank: int | None = None, *, requested: bool = False) -> None:
+        """Record what ends this attempt. The first that any rank records counts, and a rank records one."""
+        if self._failed:
+            return
+        self._failed = True
+        cause = (cause.strip().splitlines() or [UNKNOWN])[0][:_CAUSE_LENGTH]
+        moment = {"attempt": self._name, "time": time.time()}
+        self._append({"event": "failure", **moment, "cause": cause, "rank": rank, "requested": requested})
+
+    def refuse(self, reason: str) -> None:
+        """Record that a restart would end in the same way, for ``reason``."""
+        self._append({"event": "refusal", "reason": reason})
+
+    def end(self) -> None:
+        """Record that the run has ended."""
+        self._append({"event": "end", "attempt": self._name})
+
+    def _append(self, event: Event) -> None:
+        with self._writing, suppress(OSError):
+            if self._file is not None and self._may_write():
+                os.write(self._file, _lines([event]))
+
+    def close(self) -> None:
+        """Record nothing more."""
+        with self._writing:
+            for descriptor in (self._file, self._progress):
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._file = self._progress = None
+
+    @contextmanager
+    def noting(self, backend: Backend) -> Iterator[None]:
+        """Record what ends the block, here or on another rank; afterwards nothing more."""
+        watch = backend.watch
+        report = None if watch is None else watch.on_peer_failure
+
+        def note(failure: PeerFailure) -> None:
+            if _speaks(backend, failure.rank):
+                self.fail(failure.reason, failure.rank)
+            if report is not None:
+                report(failure)
+
+        if watch is not None:
+            watch.on_peer_failure = note
+        try:
+            yield
+        except BaseException as error:
+            self._note(error, backend)
+            raise
+        finally:
+            if watch is not None:
+                watch.on_peer_failure = report
+            self.close()
+
+    def _note(self, error: BaseException, backend: Backend) -> None:
+        failure = None if backend.watch is None else backend.watch.failure
+        if isinstance(error, BackendError) and failure is not None:
+            # Its report is recorded already, unless it came before this attempt began.
+            if _speaks(backend, failure.rank):
+                self.fail(failure.reason, failure.rank)
+        elif isinstance(error, StoppedError | KeyboardInterrupt | BackendError | DivergedError | NotSavedError):
+            if backend.rank == 0:
+                self._note_of_all(error)
+        elif backend.rank == 0 or not (isinstance(error, UserError) and error.shared):
+            self.fail(f"stopped: {type(error).__name__}: {error}", backend.rank)
+
+    def _note_of_all(self, error: BaseException) -> None:
+        if isinstance(error, StoppedError | KeyboardInterrupt):
+            number = error.number if isinstance(error, StoppedError) else signal.SIGINT
+            self.fail(f"{signal.Signals(number).name} stopped all ranks", requested=True)
+        else:
+            self.fail(str(error))
+
+
+def _speaks(backend: Backend, failed: int) -> bool:
+    """Return whether this rank records the failure of rank ``failed``, one of all that see it."""
+    return backend.rank == (0 if failed else 1)

@@ -1,0 +1,202 @@
+"""The files ``generation-N`` of a run's folder: one for each process that has used it, of which the newest counts.
+
+Such a file names its process, which has a lock on it (flock) and renews it every few seconds. It is made with its content
+and its lock, and only where there is none of its number: of two processes, one succeeds. Older files are removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from dualtrain.files import parse_json
+
+#: Of file systems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_NAME = re.compile(r"generation-([1-9][0-9]{0,17})")
+_BYTES = 1024  # of a file: its size stays the same, so that a renewal writes no metadata
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process of a generation.
+
+    Attributes:
+        process: its id.
+        host: its host's name.
+        machine: its host's identity; the names of two may be the same.
+        since: when it began, by its host's clock; for messages.
+        job: the job that it is of; empty if that is not known.
+        run: the job whose run is in the folder.
+        renewals: counted, so that a living process's file changes.
+        ended: whether it has left the folder.
+    """
+
+    process: int
+    host: str
+    machine: int
+    since: str
+    job: str = ""
+    run: str = ""
+    renewals: int = 0
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host} since {self.since}"
+
+    def write(self, descriptor: int) -> None:
+        """Make this the content of a generation's file. Raises OSError."""
+        os.pwrite(descriptor, json.dumps(asdict(self)).ljust(_BYTES - 1).encode() + b"\n", 0)
+        os.fdatasync(descriptor)  # other hosts see it only then
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A generation's file as another process sees it.
+
+    Attributes:
+        content: its bytes.
+        owner: that the content names; ``None`` where it cannot be read.
+        locked: whether its process has the lock; ``None`` where the file system has no locks.
+    """
+
+    content: bytes
+    owner: Owner | None
+    locked: bool | None
+
+    def __str__(self) -> str:
+        return str(self.owner or "another process")
+
+
+def path_of(folder: Path, number: int) -> Path:
+    """Return the path of a generation's file."""
+    return folder / f"generation-{number}"
+
+
+def newest(folder: Path) -> int:
+    """Return the number of the newest generation; 0 without any, or without the folder. Raises OSError."""
+    return max(_numbers(folder), default=0)
+
+
+def look(folder: Path, number: int) -> Seen | None:
+    """Read a generation's file; ``None`` if it has been removed. Raises OSError."""
+    try:
+        descriptor = os.open(path_of(folder, number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path_of(folder, number)))
+        # Shared, so that processes which look at the same time do not see each other's locks.
+        free = _lock(descriptor, fcntl.LOCK_SH)
+        content = os.pread(descriptor, 2 * _BYTES, 0)
+    finally:
+        os.close(descriptor)
+    return Seen(content, _parse(content), None if free is None else not free)
+
+
+def create(folder: Path, number: int, owner: Owner) -> int | None:
+    """Make and lock a generation's file; return its descriptor, or ``None`` if there is one already. Raises OSError."""
+    temporary = folder / f".generation-{number}.{secrets.token_hex(8)}.tmp"
+    descriptor = _open_new(temporary)
+    try:
+        _lock(descriptor, fcntl.LOCK_EX)
+        owner.write(descriptor)
+        if _link(temporary, path_of(folder, number), descriptor):
+            return descriptor
+    except FileNotFoundError:  # the process that was faster has removed temporary files
+        if not folder.exists():
+            os.close(descriptor)
+            raise
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+    os.close(descriptor)
+    return None
+
+
+def remove_older(folder: Path, number: int) -> None:
+    """Remove the files of generations before ``number``, the oldest first. Raises OSError."""
+    for older in sorted(_numbers(folder)):
+        if older < number:
+            path_of(folder, older).unlink(missing_ok=True)
+
+
+def is_newest(folder: Path, number: int, status: os.stat_result) -> bool:
+    """Return whether there is no newer generation than ``number``, whose file has this ``status``.
+
+    The file is opened: network file systems look up other hosts' changes then. Raises OSError.
+    """
+    try:
+        descriptor = os.open(path_of(folder, number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return newest(folder) <= number  # a person may have removed it, or the folder
+    try:
+        return os.path.samestat(os.fstat(descriptor), status) and not os.path.lexists(path_of(folder, number + 1))
+    finally:
+        os.close(descriptor)
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        return [int(found[1]) for name in os.listdir(folder) if (found := _NAME.fullmatch(name))]
+    except FileNotFoundError:
+        return []
+
+
+def _open_new(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _link(temporary: Path, path: Path, descriptor: int) -> bool:
+    """Give the file its second name, if that is free; return whether it was."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return os.fstat(descriptor).st_nlink > 1  # NFS may repeat a request that has succeeded
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return _rename(temporary, path)
+    return True
+
+
+def _rename(temporary: Path, path: Path) -> bool:
+    """As :func:`_link`, where the file system has no links: an empty file holds the name."""
+    try:
+        os.close(_open_new(path))
+    except FileExistsError:
+        return False
+    temporary.replace(path)
+    return True
+
+
+def _lock(descriptor: int, kind: int) -> bool | None:
+    """Lock an open file if it is free; return whether it was, or ``None`` where there are no locks. Raises OSError."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def _parse(content: bytes) -> Owner | None:
+    try:
+        owner = Owner(**parse_json(content.decode()))
+    except (ValueError, TypeError):
+        return None
+    kinds = {field.name: field.type for field in fields(Owner)}
+    return owner if all(type(getattr(owner, name)).__name__ == kind for name, kind in kinds.items()) else None

@@ -1,0 +1,57 @@
+"""The lines that a run prints first: the job, the settings that the recipe has not, the model."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dualtrain.backends import Backend
+from dualtrain.config import own_settings
+from dualtrain.training.resume import in_words
+
+#: Settings that other lines show, or that say how a run is started and not what it computes.
+_ELSEWHERE = ("recipe", "run_dir", "resume", "threads", "verbose")
+
+
+def ranks_in_words(backend: Backend, virtual: int | None, threads: int) -> str:
+    """Format where a run computes and how its ranks communicate."""
+    ranks = f"{backend.size} × {backend.device.type}" + (f" as {virtual} virtual ranks" if virtual else "")
+    with_threads = f"{threads} thread{'s' * (threads != 1)}" + " each" * (backend.size > 1)
+    over = f"{backend.name} backend over {backend.transport}, started by {backend.world.launcher}"
+    return f"{ranks}, {with_threads}, {over}"
+
+
+def settings_line(settings: Mapping[str, Any], folder: Path) -> str:
+    """Format the settings in which a run differs from its recipe, as they are typed."""
+    own = own_settings(settings)
+    # A batch size of another kind leaves the recipe's without a value.
+    own = {name: value for name, value in own.items() if name not in _ELSEWHERE and value is not None}
+    more = f" with {in_words(own)}" if own else ""
+    return f"settings: recipe {settings['recipe']}{more}; all are in {folder / 'config.json'}"
+
+
+def model_line(name: str, model: nn.Module) -> str:
+    """Format the size of a model. A layer is a module that has parameters and contains no other module."""
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    layers = sum(1 for part in model.modules() if not [*part.children()] and [*part.parameters()])
+    return (
+        f"model: {name}, {sum(parameter.numel() for parameter in parameters):,} parameters, {trained:,} of them trainable, "
+        f"in {layers} layer{'s' * (layers != 1)}"
+    )
+
+
+def verbose_lines(settings: Mapping[str, Any], model: nn.Module) -> str:
+    """Format all settings, and a table of the model's layers where torchinfo is installed."""
+    values = ", ".join(f"{name}={value}" for name, value in settings.items())
+    lines = [f"all settings: {textwrap.fill(values, 116, subsequent_indent='  ')}"]
+    with suppress(ImportError):
+        import torchinfo
+
+        lines.append(str(torchinfo.summary(model, depth=2, verbose=0, row_settings=("var_names",))))
+    return "\n".join(lines)

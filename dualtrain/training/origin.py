@@ -1,0 +1,55 @@
+"""Where a run came from: command, commit, hosts and versions, for config.json and summary.json."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections import Counter
+from datetime import UTC, datetime
+from typing import Any
+
+from dualtrain.backends import Backend
+from dualtrain.training.on_ranks import on_rank_zero
+from dualtrain.training.same_run import versions
+
+_GIT_SECONDS = 3.0  # a huge work tree on a slow disk must not delay the start of a run
+
+
+def origin_of(backend: Backend) -> dict[str, Any]:
+    """Return rank 0's command, commit and versions, and the ranks of each host; the same on every rank. Collective."""
+    hosts = Counter(backend.allgather_object(socket.gethostname(), name="host name"))
+    return on_rank_zero(backend, "origin of the run", lambda: {"hosts": dict(hosts), **_here(backend)})
+
+
+def _here(backend: Backend) -> dict[str, Any]:
+    return {
+        "command": shlex.join(sys.orig_argv),
+        "commit": commit(),
+        "versions": versions(backend),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of the current folder's Git work tree, with "-dirty" if tracked files were changed.
+
+    ``None`` outside of a work tree, without Git, and if Git has not answered within some seconds.
+    """
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=64"]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            # Reading must not take the lock of the index, which a commit at the same time would find locked.
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,153 @@
+"""What a run shows while it goes on: a bar on a terminal, and elsewhere a line every few seconds. On rank 0 alone."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, TypeVar
+
+from tqdm import tqdm
+
+from dualtrain.console import printable, show
+
+T = TypeVar("T")
+_END_SECONDS = 1.0  # to wait for a line that is being printed
+
+
+class Ticker:
+    """A thread that prints ``line()`` every ``seconds`` inside its block; nothing with 0 seconds."""
+
+    def __init__(self, seconds: float, line: Callable[[], str]) -> None:
+        self._seconds, self._line = seconds, line
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        if self._seconds:
+            self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._seconds):
+            with suppress(OSError):  # a full disk or a closed pipe must not end the training
+                show(self._line())
+
+
+def waiting(what: str, seconds: float, *, shown: bool) -> Ticker:
+    """Return a block in which, on rank 0 (``shown``), a line every ``seconds`` says how long ``what`` has lasted."""
+    began = time.monotonic()
+    return Ticker(seconds if shown else 0, lambda: f"{what} for {duration(time.monotonic() - began)}")
+
+
+def duration(seconds: float) -> str:
+    """Format a time in the two largest of its units: ``45 s``, ``12 min``, ``3 h 5 min``, ``2 d 4 h``."""
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if days:
+        return f"{days} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {int(seconds % 60)} s" if minutes else f"{int(seconds)} s"
+
+
+class Progress:
+    """A progress bar on a terminal; elsewhere a line every ``seconds``, also while no step ends. On rank 0 (``shown``).
+
+    Args:
+        total: optimizer steps in the whole run.
+        done: steps before this start.
+        shown: whether this is rank 0.
+        launcher: what started the process.
+        seconds: between lines; 0 for none.
+    """
+
+    def __init__(self, total: int, done: int, *, shown: bool, launcher: str, seconds: float) -> None:
+        self._shown = shown
+        # tqdm's own lock holds a semaphore in the file system, which a rank that exits at once would leave behind.
+        tqdm.set_lock(threading.RLock())
+        screen = shutil.get_terminal_size()
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            unit="step",
+            file=sys.stdout,
+            # Under mpirun, standard output is a terminal of mpirun's, which tags and collects the lines.
+            disable=not (shown and sys.stdout.isatty() and launcher != "mpirun"),
+            # tqdm draws nothing on a terminal of unknown size; shutil falls back to 80×24.
+            ncols=screen.columns,
+            nrows=screen.lines,
+            mininterval=0.2,
+        )
+        self._ticker = Ticker(seconds if shown and self._bar.disable else 0, self._line)
+        self._step, self._total, self._samples, self._loss = done, total, 0, 0.0
+        self._line_step, self._line_samples, self._line_time = done, 0, time.monotonic()
+        #: The first step of this start that ended, and when: it may compile, or wait for workers that start.
+        self._first: tuple[int, float] | None = None
+        self.phase("starting")
+
+    def __enter__(self) -> Self:
+        self._ticker.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ticker.__exit__(kind, error, trace)
+        self._bar.close()
+
+    def phase(self, what: str) -> None:
+        """Note what begins now: a line says so if no step ends for long."""
+        self._phase, self._phase_began, self._batches = what, time.monotonic(), 0
+
+    def counted(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the ``batches`` of this phase, and count them."""
+        for batch in batches:
+            self._batches += 1
+            yield batch
+
+    def step(self, samples: int, values: dict[str, float]) -> None:
+        """Advance by one optimizer step of so many samples, and of this ``loss``, ``accuracy`` and ``lr``."""
+        self._step, self._samples, self._loss = self._step + 1, self._samples + samples, values["loss"]
+        if self._first is None:
+            self._first = self._step, time.monotonic()
+        self._bar.update()
+        if not self._bar.disable:
+            words = f"loss {values['loss']:.4f}, accuracy {values['accuracy']:.3f}, lr {values['lr']:.3g}"
+            self._bar.set_postfix_str(words, refresh=False)
+
+    def _line(self) -> str:
+        """Format where the run is: how fast it was since the last line, or what has kept it from ending a step."""
+        now = time.monotonic()
+        steps, samples, seconds = self._step - self._line_step, self._samples - self._line_samples, now - self._line_time
+        self._line_step, self._line_samples, self._line_time = self._step, self._samples, now
+        position = f"step {self._step}/{self._total}"
+        if not steps or self._batches:
+            batch = f", batch {self._batches}" if self._batches else ""
+            return f"{position}: {self._phase} for {duration(now - self._phase_began)}{batch}"
+        speed = f"{samples / max(seconds, 1e-9):.0f} samples/s"
+        return f"{position}  loss {self._loss:.4f}  {speed}{self._left(now)}"
+
+    def _left(self, now: float) -> str:
+        """Format how long the remaining steps take, evaluations and checkpoints included; empty after one step."""
+        if self._first is None or self._step == self._first[0]:
+            return ""
+        each = (now - self._first[1]) / (self._step - self._first[0])
+        return f"  {duration(each * (self._total - self._step))} left"
+
+    def print(self, line: str) -> None:
+        """Print a line; above the bar, if there is one."""
+        if not self._shown:
+            return
+        with suppress(OSError):  # a full disk or a closed pipe must not end the training
+            if self._bar.disable:
+                show(line)  # in one write: tqdm would write the end of the line by itself
+            else:
+                tqdm.write(printable(line), file=sys.stdout)
+                sys.stdout.flush()

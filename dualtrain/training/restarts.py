@@ -1,0 +1,122 @@
+"""Restarts that would end as the attempt before: a launcher that restarts a job must not train towards the same end again.
+
+A run whose loss diverged, or that ended with an error of the user's while it trained, leaves ``do-not-restart.json`` in its
+folder; as does one that died three times in a row after the same step. A start with the same settings repeats the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dualtrain.backends import Backend
+from dualtrain.config import AUTO, OutputSection
+from dualtrain.errors import DivergedError, UserError, is_final
+from dualtrain.files import or_nothing, read_json, write_json
+from dualtrain.training import checkpoint
+from dualtrain.training.attempts import Attempt, Death, Event, append_events, as_event, deaths_of, new_death, read_events
+from dualtrain.training.folder_lock import FolderLock
+
+NAME = "do-not-restart.json"
+DEATHS = 3  # in a row, after the same step
+#: Settings that say nothing about how a run ends.
+_UNRELATED = ("resume", "run_dir")
+
+
+def check_restart(output: OutputSection, settings: Mapping[str, Any]) -> None:
+    """Refuse a start that would end as the one before. On rank 0, which has the folder's lock if there is a run in it.
+
+    A start whose settings were changed goes on, as does one with ``--resume``, but not ``--resume auto``: a restart by a
+    launcher has the same command line, and a person who has repaired something chooses.
+
+    Raises:
+        UserError: with the reason of the end before, and the cure.
+        OSError: the files cannot be read or written.
+    """
+    if output.run_dir is None or output.resume not in (None, AUTO):
+        return
+    folder = Path(output.run_dir)
+    if output.resume is None and checkpoint.found(folder / "checkpoints"):
+        return  # it holds another run, and is refused for that
+    path = folder / NAME
+    if not path.exists():
+        _check_deaths(folder, settings)
+    found = or_nothing(partial(read_json, path))
+    if isinstance(found.get("reason"), str) and found.get("settings") == _related(settings):
+        raise UserError(
+            f"{found['reason']}; the run would end in the same way again: repair that and remove {path}, or change the "
+            "settings"
+        )
+
+
+def _check_deaths(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Forbid to restart a run that has died after the same step again and again."""
+    events = read_events(folder)
+    death = new_death(folder, events)
+    if death is None:
+        return
+    step = step_of_deaths([*_since_refusal(events), death])
+    if step is None:
+        return
+    reason = (
+        f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or what comes before it (the last "
+        f"time: {death.describe()})"
+    )
+    forbid_restart(folder, reason, settings)
+    # Those deaths count no more once a person has removed the file.
+    append_events(folder, as_event(death), {"event": "refusal", "reason": reason})
+
+
+def _since_refusal(events: Sequence[Event]) -> list[Death]:
+    last = max((number for number, event in enumerate(events) if event["event"] == "refusal"), default=-1)
+    return deaths_of(events[last + 1 :])
+
+
+def step_of_deaths(deaths: Sequence[Death]) -> int | None:
+    """Return the step after which the last ``DEATHS`` deaths came, if they all came after the same one.
+
+    Deaths while an attempt started up do not count, nor those that a signal to all ranks asked for.
+    """
+    steps = [death.step for death in deaths if death.trained and not death.requested][-DEATHS:]
+    return steps[0] if len(steps) == DEATHS and len(set(steps)) == 1 else None
+
+
+def forbid_restart(folder: Path, reason: str, settings: Mapping[str, Any]) -> None:
+    """Write the file that starts with these ``settings`` are refused by. Raises OSError."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    write_json(folder / NAME, {"reason": reason, "since": since, "settings": _related(settings)})
+
+
+def allow_restart(folder: Path, lock: FolderLock) -> None:
+    """Remove that file: the run has been started in another way. Raises OSError, SupersededError."""
+    lock.check()
+    (folder / NAME).unlink(missing_ok=True)
+
+
+def _related(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _UNRELATED}
+
+
+@contextmanager
+def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) -> Iterator[None]:
+    """Record what ends the block, and forbid a restart where it would end in the same way.
+
+    Args:
+        attempt: has begun.
+        settings: as they were given, by name.
+        backend: the ranks.
+    """
+    with attempt.noting(backend):
+        try:
+            yield
+        except (UserError, DivergedError) as error:
+            shared = isinstance(error, DivergedError) or error.shared
+            if is_final(error) and attempt.is_newest and not (shared and backend.rank):
+                with suppress(OSError):  # a restart ends in the same way, and then writes it
+                    forbid_restart(attempt.folder, str(error), settings)
+                attempt.refuse(str(error))
+            raise

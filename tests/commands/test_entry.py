@@ -1,0 +1,83 @@
+"""``dualtrain COMMAND`` and ``python -m dualtrain COMMAND``."""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import os
+import re
+
+import pytest
+
+from dualtrain import __main__ as entry
+from dualtrain import console
+from dualtrain.version import __version__
+from tests.forked import run
+from tests.pool import ROOT
+
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_installed_command_is_this_one():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    name, _, target = setup["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = target.partition(":")
+    assert (name, getattr(importlib.import_module(module), function)) == ("dualtrain", entry.main)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_alone_and_with_help_it_lists_every_command(monkeypatch, capsys, arguments):
+    monkeypatch.setattr("sys.argv", ["/env/bin/dualtrain", *arguments])
+    assert entry.main() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: dualtrain COMMAND")
+    assert re.findall(r"^  (\w+) +\w.*$", said, re.MULTILINE) == list(entry.COMMANDS)
+    assert list(entry.COMMANDS) == [*("train", "compare", "report", "predict", "doctor", "bench", "drill", "horovodize")]
+
+
+def test_the_version_and_a_mistyped_command(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["__main__.py", "--version"])
+    assert entry.main() == 0
+    assert capsys.readouterr().out == f"dualtrain {__version__}\n"
+    monkeypatch.setattr("sys.argv", ["__main__.py", "trian"])
+    assert entry.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dualtrain: error: 'trian' is no command: choose one of train, compare")
+
+
+@pytest.mark.parametrize("name", entry.COMMANDS)
+def test_each_command_shows_its_own_help(monkeypatch, capsys, name):
+    monkeypatch.setattr("sys.argv", ["/env/bin/dualtrain", name, "--help"])
+    monkeypatch.setattr(console, "started_as", "")
+    monkeypatch.setattr("dualtrain.training.signals.note_early_requests", lambda: None)
+    module = entry.COMMANDS[name][0]
+    monkeypatch.setattr("runpy.run_module", lambda found, **_: importlib.import_module(_main_of(found)).main(["--help"]))
+    if name == "horovodize":
+        entry.main()
+    else:
+        with pytest.raises(SystemExit) as end:
+            entry.main()
+        assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: dualtrain {name} " if module != "horovodize" else "Run an unmodified Horovod script")
+
+
+def _main_of(module: str) -> str:
+    return module if (ROOT / f"{module.replace('.', '/')}.py").exists() else f"{module}.__main__"
+
+
+def test_train_is_the_command_line_of_a_run(tmp_path):
+    end = run(
+        ("-m", "dualtrain", "train", "--nproc", "2", "--max-steps", "2", "--log-seconds", "0", "--run-dir", "run"),
+        tmp_path,
+        env=ENV,
+        cwd=tmp_path,
+    )
+    assert (end.returncode, end.stderr) == (0, "")
+    first, *_, last = end.stdout.splitlines()
+    assert first.startswith("digits-convnet on 2 × cpu, 1 thread each, torch backend over shm, started by spawn: ")
+    assert last.startswith("done: ")
+    end = run(("-m", "dualtrain", "train", "--lrr", "1"), tmp_path / "refused", env=ENV, cwd=tmp_path)
+    assert (end.returncode, end.stdout) == (2, "")
+    assert end.stderr.endswith("(did you mean --lr?); see python -m dualtrain train --help\n")

@@ -1,0 +1,144 @@
+"""The user's own model, data and code fail: their traceback down to their line, then one line, and torchrun's summary."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from dualtrain import main as command
+from dualtrain.errors import UserError
+from dualtrain.training.on_ranks import on_all_ranks
+from dualtrain.user_code import call_user_code
+from tests.threads import run_threads
+
+
+class Own(nn.Module):
+    """Its second layer does not fit the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(9, 10))
+
+    def forward(self, inputs):
+        return self.body(inputs)  # the user's line
+
+
+class LateError(Own):
+    """Fails in training, after the trial of one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.body[2] = nn.Linear(8, 10)
+
+    def forward(self, inputs):
+        if self.training:
+            lookup = {}
+            lookup["missing"]  # the user's line
+        return super().forward(inputs)
+
+
+class Data:
+    num_classes = 10
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, number):
+        if number == self.bad:
+            int("no number")  # the user's line
+        return torch.zeros(1, 8, 8), number % 10
+
+
+def failing_build():
+    raise FileNotFoundError("no weights.bin")  # the user's line
+
+
+def bad_data():
+    return Data(0), Data(-1)
+
+
+def bad_later():
+    return Data(19), Data(-1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "line"),
+    [
+        (
+            ["--model", "Own"],
+            2,
+            r"--model \S+ and --dataset digits do not fit: a sample of shape \(1, 8, 8\) raises RuntimeError: .*mat1 "
+            r"and mat2 shapes cannot be multiplied .*, in layer body\.2 \(Linear\), in test_user_code\.py:\d+; change .*",
+        ),
+        (["--model", "failing_build"], 2, r"--model '\S+' failed: FileNotFoundError: no weights\.bin, in test_user\S+:\d+"),
+        (["--dataset", "bad_data"], 2, r"sample 0 of --dataset '\S+' failed: ValueError: invalid literal .*, in test_u\S+"),
+        (
+            ["--dataset", "bad_later", "--workers", "1"],
+            2,
+            r"sample 19 of the dataset failed: ValueError: .*, in test_user\S+",
+        ),
+        (["--model", "LateError"], 1, r"KeyError: 'missing', in test_user_code\.py:\d+"),
+    ],
+    ids=["model", "build", "first sample", "sample in a worker", "step"],
+)
+def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, flags, status, line):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    kind, name, *more = flags
+    given = [kind, f"{__name__}:{name}", *more, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
+    assert command.main(given) == status
+    *trace, last = capsys.readouterr().err.splitlines()
+    final = "do not restart: " if status == 2 else ""
+    assert re.fullmatch(f"dualtrain: error: {final}{line}", last)
+    assert trace[0] == "Traceback (most recent call last):"
+    files = [found[1] for found in re.finditer(r'File "(.*?)"', "\n".join(trace))]
+    assert set(files) == {__file__}, trace
+    assert any("# the user's line" in shown for shown in trace)
+    summary = ProcessFailure(local_rank=0, pid=1, exitcode=status, error_file=str(file))  # as torchrun's agent reads it
+    shown = summary.message["extraInfo"]["py_callstack"]
+    assert shown.splitlines()[: len(trace)] == trace
+    assert summary.timestamp > 0
+
+
+def test_every_other_error_is_in_torchruns_summary_too(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert command.main(["--lr", "x"]) == 2
+    assert json.loads(file.read_text())["message"]["message"].startswith("--lr must be a number")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
+    assert command.main(["--lr", "y"]) == 2  # it cannot be written: the error itself is what counts
+    assert "'y'" in capsys.readouterr().err
+
+
+def test_a_module_with_an_error_of_syntax_shows_the_line(tmp_path, monkeypatch):
+    (tmp_path / "broken_model.py").write_text("def build(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="--model 'broken_model:build' failed: SyntaxError") as error:
+        call_user_code("broken_model:build", "--model", "nothing")
+    assert "def build(:" in error.value.trace
+
+
+def fail_on(backend, ranks: tuple[int, ...]) -> tuple[str, str]:
+    def task() -> None:
+        if backend.rank in ranks:
+            call_user_code(f"{__name__}:failing_build", "--model", "nothing")
+
+    with pytest.raises(UserError) as error:
+        on_all_ranks(backend, "model", task)
+    return str(error.value), error.value.trace
+
+
+def test_the_rank_whose_code_failed_has_its_traceback():
+    (one, its_trace), (other, no_trace) = run_threads(2, fail_on, (0,))
+    assert one == other
+    assert "rank 0: --model" in one
+    assert "# the user's line" in its_trace
+    assert no_trace == ""

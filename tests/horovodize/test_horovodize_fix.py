@@ -1,0 +1,328 @@
+"""The repairs of Horovod scripts: what changes, what stays byte for byte, and what is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dualtrain.horovodize.__main__ import main
+from dualtrain.horovodize.check import findings
+from dualtrain.horovodize.edits import Layout
+from dualtrain.horovodize.fix import repair
+from dualtrain.horovodize.source import Source
+
+HEAD = "import torch\nimport dualtrain.hvd as hvd\nhvd.init()\n"
+WRAP = "optimizer = hvd.DistributedOptimizer(base, model.named_parameters())\n"
+START = f"{HEAD}{WRAP}hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
+
+#: (script, the same after --fix); both follow START.
+REPAIRS = [
+    (
+        "for x in data:\n    loss(x).backward()\n    # Clip.\n    clip_grad_norm_(p, 1)\n    optimizer.step()  # go\n",
+        "for x in data:\n    loss(x).backward()\n    optimizer.synchronize()\n    # Clip.\n    clip_grad_norm_(p, 1)\n"
+        "    with optimizer.skip_synchronize():\n        optimizer.step()  # go\n",
+    ),
+    (
+        "def step(self):\n  loss.backward()\n  if clip:\n    for g in groups:\n      clip_grad_norm_(g, 1)\n"
+        "  return self.optimizer.step()\n",
+        None,  # not a statement of its own
+    ),
+    (
+        "for x in data:\n\tscaler.scale(loss).backward()\n\tscaler.unscale_(optimizer)\n\tif clip: clip_grad_norm_(p, 1)\n"
+        "\tscaler.step(optimizer)\n",
+        "for x in data:\n\tscaler.scale(loss).backward()\n\toptimizer.synchronize()\n\tscaler.unscale_(optimizer)\n"
+        "\tif clip: clip_grad_norm_(p, 1)\n\twith optimizer.skip_synchronize():\n\t\tscaler.step(optimizer)\n",
+    ),
+    ("for x in data: loss.backward(); clip_grad_norm_(p, 1); optimizer.step()\n", None),
+    (
+        "loss.backward()\noptimizer.synchronize()\nnorm = (\n    optimizer.step())\n",
+        "loss.backward()\noptimizer.synchronize()\nwith optimizer.skip_synchronize():\n    norm = (\n"
+        "        optimizer.step())\n",
+    ),
+    (
+        "with amp():\n    loss.backward()\n    clip_grad_norm_(p, 1)\noptimizer.step()\n",
+        None,  # before the block would be before backward
+    ),
+    ("torch.cuda.set_device( hvd.rank() )\n", "torch.cuda.set_device( hvd.local_rank() )\n"),
+    ("r = hvd.rank()\nd = 'cuda:%d' % r\n", "r = hvd.rank()\nd = 'cuda:%d' % hvd.local_rank()\n"),
+    (
+        "s = torch.utils.data.DistributedSampler(\n    data,  # all\n    shuffle=False,\n)\n",
+        "s = torch.utils.data.DistributedSampler(\n    data,  # all\n    shuffle=False,\n    num_replicas=hvd.size(),\n"
+        "    rank=hvd.rank(),\n)\n",
+    ),
+    ("s = torch.utils.data.DistributedSampler((data))\n", None),
+    (
+        "s = torch.utils.data.DistributedSampler(data, 2, rank=hvd.local_rank(), shuffle=False)\n",
+        "s = torch.utils.data.DistributedSampler(data, 2, rank=hvd.rank(), shuffle=False)\n",
+    ),
+    (
+        "train = torch.utils.data.DataLoader(data, shuffle=True)\nfor epoch in range(9):\n    for x in train:\n"
+        "        pass\n",
+        "train_sampler = torch.utils.data.DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())\n"
+        "train = torch.utils.data.DataLoader(data, sampler=train_sampler)\nfor epoch in range(9):\n"
+        "    train_sampler.set_epoch(epoch)\n    for x in train:\n        pass\n",
+    ),
+    (
+        "def load():\n    return torch.utils.data.DataLoader(data, shuffle=True)\n",
+        None,  # the loop over epochs cannot use a sampler of this function
+    ),
+    (
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): go()\n",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): s.set_epoch(e); go()\n",
+    ),
+    ("s = torch.utils.data.DistributedSampler(d, 2, 0)\nfor e in range(3): go()\ns = None\n", None),
+    (
+        "a, b = torch.utils.data.random_split(data, [9, 1])\n",
+        "a, b = torch.utils.data.random_split(data, [9, 1], generator=torch.Generator().manual_seed(0))\n",
+    ),
+    (
+        "for e in range(2):\n  torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
+        "for e in range(2):\n  if hvd.rank() == 0:\n    torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
+    ),
+    ("torch.save(x, best)\nx = torch.load(best)\n", None),  # every rank reads it
+    ("ok = torch.save(x, 'x')\n", None),
+    ("hvd.allreduce(total, name='t')\n", "hvd.allreduce_(total, name='t')\n"),
+    ("def f(value):\n    hvd.allreduce(value)\n", None),  # the caller's tensor
+    ("hvd.allgather(total, name='t')\n", None),
+    ("hvd.allreduce_async_(x.grad)\n", "hvd.synchronize(hvd.allreduce_async_(x.grad))\n"),
+    (
+        "if args.clip:\n    hvd.shutdown()\ntorch.save(x, 'x')\n",
+        None,  # rank() after shutdown() would be a new finding
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), REPAIRS)
+def test_a_repair_changes_its_lines_and_no_others(before, after):
+    result = repair(Source(START + before))
+    assert result.source.text == START + (before if after is None else after)
+    assert bool(result.fixed) == (after is not None)
+    traps = [finding for finding in result.left if finding.level == "trap"]
+    assert bool(traps) == (after is None)
+
+
+WHOLE = [
+    (f"{HEAD}{WRAP}", f"{HEAD}{WRAP}hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"),
+    (
+        f"{HEAD}from torchvision import transforms\ntorch.manual_seed(args.seed)\ntransforms.RandomCrop(3)\n"
+        f"{START[len(HEAD) :]}",
+        f"{HEAD}from torchvision import transforms\ntorch.manual_seed(args.seed + hvd.rank())\ntransforms.RandomCrop(3)\n"
+        f"{START[len(HEAD) :]}",
+    ),
+    (
+        f"{START}def f(args):\n  for i, x in d:\n    x.backward()\n    if i % 4 == 0: optimizer.step()\n",
+        f"{START.replace('())', '(), backward_passes_per_step=4)', 1)}def f(args):\n  for i, x in d:\n    x.backward()\n"
+        "    if i % 4 == 0: optimizer.step()\n".replace("hvd.init(), backward_passes_per_step=4)", "hvd.init()"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), WHOLE)
+def test_repairs_outside_of_the_training_step(before, after):
+    assert repair(Source(before)).source.text == after
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        f"{HEAD}if args.many:\n    {WRAP}",
+        f"{HEAD}optimizer = hvd.DistributedOptimizer(base, op=hvd.Adasum)\n",
+        f"{HEAD}if not args.horovod:\n    sys.exit(plain())\n{WRAP}",
+        f"{HEAD}def wrap(optimizer):\n    if args.many:\n        {WRAP}    return optimizer\n",
+    ],
+)
+def test_an_optimizer_that_may_lack_synchronize_is_left(start):
+    text = f"{start}def step():\n    loss.backward()\n    clip_grad_norm_(p, 1)\n    optimizer.step()\n"
+    result = repair(Source(text))
+    assert result.source.text == text
+    assert any("clipped" in finding.message for finding in result.left)
+
+
+IMPORTS = [
+    ("import os, horovod.torch as hvd  # é", "import os, dualtrain.hvd as hvd  # é"),
+    ("from horovod.torch import (allreduce,\n  rank as r)", "from dualtrain.hvd import (allreduce,\n  rank as r)"),
+    ("from horovod import torch as hvd", "from dualtrain import hvd as hvd"),
+    ("from horovod import torch", "from dualtrain import hvd as torch"),
+    (
+        "import horovod.torch as hvd\nfrom horovod.torch.elastic import run\nfrom horovod.common.exceptions import E",
+        "import dualtrain.hvd as hvd\nfrom dualtrain.hvd.elastic import run\nfrom dualtrain.hvd.exceptions import E",
+    ),
+    (
+        "try:\n    import horovod.tensorflow as x\nexcept ImportError: x = None\nimport horovod.torch as hvd",
+        "try:\n    import horovod.tensorflow as x\nexcept ImportError: x = None\nimport dualtrain.hvd as hvd",
+    ),
+    ("import horovod.torch as hvd\nimport horovod.spark", None),
+    ("import horovod.torch\nhorovod.torch.rank()", None),
+    ("import horovod.torch as hvd\nimport ignite.metrics", None),
+    ("from .horovod import torch", ""),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), IMPORTS)
+def test_all_imports_of_horovod_change_or_none(before, after):
+    result = repair(Source(before))
+    assert result.source.text == (after or before)
+    stays = [finding for finding in result.left if "import of Horovod stays" in finding.message]
+    assert len(stays) == (after is None)
+
+
+SCRIPT = f"""#!/usr/bin/env python
+{HEAD.replace("dualtrain.hvd", "horovod.torch")}
+torch.cuda.set_device(hvd.rank())
+sampler = torch.utils.data.DistributedSampler(größe)
+{WRAP}
+for epoch in range(3):
+
+    for x in torch.utils.data.DataLoader(größe, sampler=sampler):
+        optimizer.zero_grad(); loss = "ü"
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # ß\f
+        optimizer.step()
+    torch.save(model.state_dict(), "päth")"""
+
+FORMS = {
+    "lf": SCRIPT.encode(),
+    "crlf": SCRIPT.replace("\n", "\r\n").encode(),
+    "cr": SCRIPT.replace("\n", "\r").encode(),
+    "tabs": SCRIPT.replace("    ", "\t").encode(),
+    "bom": b"\xef\xbb\xbf" + SCRIPT.encode(),
+    "latin-1": SCRIPT.replace("python\n", "python\n# -*- coding: latin-1 -*-\n").encode("latin-1"),
+    "two spaces": SCRIPT.replace("    ", "  ").encode(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_script_of_any_form_keeps_all_other_bytes(tmp_path, form, capsys):
+    script = tmp_path / "script.py"
+    data = FORMS[form]
+    script.write_bytes(data)
+    script.chmod(0o750)
+    (tmp_path / "link.py").symlink_to("script.py")
+    assert main(["--fix", str(tmp_path / "link.py")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 file read: nothing found; 7 fixed"
+    fixed = script.read_bytes()
+    end = b"\r\n" if form == "crlf" else b"\r" if form == "cr" else b"\n"
+    unit = {"tabs": b"\t", "two spaces": b"  "}.get(form, b"    ")
+    expected = (
+        data.replace(b"horovod.torch", b"dualtrain.hvd")
+        .replace(b"device(hvd.rank", b"device(hvd.local_rank")
+        .replace(b"e)" + end + b"opt", b"e, num_replicas=hvd.size(), rank=hvd.rank())" + end + b"opt")
+        .replace(b"rs())" + end, b"rs())" + end + b"hvd.broadcast_parameters(model.state_dict(), root_rank=0)" + end)
+        .replace(end + end + unit, end + end + unit + b"sampler.set_epoch(epoch)" + end + unit)
+        .replace(unit * 2 + b"torch.nn", unit * 2 + b"optimizer.synchronize()" + end + unit * 2 + b"torch.nn")
+        .replace(
+            unit * 2 + b"optimizer.step",
+            unit * 2 + b"with optimizer.skip_synchronize():" + end + unit * 3 + b"optimizer.step",
+        )
+        .replace(unit + b"torch.save", unit + b"if hvd.rank() == 0:" + end + unit * 2 + b"torch.save")
+    )
+    assert fixed == expected
+    assert (tmp_path / "link.py").is_symlink()
+    assert script.stat().st_mode & 0o777 == 0o750
+    assert main(["--fix", str(script)]) == 0
+    assert capsys.readouterr().out == "1 file read: nothing found; 0 fixed\n"
+    assert script.read_bytes() == fixed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "script.py"]
+
+
+@pytest.mark.parametrize("form", ["lf", "crlf", "latin-1"])
+def test_a_diff_is_one_for_patch_and_writes_nothing(tmp_path, form, capfdbinary):
+    script = tmp_path / "script.py"
+    script.write_bytes(FORMS[form])
+    os.chdir(tmp_path)
+    assert main(["--fix", "--diff", "script.py"]) == 0
+    diff, report = capfdbinary.readouterr()
+    assert script.read_bytes() == FORMS[form]
+    assert b"7 would be fixed" in report
+    subprocess.run(["git", "apply", "-p0", "--whitespace=nowarn", "-"], input=diff, check=True, timeout=60)
+    patched = script.read_bytes()
+    script.write_bytes(FORMS[form])
+    main(["--fix", "script.py"])
+    assert script.read_bytes() == patched
+
+
+def test_what_is_fixed_is_listed_by_its_lines_before(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"{START}loss.backward()\nclip_grad_norm_(p, 1)\noptimizer.step()\ntorch.save(x, 'x')\nhvd.nothing()\n"
+    )
+    assert main(["--fix", str(script)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("] ")[0] for line in lines[:2]] == [f"{script}:7: [fixed", f"{script}:9: [fixed"]
+    assert lines[2].startswith(f"{script}:13: [unsupported]")  # a line of the new file
+    assert lines[3] == "1 file read: 1 unsupported; 2 fixed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--fix was given no script"),
+        (["--wrong", "good.py"], "unknown option '--wrong'"),
+        (["good.py", "bad.py"], "bad.py:1 is not valid Python"),
+        (["good.py", "none.py"], "cannot read the script 'none.py'"),
+        (["good.py", "binary.py"], "is not text in UTF-8"),
+        (["good.py", "folder"], "cannot read the script 'folder'"),
+        (["good.py", "deep.py"], "is not valid Python"),
+        (["good.py", "iso.py"], "cannot be written again byte for byte in iso2022_jp"),
+    ],
+)
+def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, arguments, says, capsys):
+    monkeypatch.chdir(tmp_path)
+    good = f"{START}torch.save(x, 'x')\n"
+    Path("good.py").write_text(good)
+    Path("bad.py").write_text("%matplotlib inline\n")
+    Path("deep.py").write_text("(" * 5000)
+    Path("binary.py").write_bytes(b"\x00\xff")
+    Path("iso.py").write_bytes(b"# coding: iso2022_jp\nx = '\x1b(B'\n")
+    Path("folder").mkdir()
+    assert main(["--fix", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+    assert Path("good.py").read_text() == good
+
+
+def test_a_read_only_script_is_left(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(f"{START}torch.save(x, 'x')\n")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everything
+    assert main(["--fix", str(script)]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+    assert script.read_text() == f"{START}torch.save(x, 'x')\n"
+
+
+def test_the_import_of_one_file_of_a_program_stays(tmp_path, capsys):
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text("import horovod.torch as hvd\nhvd.init()\n")
+    other.write_text("import horovod.torch as hvd\nx = hvd.rank()\n")
+    assert main(["--fix", str(other)]) == 0
+    assert "give all files of the program at once" in capsys.readouterr().out
+    assert main(["--fix", str(one), str(other)]) == 0
+    assert "dualtrain.hvd" in one.read_text()
+    assert "dualtrain.hvd" in other.read_text()
+
+
+def test_repairs_of_shuffled_scripts_compile_and_are_complete():
+    """Random orders of statements: whatever they mean, a repair keeps the script valid, and is not repeated."""
+    random_order = random.Random(0)
+    parts = [before for before, _ in REPAIRS]
+    for _ in range(12):
+        text = START + "".join(random_order.sample(parts, 4))
+        once = repair(Source(text))
+        compile(once.source.text, "script", "exec")
+        again = repair(Source(once.source.text))
+        assert again.source.text == once.source.text
+        kept = [line for line in text.splitlines() if line.startswith(("#", "import"))]
+        assert [line for line in once.source.text.splitlines() if line.startswith(("#", "import"))] == kept
+        assert not [one for one in findings(again.source) if one.edits and one not in findings(once.source)]
+
+
+def test_positions_count_characters_of_lines_that_python_knows():
+    text = "é = 'ü\u2028'; f(\f'ä', x)\r\nß = (1,\r 2)\n"
+    source = Source(text)
+    layout = Layout(text, source.tree)
+    assert [layout.segment(statement) for statement in source.tree.body] == ["é = 'ü\u2028'", "f(\f'ä', x)", "ß = (1,\r 2)"]

@@ -1,0 +1,485 @@
+"""``--prove`` without launchers: the recorder, its records, their comparison, and the verdict."""
+
+from __future__ import annotations
+
+import ast
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dualtrain.errors import UserError
+from dualtrain.horovodize import recorder
+from dualtrain.horovodize.__main__ import main
+from dualtrain.horovodize.prove import launch
+from dualtrain.horovodize.prove.causes import likely_causes
+from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference
+from dualtrain.horovodize.prove.launch import Job, RunError
+from dualtrain.horovodize.prove.page import page
+from dualtrain.horovodize.prove.records import read_record
+from dualtrain.horovodize.prove.verdict import Evidence, facts, needs_compat, table, verdict_of
+from tests.forked import run_ranks
+
+STEPS = 6
+
+
+class LeftError(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def simulated(tmp_path, monkeypatch):
+    """Record a training with two optimizers on some ranks, one after another in this process; return the run's record."""
+    monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(LeftError))
+    count = iter(range(99))
+
+    def simulate(change=lambda **_: None, ranks=2, steps=STEPS, until=STEPS, defects=()):
+        folder = tmp_path / str(next(count))
+        for rank in range(ranks):
+            record = recorder.Record(str(folder), rank)
+            record.write("start", format=recorder.FORMAT, steps=steps, seed=None, processor="one", time=0.0)
+            watch = recorder.Recorder(record, steps)
+            library = stub(rank, ranks)
+            watch.patch(library)
+            try:
+                train(library, rank, until, change)
+                watch.end("return", 0)
+            except LeftError:
+                pass
+            add_defects(folder / f"rank-{rank}.jsonl", defects)
+        return read_record(folder, launched=0.0)
+
+    return simulate
+
+
+def stub(rank, size):
+    """Return what the recorder uses of Horovod: a wrapping that only makes a class, and a world."""
+
+    def distributed_optimizer(optimizer, named_parameters=None):
+        cls = type("Wrapped", (type(optimizer),), {})
+        return cls(optimizer.param_groups)
+
+    library = types.SimpleNamespace(__name__="horovod.torch", rank=lambda: rank, size=lambda: size, Sum=1)
+    library.DistributedOptimizer = distributed_optimizer
+    library.allreduce_async = lambda tensor, name, op: 0
+    library.poll = lambda handle: True
+    library.shutdown = lambda: None
+    return library
+
+
+def train(library, rank, until, change):
+    torch.manual_seed(3)
+    models = nn.Linear(4, 3), nn.Linear(3, 2)
+    inner = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
+    optimizers = [
+        library.DistributedOptimizer(one, named_parameters=model.named_parameters())
+        for one, model in zip(inner, models, strict=True)
+    ]
+    for step in range(1, until + 1):
+        change(rank=rank, step=step, models=models, optimizers=optimizers)
+        for optimizer, model in zip(optimizers, models, strict=True):
+            optimizer.zero_grad()
+            model(torch.full((2, model.in_features), step + rank / 2)).square().mean().backward()
+            optimizer.step()
+
+
+def add_defects(path, defects):
+    *lines, last = path.read_text().splitlines()
+    end = {**json.loads(last), "defects": [list(each) for each in defects]}
+    path.write_text("\n".join([*lines, json.dumps(end)]) + "\n")
+
+
+def at(wanted_step, wanted_rank, act):
+    """Return a change that ``act(models, optimizers)`` makes before one step of one rank."""
+
+    def change(rank, step, models, optimizers):
+        if (rank, step) == (wanted_rank, wanted_step):
+            act(models, optimizers)
+
+    return change
+
+
+@torch.no_grad()
+def nudge(models, optimizers):
+    models[1].weight[1, 2] += 1e-4
+
+
+def other_rate(models, optimizers):
+    optimizers[0].param_groups[0]["lr"] = 0.2
+
+
+def other_momentum(models, optimizers):
+    optimizers[1].param_groups[0]["momentum"] = 0.0
+
+
+# -- the recorder -----------------------------------------------------------------------------------------------------
+
+
+def test_a_record_has_steps_weights_and_the_end(simulated):
+    run = simulated(steps=4)
+    assert (run.size, run.steps) == (2, 4)
+    assert run.library.startswith("horovod ")
+    for rank in run.ranks:
+        assert (rank.end.reason, rank.end.status) == ("steps", 0)
+        assert [each.names for each in rank.optimizers] == [["weight", "bias"]] * 2
+        assert [each.numels for each in rank.optimizers] == [[12, 3], [6, 2]]
+        assert [sorted(each.weights) for each in rank.optimizers] == [[0, 1, 2, 4]] * 2
+        assert [each.steps for each in rank.optimizers] == [4, 4]  # the second one comes to its last step too
+        assert rank.optimizers[0].weights[0].options[0]["lr"] == 0.1
+        assert [number for number, _ in rank.seconds] == [0, 1] * 4
+    assert run.memory > 1 << 20
+    assert run.steps_per_second > 0
+
+
+def test_a_script_that_ends_before_the_last_step_is_recorded_too(simulated):
+    run = simulated(steps=20, until=3)
+    assert run.steps == 3
+    assert {rank.end.reason for rank in run.ranks} == {"return"}
+    assert verdict_of(Evidence([run], [run]), []).line.startswith("same bits for 3 steps, all that the script takes")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
+    p = torch.linspace(-3, 5, 400).to(dtype).view(20, 20).t()
+    q = p.clone()
+    q[7, 3] = torch.nextafter(q[7, 3].real.double(), torch.tensor(9.0).double()).to(dtype) if dtype == torch.float64 else 5
+    assert recorder.summary(p) == recorder.summary(p.clone())
+    assert recorder.summary(p)[0] != recorder.summary(q)[0]
+    assert recorder.checksums([p, p]) != recorder.checksums([p, q])
+    norm = float(torch.view_as_real(p).norm() if dtype.is_complex else p.double().norm())
+    assert recorder.summary(p)[1] == pytest.approx(norm)
+    assert len(recorder.summary(p)[2]) == recorder.SAMPLES
+    for shape in ((), (0, 3)):
+        recorder.summary(torch.zeros(shape, dtype=dtype))
+        recorder.checksums([torch.zeros(shape, dtype=dtype)])
+
+
+def test_the_recorder_is_one_file_for_old_pythons(capsys):
+    assert main(["--recorder"]) == 0
+    source = capsys.readouterr().out
+    assert source == Path(recorder.__file__).read_text()
+    tree = ast.parse(source, feature_version=(3, 8))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not [name for name in imported if name.startswith("dualtrain")]
+    assert {"pickle", "marshal", "shelve"}.isdisjoint(imported)
+
+
+SCRIPT = """
+import sys, torch
+import horovod.torch as hvd
+from horovod.torch import DistributedOptimizer
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = DistributedOptimizer(optimizer, model.named_parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+try:
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        if step == 1:
+            torch.save(model.state_dict(), sys.argv[1] + f"/after-2.{hvd.rank()}")
+            print("two steps", sys.argv[2:], __name__, flush=True)
+except BaseException:
+    print("caught", flush=True)
+finally:
+    print("finally", flush=True)
+"""
+
+
+def test_ranks_of_a_script_are_recorded_and_ended_after_the_last_step(tmp_path):
+    script, folder = tmp_path / "script.py", tmp_path / "record"
+    script.write_text(SCRIPT)
+    options = ["--record", folder, "--steps", 3, "--seed", 5]
+    command = ["-m", "dualtrain.horovodize", recorder.__file__, *options, script, tmp_path, "--steps", 7]
+    ended = run_ranks(2, list(map(str, command)), tmp_path / "output")
+    assert [(end.returncode, end.stdout) for end in ended] == [(0, "two steps ['--steps', '7'] __main__\n")] * 2
+    run = read_record(folder)
+    assert (run.size, run.steps) == (2, 3)
+    assert run.library.startswith("dualtrain ")
+    for rank, record in enumerate(run.ranks):
+        state = torch.load(tmp_path / f"after-2.{rank}", weights_only=True)
+        weights = record.optimizers[0].weights[2]
+        assert [list(each) for each in weights.tensors] == [recorder.summary(state[name]) for name in ("weight", "bias")]
+        assert weights.options[0]["lr"] == 0.05
+
+
+FAILING = """
+import sys, torch
+import horovod.torch as hvd
+hvd.init()
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason", "status", "says"),
+    [
+        ("sys.exit(3)", "exit", 3, "exit status 3"),
+        ("sys.exit('no data')", "exit", 1, "no data"),
+        ("raise ValueError('on purpose')", "error", 1, "ValueError: on purpose"),
+        ("pass", "return", 0, "before a step of an hvd.DistributedOptimizer"),
+    ],
+)
+def test_how_a_script_ends_is_recorded(source, reason, status, says, tmp_path):
+    script, folder = tmp_path / "script.py", tmp_path / "record"
+    script.write_text(FAILING.format(source))
+    command = ["-m", "dualtrain.horovodize", recorder.__file__, "--record", str(folder), str(script)]
+    [ended] = run_ranks([{}], command, tmp_path / "output")
+    assert ended.returncode == status
+    run = read_record(folder)
+    assert (run.ranks[0].end.reason, run.ranks[0].end.status) == (reason, status)
+    (tmp_path / "log").write_text("")
+    with pytest.raises(RunError, match=f"^Horovod: .*{says}") as raised:
+        launch._check(run, "Horovod", status, None, tmp_path / "log")
+    assert ("script.py" in raised.value.traceback) == (reason == "error")
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def test_equal_runs(simulated):
+    one, other = simulated(), simulated()
+    assert first_difference(one, other) is None
+    assert different_end(one, other) is None
+    assert distance(one, other) == (0.0, STEPS)
+    evidence = Evidence([one, other], [one, other])
+    assert not needs_compat(evidence)
+    verdict = verdict_of(evidence, ["a cause"])
+    assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps, 1.00× the speed")
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "optimizer", "rank", "names", "options"),
+    [
+        (at(1, 0, nudge), 0, 1, 0, ("weight",), ()),
+        (at(3, 1, nudge), 3, 1, 1, ("weight", "bias"), ()),
+        (at(4, 1, other_rate), 4, 0, 1, ("weight", "bias"), (("lr", 0.1, 0.2),)),
+        (at(2, 0, other_momentum), 2, 1, 0, ("weight", "bias"), (("momentum", 0.5, 0.0),)),
+    ],
+)
+def test_a_planted_difference_is_found_at_its_step(change, step, optimizer, rank, names, options, simulated):
+    one, other = simulated(), simulated(change)
+    found = first_difference(one, other)
+    assert (found.step, found.optimizer, found.rank, found.names) == (step, optimizer, rank, names)
+    assert found.options == options
+    assert found.measured == min(mark for mark in (0, 1, 2, 5, STEPS) if mark >= step)
+    assert 1e-7 < found.relative < 1
+    evidence = Evidence([one, one], [other, other])
+    assert needs_compat(evidence)
+    verdict = verdict_of(evidence, ["train.py:3: clip_grad_norm_ comes before synchronize()"])
+    begin = f"from step {step}" if step else "before the first step"
+    assert verdict.status == 1
+    assert verdict.line.startswith(f"differs {begin} in 'weight'")
+    cause = f"'{options[0][0]}' is {options[0][1]} on Horovod" if options else "launcher" if not step else "train.py:3"
+    assert cause in verdict.line
+
+
+def test_other_ends(simulated):
+    short = simulated(until=3)
+    assert different_end(simulated(), short) == f"optimizer 0 of rank 0 takes {STEPS} steps and 3"
+    assert verdict_of(Evidence([simulated()], [short]), []).status == 1
+    verdict = verdict_of(Evidence([short], [], failure="the script failed"), [])
+    assert (verdict.status, verdict.line) == (1, "fails with dualtrain, and not on Horovod: the script failed")
+
+
+def test_a_difference_that_a_defect_of_horovod_makes(simulated):
+    met = [("it takes a step", "train.py", 12)]
+    evidence = Evidence([simulated(at(1, 0, nudge))] * 2, [simulated()] * 2, simulated(at(1, 0, nudge), defects=met))
+    verdict = verdict_of(evidence, ["another cause"])
+    assert verdict.status == 0
+    assert "once these defects of Horovod are reproduced: it takes a step" in verdict.line
+    assert "train.py:12: it takes a step" in verdict.details
+    assert any("without them" in line and "from step 0 on" in line for line in verdict.details)
+    evidence.compat = simulated(at(4, 0, nudge), defects=met)
+    verdict = verdict_of(evidence, [])
+    assert verdict.status == 1
+    assert any("still differ" in line for line in verdict.details)
+
+
+def test_more_than_two_ranks_may_be_added_in_another_order(simulated):
+    def round_off(models, optimizers):
+        with torch.no_grad():
+            models[0].weight.mul_(1 + 2e-7)
+
+    verdict = verdict_of(Evidence([simulated(ranks=3)], [simulated(at(2, 0, round_off), ranks=3)]), [])
+    assert (verdict.status, "rounding: 3 ranks" in verdict.line) == (1, True)
+
+
+def scaled_by(factor):
+    def scale(models, optimizers):
+        with torch.no_grad():
+            for model in models:
+                model.weight.mul_(factor)
+
+    return at(1, 0, scale)
+
+
+@pytest.mark.parametrize(
+    ("spread", "apart", "status", "begins"),
+    [
+        (1e-4, 0.5e-4, 0, "within the script's own spread"),
+        (1e-4, 1e-2, 1, "differs by more than the script's own spread"),
+        (0.5, 0.1, 1, "not repeatable, so nothing is proven"),
+    ],
+)
+def test_a_script_that_is_not_repeatable(spread, apart, status, begins, simulated):
+    horovod = [simulated(), simulated(scaled_by(1 + spread))]
+    evidence = Evidence(horovod, [simulated(scaled_by(1 + apart))])
+    assert not needs_compat(evidence)
+    verdict = verdict_of(evidence, [])
+    assert (verdict.status, verdict.line.startswith(begins)) == (status, True), verdict.line
+    assert verdict.details[0].startswith("not repeatable: two runs on Horovod differ before the first step in 'weight'")
+    assert "--seed 1" in verdict.details[1]
+
+
+@pytest.mark.parametrize(("apart", "status"), [(1e-5, 0), (0.1, 1)])
+def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, status, simulated):
+    here, there = simulated(scaled_by(1 + apart)), simulated()
+    there.ranks[0].start["processor"] = "another"
+    verdict = verdict_of(Evidence([there], [here], recorded=True), [])
+    assert (verdict.status, "(processor another, here one)" in verdict.line) == (status, True)
+    compat = simulated(defects=[("it takes a step", "train.py", 12)])
+    verdict = verdict_of(Evidence([there], [here], compat, recorded=True), [])
+    assert (verdict.status, "once these defects of Horovod are reproduced: it takes a step" in verdict.line) == (0, True)
+    there.ranks[0].start["processor"] = "one"
+    assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
+
+
+def test_the_results_as_a_table_a_page_and_values(simulated):
+    one, other = simulated(), simulated(at(3, 1, nudge))
+    evidence = Evidence([one, one], [other], compat=one)
+    verdict = verdict_of(evidence, [])
+    rows = table(evidence)
+    assert [row[0] for row in rows] == ["", "Horovod", "dualtrain", "with Horovod's defects"]
+    assert rows[1][-1] == rows[3][-1]
+    assert rows[1][2:4] == ["2", str(STEPS)]
+    html = page("<script>.py", evidence, verdict)
+    assert "&lt;script&gt;.py" in html
+    assert all(cell in html for cell in rows[1])
+    values = json.loads(json.dumps(facts(evidence, verdict)))
+    assert values["difference"]["step"] == 3
+    assert [len(runs) for runs in values["runs"].values()] == [2, 1, 1]
+
+
+CLIPPED = """
+import torch
+import horovod.torch as hvd
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+hvd.broadcast_optimizer_state(optimizer, 0)
+loss.backward()
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+"""
+
+
+def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CLIPPED)
+    found = likely_causes(script)
+    assert found[0].startswith(f"{script}:7: ")
+    assert any(line.startswith(f"{script}:5: ") for line in found)
+    for text in ("not python (", "import torch\n"):
+        script.write_text(text)
+        assert likely_causes(script) == []
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record(simulated, tmp_path):
+    simulated()
+    return tmp_path / "0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "the following arguments are required"),
+        (["{tmp}/nothing.py"], "no such file"),
+        (["--nproc", "0", "{script}"], "--nproc 0 is below 1"),
+        (["--steps", "0", "{script}"], "--steps 0 is below 1"),
+        (["--timeout", "0", "{script}"], "--timeout 0 is no number of seconds"),
+        (["--fast", "{script}"], "--fast"),
+        (["--json", "{tmp}/none/x.json", "{script}"], "no such folder"),
+        (["--record", "{tmp}/a", "--against", "{tmp}/b", "{script}"], "give one of them"),
+        (["--against", "{tmp}/none", "{script}"], "cannot read the record"),
+        (["--against", "{tmp}/empty", "{script}"], "holds no record"),
+        (["--against", "{record}", "--nproc", "3", "{script}"], "the record is of 2 ranks"),
+    ],
+)
+def test_refusals_are_one_line(arguments, says, record, tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    (tmp_path / "empty").mkdir()
+    words = [word.format(tmp=tmp_path, script=script, record=record) for word in arguments]
+    assert main(["--prove", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("dualtrain: error: ")
+    assert says in err
+
+
+def test_without_horovod(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.setattr(launch, "installed", lambda: False)
+    assert main(["--prove", str(script)]) == 2
+    assert "Horovod is not installed here: record the script where it is" in capsys.readouterr().err
+    monkeypatch.setattr(launch, "installed", lambda: True)
+    monkeypatch.setattr(launch.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["--prove", str(script)]) == 2
+    assert "neither horovodrun nor mpirun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.write_text("hello\n"), "is not a record"),
+        (lambda path: path.write_text("[]\n"), "is not a record"),
+        (lambda path: path.write_text('{"format": 2}\n'), "another format"),
+        (lambda path: path.write_text(path.read_text().replace('"sums"', '"other"')), "is not a record"),
+        (lambda path: path.write_text(path.read_text().replace('"kind": "step"', '"kind": "leap"')), "is not a record"),
+        (lambda path: path.unlink(), "lacks the record of rank 1"),
+    ],
+)
+def test_a_damaged_record_is_refused(damage, says, record):
+    damage(record / "rank-1.jsonl")
+    with pytest.raises(UserError, match=says):
+        read_record(record)
+
+
+def test_half_a_line_of_a_killed_process_is_left_out(record):
+    path = record / "rank-1.jsonl"
+    path.write_text(path.read_text()[:-20])
+    run = read_record(record)
+    assert run.ranks[1].end is None
+    (record / "log").write_text("[1]<stderr>:lost\n-----\n")
+    with pytest.raises(RunError, match=r"^dualtrain: rank 1, after step 6, was killed or left .* \(launcher: 1\): lost$"):
+        launch._check(run, "dualtrain", 1, None, record / "log")
+    with pytest.raises(RunError, match=r"came to no other step within 5 s"):
+        launch._check(run, "dualtrain", 1, 5.0, record / "log")
+
+
+SLEEPING = "import os, subprocess, sys, time\nsubprocess.Popen(['sleep', '60'], start_new_session=True)\ntime.sleep(60)\n"
+
+
+def test_a_run_without_steps_is_ended_with_all_its_processes(tmp_path, monkeypatch):
+    script = tmp_path / "sleeping.py"
+    script.write_text(SLEEPING)
+    monkeypatch.setattr(launch, "_torchrun", lambda nproc, program: [launch.sys.executable, str(script)])
+    marks = []
+    monkeypatch.setattr(launch, "_end", lambda process, mark, end=launch._end: (marks.append(mark), end(process, mark)))
+    with pytest.raises(RunError, match=r"^dualtrain: no rank has started within 1 s"):
+        Job((str(script),), 2, 5, None, timeout=1.0).record("dualtrain", tmp_path / "record")
+    assert not list(launch._marked(marks[0]))

@@ -1,0 +1,198 @@
+"""With DUALTRAIN_HVD_COMPAT=1, those of Horovod's defects that change numbers have the same bits here."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from dualtrain.hvd import compat
+from tests.conftest import Spmd
+from tests.hvd.worlds import OURS_2, PAIR, library
+
+
+def model_of(seed=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def trained(hvd, model, optimizer, steps=3, before=lambda step: None, factor=3):
+    """Train, on other data on each rank; return all weights after the last step."""
+    for step in range(steps):
+        before(step)
+        x = torch.linspace(-1, 1 + step + hvd.rank(), 20).view(5, 4).to(model[0].weight.dtype)
+        (model(x).float().square().mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def fresh(hvd, kind, wrapped_first, **options):
+    """Broadcast the state of an optimizer that has none, before or after the wrapping, with another rate on each rank."""
+    model = model_of()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01 * (1 + hvd.rank()), **options)
+    if wrapped_first:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, 1)
+    if not wrapped_first:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    return trained(hvd, model, optimizer)
+
+
+def resumed(hvd):
+    """Only rank 0 has loaded a checkpoint."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    if hvd.rank() == 0:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    optimizer.load_state_dict(optimizer.state_dict())
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    return trained(hvd, model, optimizer)
+
+
+def dropped(hvd):
+    """An optimizer with momentum is wrapped."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return trained(hvd, model, hvd.DistributedOptimizer(optimizer, model.named_parameters()))
+
+
+def frozen(hvd, **options):
+    """A layer is frozen after the first step."""
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.5)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+    return trained(hvd, model, optimizer, before=lambda step: model[0].requires_grad_(step == 0))
+
+
+def unfrozen(hvd):
+    """A layer is frozen until the first step."""
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    return trained(hvd, model, optimizer, before=lambda step: model[0].requires_grad_(step > 0))
+
+
+def added(hvd):
+    """A layer's group is added after the wrapping, with the rest of its options from the class's defaults."""
+    model = model_of()
+    inner = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, model[2].named_parameters())
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+    return trained(hvd, model, optimizer)
+
+
+def narrow(hvd, scale, **options):
+    """Gradients are sent as float16; with a small ``scale`` of the weights they have few bits there."""
+    model = model_of()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"compression": hvd.Compression.fp16, **options}
+    return trained(hvd, model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options))
+
+
+def half(hvd):
+    """Weights are float16, and the sum of two gradients is too large for it."""
+    model = model_of().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return trained(hvd, model, hvd.DistributedOptimizer(optimizer, model.named_parameters()), steps=1, factor=3e5)
+
+
+def sums(hvd):
+    """Ordinary calls with tensors of float16."""
+    mine = torch.tensor([60000.0, 6e-8 * (1 + hvd.rank()), 1.0009765625 + hvd.rank(), -3e-5]).half()
+    return [
+        hvd.allreduce(mine, op=hvd.Average, name="a"),
+        hvd.allreduce(mine, op=hvd.Sum, name="s"),
+        hvd.allreduce(mine, op=hvd.Average, name="p", prescale_factor=0.5, postscale_factor=2.0),
+    ]
+
+
+#: A script for each defect, and what is noted.
+CASES = {
+    "fresh sgd": (lambda hvd: fresh(hvd, "SGD", True, momentum=0.9, weight_decay=0.1), {compat.FRESH_STATE}),
+    "fresh dampened": (lambda hvd: fresh(hvd, "SGD", True, momentum=0.9, dampening=0.5), {compat.FRESH_STATE}),
+    "fresh stateless": (lambda hvd: fresh(hvd, "SGD", True), {compat.OPTIONS}),
+    "fresh adam": (lambda hvd: fresh(hvd, "Adam", True), {compat.FRESH_STATE}),
+    "fresh, then wrapped": (
+        lambda hvd: fresh(hvd, "AdamW", False, weight_decay=0.1),
+        {compat.FRESH_STATE, compat.DROPPED_STATE},
+    ),
+    "resumed": (resumed, {compat.FRESH_STATE, compat.DROPPED_STATE}),
+    "dropped": (dropped, {compat.DROPPED_STATE}),
+    "frozen": (frozen, {compat.FROZEN}),
+    "frozen, min": (lambda hvd: frozen(hvd, op=hvd.Min), {compat.FROZEN}),
+    "unfrozen": (unfrozen, {compat.UNREDUCED}),
+    "added": (added, {compat.UNREDUCED}),
+    "fp16": (lambda hvd: narrow(hvd, 1e-3), {compat.HALF}),
+    "fp16, predivide": (lambda hvd: narrow(hvd, 1e-3, gradient_predivide_factor=4.0), {compat.HALF}),
+    "fp16 weights": (half, {compat.HALF}),
+    "sums": (sums, {compat.HALF}),
+}
+
+
+def defective(backend, titles, compatible):
+    """Return for each case the tensors, and the defects that were noted, with their files."""
+    found = {}
+    env = {"DUALTRAIN_HVD_COMPAT": "1"} if compatible else {}
+    with library(backend, **env) as hvd:
+        for title in titles:
+            compat._met.clear()
+            tensors = CASES[title][0](hvd)
+            found[title] = tensors, [(what, os.path.basename(file)) for what, file, _ in compat.met()]
+    return found
+
+
+RESULTS = {}
+
+
+@PAIR
+def test_defects_have_the_same_bits(real, pool):
+    titles = list(CASES)
+    if real.name == "torch":
+        RESULTS["plain"] = real(defective, titles, False)
+        RESULTS["torch"] = real(defective, titles, True)
+        return
+    horovod = real(defective, titles, False)
+    torch_world = Spmd("torch", 2, pool)
+    our = RESULTS.get("torch") or torch_world(defective, titles, True)
+    plain = RESULTS.get("plain") or torch_world(defective, titles, False)
+    wrong = []
+    for title, (_, defects) in CASES.items():
+        same = [equal(horovod[rank][title][0], our[rank][title][0]) for rank in (0, 1)]
+        as_before = [equal(horovod[rank][title][0], plain[rank][title][0]) for rank in (0, 1)]
+        noted = {what for rank in (0, 1) for what, _ in our[rank][title][1]}
+        files = {file for rank in (0, 1) for _, file in our[rank][title][1]}
+        if same != [True, True] or all(as_before) or noted != defects or files != {os.path.basename(__file__)}:
+            wrong.append((title, same, as_before, noted, files))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def equal(one, other):
+    return all(torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)) for a, b in zip(one, other, strict=True))
+
+
+def harmless(backend):
+    """A script that meets none of the defects notes none."""
+    compat._met.clear()
+    with library(backend, DUALTRAIN_HVD_COMPAT="1") as hvd:
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        trained(hvd, model, optimizer)
+    return compat.met()
+
+
+@OURS_2
+def test_no_defect_is_noted_where_none_matters(real):
+    assert real(harmless) == [[], []]

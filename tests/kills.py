@@ -1,0 +1,125 @@
+"""Jobs that are killed in every phase of a run, and go on until they end: :func:`survive` runs one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.forked import ROOT, End, Forked, places
+
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+SECONDS = 120.0  # on a busy machine
+#: Four steps of an epoch, and checkpoints of each; dropout, so that random numbers count.
+FLAGS = ("--model", "tests.models_for_tests:dropping", "--global-batch-size", "360", "--lr", "0.02", "--momentum", "0.9")
+FLAGS += ("--epochs", "7", "--checkpoint-every", "1", "--threads", "1", "--workers", "0", "--log-every", "1")
+#: The phases, in an order in which each is reached, and never three times in a row after the same step, which ends a run.
+PHASES = ("start-up", "connect", "forward", "evaluation", "backward", "copy", "all-reduce", "write", "rename", "end")
+ONCE = ("start-up", "connect", "end")
+OF_RANK_0 = ("copy", "write", "rename", "end")
+#: Kills the rank of the first argument in the phase of the second one, at the call of the third one's number.
+PROGRAM = """
+import os, signal, sys
+victim, phase, number, *arguments = sys.argv[1:]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if victim != os.environ["RANK"]:
+    phase = ""
+if phase == "start-up":
+    die()
+
+from pathlib import Path
+import torch
+import dualtrain.files, dualtrain.main
+from dualtrain.backends import collectives, factory, shm
+from dualtrain.training import checkpoint, objective, results, trainer
+
+calls = 0
+
+def at(owner, name, counts=lambda *_: True, after=False):
+    original = getattr(owner, name)
+    def call(*arguments, **named):
+        global calls
+        calls += counts(*arguments)
+        due = calls == int(number)
+        if due and not after:
+            die()
+        result = original(*arguments, **named)
+        if due:
+            die()
+        return result
+    setattr(owner, name, call)
+
+def of_a_step(path, *_):
+    return "step-" in (os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path.name)
+
+if phase == "connect":
+    at(factory, "Watch")
+if phase == "forward":
+    at(objective.CrossEntropy, "__call__")
+if phase == "backward":
+    at(torch.Tensor, "backward")
+if phase == "all-reduce":
+    for kind in (collectives.Backend, shm.SharedMemoryBackend):
+        for name in {"start_sum", "start_tree_sum"} & kind.__dict__.keys():
+            at(kind, name, after=True)
+if phase == "evaluation":
+    at(trainer.Trainer, "evaluate")
+if phase == "copy":
+    at(checkpoint.Packed, "__init__")
+if phase == "write":
+    at(dualtrain.files.os, "fsync", of_a_step)
+if phase == "rename":
+    at(Path, "replace", of_a_step)
+if phase == "end":
+    at(results, "write_json", lambda path, *_: path.name == "summary.json")
+sys.argv[1:] = arguments
+sys.exit(dualtrain.main.main())
+"""
+
+
+def kills(first: int) -> list[tuple[int, str, int]]:
+    """Return a kill in every phase: the rank, beginning with ``first`` and then in turn, the phase, and the call in it."""
+    ranks = [0 if phase in OF_RANK_0 else (first + number) % 2 for number, phase in enumerate(PHASES)]
+    return [(rank, phase, 1 if phase in ONCE else 2) for rank, phase in zip(ranks, PHASES, strict=True)]
+
+
+def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
+    """Run two ranks, one of which is killed, unless it has another number."""
+    arguments = (*FLAGS, *flags, "--run-dir", str(folder), "--resume", "auto")
+    command, output = ("-c", PROGRAM, *map(str, kill), *arguments), folder.with_name("output")
+    ranks = [Forked(command, output, env={**ENV, **place}) for place in places(2)]
+    try:
+        victim = kill[0]
+        if kill[1] in ONCE:
+            # Ranks that have not met do not notice; a launcher does.
+            ranks[victim].wait(SECONDS)
+            ranks[1 - victim].send_signal(signal.SIGTERM)
+        return [rank.end(SECONDS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def survive(folder: Path, kills: Sequence[tuple[int, str, int]], *flags: str) -> None:
+    """Run one job undisturbed and one with ``kills`` (rank, phase, call); assert that they end with the same result."""
+    nobody = (-1, "", 0)
+    assert [end.returncode for end in job(folder / "whole", nobody, *flags)] == [0, 0]
+    for kill in kills:
+        ends = job(folder / "killed", kill, *flags)
+        assert ends[kill[0]].returncode == -signal.SIGKILL, (kill, ends)
+        assert ends[1 - kill[0]].returncode != 0, (kill, ends)
+    last = job(folder / "killed", nobody, *flags)
+    assert [end.returncode for end in last] == [0, 0], last
+    whole, killed = (json.loads((folder / name / "summary.json").read_text()) for name in ("whole", "killed"))
+    for name in ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best"):
+        assert killed[name] == whole[name], name
+    began = [kill for kill in kills if kill[1] not in ("start-up", "connect")]
+    assert [one["rank"] for one in killed["recoveries"]] == [rank for rank, _, _ in began]
+    assert {one["cause"] for one in killed["recoveries"]} == {"died: its process ended without a report"}
+    left = [path.name for path in (folder / "killed").rglob("*.tmp")]
+    assert not left

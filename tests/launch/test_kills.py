@@ -1,0 +1,14 @@
+"""The same as tests/training/test_kills.py with Horovod, and with virtual ranks; other ranks are killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import require_horovod
+from tests.kills import kills, survive
+
+
+@pytest.mark.parametrize("flags", [["--backend", "horovod"], ["--virtual-ranks", "3", "--transport", "native"]])
+def test_a_job_survives_a_kill_in_every_phase(flags, tmp_path):
+    require_horovod()
+    survive(tmp_path, kills(1), *flags)

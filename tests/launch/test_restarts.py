@@ -1,0 +1,117 @@
+"""A job under two agents of torchrun on one host, whose ranks and whose second agent are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.forked import run
+from tests.launch.jobs import ENV, processes, rank_of, summary
+from tests.pool import ROOT, free_port
+
+KILLS = 8
+SECONDS = 90.0  # for any wait, on a busy machine
+FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
+FLAGS += ["--log-every", "1", "--timeout", "30"]
+
+#: The new agent may get rank 0, and the other one would keep the address of the killed one.
+FRESH = {**ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+class Agent:
+    """One of the two agents, which starts one rank. The first one serves the rendezvous."""
+
+    def __init__(self, first: bool, port: int, folder: Path, log: Path) -> None:
+        meeting = f"is_host={int(first)},last_call_timeout=3,join_timeout=60,keep_alive_interval=1"
+        command = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", f"--max-restarts={2 * KILLS}", "--rdzv-backend=c10d"]
+        command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts", f"--rdzv-conf={meeting}"]
+        command += ["--monitor-interval=0.1", "-m", "dualtrain.main", *FLAGS, "--run-dir", str(folder), "--resume", "auto"]
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=FRESH, stdout=output, stderr=output)
+        self._folder = folder
+
+    def rank(self) -> int | None:
+        """Return the process of its rank, if there is one."""
+        found = [
+            pid for pid in processes(str(self._folder)) if rank_of(pid) is not None and _parent(pid) == self.process.pid
+        ]
+        return found[0] if found else None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(SECONDS)
+
+
+def _parent(pid: int) -> int:
+    with suppress(OSError):
+        return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def events(folder: Path, kind: str) -> list[dict[str, object]]:
+    with suppress(OSError):
+        lines = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == kind]
+    return []
+
+
+def progress(folder: Path) -> int:
+    with suppress(OSError):
+        return int((folder / ".progress").read_text().split()[1])
+    return 0
+
+
+@pytest.mark.timeout(600)  # eleven starts, each of some seconds on an idle machine
+def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, capsys):
+    log, port = tmp_path / "log", free_port()
+
+    def wait(condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, (what, log.read_text())
+            assert not (folder / "summary.json").exists(), f"the run has ended before {what}: it needs more steps"
+            time.sleep(0.02)
+
+    def trains(count: int, ranks: int) -> bool:
+        opened = log.read_text().count(f" on {ranks} × cpu as 2 virtual ranks")
+        return len(events(folder, "recovery")) >= count and opened > 0
+
+    agents = [Agent(first, port, folder, log) for first in (True, False)]
+    try:
+        for number in range(KILLS):
+            # Three deaths after the same step would end the run.
+            wait(lambda: progress(folder) >= 10 * number + 1, "progress")  # noqa: B023
+            pids: list[int] = []
+            wait(lambda: pids.extend(filter(None, [agents[number % 2].rank()])) or pids, "a rank")  # noqa: B023
+            os.kill(pids[0], signal.SIGKILL)
+            wait(lambda: trains(number + 1, 2), f"recovery {number + 1}")  # noqa: B023
+        # The rank of a killed agent saves and ends; the other agent goes on alone.
+        agents[1].kill()
+        wait(lambda: trains(KILLS + 1, 1), "the recovery with one rank")
+        opened = log.read_text().count(" on 2 × cpu")
+        # With a new agent, the healthy rank gets SIGTERM, saves and leaves, and both go on.
+        agents[1] = Agent(False, port, folder, log)
+        wait(lambda: trains(KILLS + 2, 2) and log.read_text().count(" on 2 × cpu") > opened, "the recovery with two ranks")
+        assert [agent.process.wait(3 * SECONDS) for agent in agents] == [0, 0], log.read_text()
+    finally:
+        for agent in agents:
+            agent.kill()
+        for pid in processes(str(folder)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    found = summary(folder)
+    seconds = sorted(one["seconds"] for one in found["recoveries"])
+    with capsys.disabled():
+        print(f"\n{len(seconds)} recoveries: median {seconds[len(seconds) // 2]:.1f} s, longest {seconds[-1]:.1f} s")
+    assert run(("-m", "dualtrain.main", *FLAGS, "--run-dir", tmp_path / "whole"), tmp_path / "output").returncode == 0
+    whole = summary(tmp_path / "whole")
+    for name in ("weights_sha256", "steps", "val_loss", "best"):
+        assert found[name] == whole[name], name

@@ -1,0 +1,256 @@
+"""The attempts of a run: what ended each one, recoveries, and restarts that would end in the same way."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dualtrain.training.loop as loop
+from dualtrain.backends import connect
+from dualtrain.config import parse
+from dualtrain.errors import BackendError, DivergedError, PeerFailure, StoppedError, UserError
+from dualtrain.training import attempts, restarts
+from dualtrain.training.attempts import Attempt, Death
+
+#: Four steps, an evaluation every two.
+FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0", "--epochs", "2")
+FLAGS += ("--checkpoint-every", "1")
+
+
+class KilledError(BaseException):
+    """Ends a run as SIGKILL would: nothing handles it, and nothing is recorded."""
+
+
+def train(backend, folder: Path, *more: str) -> dict[str, Any]:
+    return loop.train(parse([*FLAGS, "--run-dir", str(folder), *more]), backend)
+
+
+def auto(folder: Path, *more: str) -> dict[str, Any]:
+    with connect("local") as backend:
+        return train(backend, folder, "--resume", "auto", *more)
+
+
+def ends(folder: Path, error: BaseException, step: int, *more: str) -> None:
+    """Let a run end with ``error`` after ``step``; 0: before its first one."""
+    original = loop.Run._step
+
+    def failing(run: loop.Run) -> list[float]:
+        if run.cursor.step < step:
+            return original(run)
+        run.writer.wait()
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Run, "_step", failing)
+        if isinstance(error, KilledError):
+            patch.setattr(Attempt, "fail", lambda *_, **__: None)
+        with pytest.raises(type(error)):
+            auto(folder, *more)
+
+
+def test_every_recovery_is_printed_and_kept(tmp_path, capsys):
+    whole = auto(tmp_path / "whole")
+    assert whole["recoveries"] == []
+    folder = tmp_path / "run"
+    ends(folder, KilledError(), 2)
+    ends(folder, ValueError("a bad sample\nand more"), 3)
+    ends(folder, StoppedError("saved", 15), 3)  # no step of its own
+    capsys.readouterr()
+    summary = auto(folder)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
+    assert len(lines) == 2
+    assert lines[0].startswith("recovered: rank 0 stopped: ValueError: a bad sample, after step 3; 0 steps repeated, ")
+    assert lines[1].startswith("recovered: SIGTERM stopped all ranks, after step 3; 0 steps repeated, ")
+    assert lines[1].endswith(" s from then to the end of step 4")
+    found = [(one["cause"], one["rank"], one["step"]) for one in summary["recoveries"]]
+    assert found == [
+        ("not known", None, 2),
+        ("stopped: ValueError: a bad sample", 0, 3),
+        ("SIGTERM stopped all ranks", None, 3),
+    ]
+    assert [set(one) for one in summary["recoveries"]] == [{"cause", "rank", "step", "steps_repeated", "seconds"}] * 3
+    assert all(0 <= one["seconds"] < 600 for one in summary["recoveries"])
+    assert summary["weights_sha256"] == whole["weights_sha256"]
+    assert json.loads((folder / "summary.json").read_text())["recoveries"] == summary["recoveries"]
+    assert auto(folder) == json.loads((folder / "summary.json").read_text())  # it has ended: no further attempt
+
+
+def test_steps_that_are_computed_again_are_counted(tmp_path, capsys):
+    ends(tmp_path, KilledError(), 3)
+    (tmp_path / "checkpoints" / "step-00000003.safetensors").unlink()
+    (tmp_path / "checkpoints" / "step-00000002.safetensors").write_bytes(b"damaged")
+    ends(tmp_path, KilledError(), 1)  # a death before the first step after a start from step 1
+    summary = auto(tmp_path)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
+    assert said[0].startswith("recovered: the cause is not known, after step 3; 2 steps repeated, ")
+    assert [(one["step"], one["steps_repeated"]) for one in summary["recoveries"]] == [(3, 2), (1, 0)]
+
+
+def test_a_process_of_an_earlier_attempt_changes_nothing(tmp_path):
+    with connect("local") as backend:
+        old, new = Attempt(), Attempt()
+        old.begin(tmp_path, 0, backend)
+        old.train()
+        new.begin(tmp_path, 0, backend)
+        new.train()
+        files = [tmp_path / attempts.NAME, tmp_path / attempts.PROGRESS]
+        before = [path.read_bytes() for path in files]
+        assert not old.is_newest
+        assert new.is_newest
+        old.step(7)
+        old.fail("stopped", 0)
+        old.end()
+        with pytest.raises(DivergedError), restarts.recorded(old, {}, backend):
+            raise DivergedError("inf")
+        assert [path.read_bytes() for path in files] == before
+        assert not (tmp_path / restarts.NAME).exists()
+        new.close()
+
+
+def test_what_another_rank_reports_is_the_cause(tmp_path, monkeypatch):
+    with connect("local") as backend:
+        reports: list[PeerFailure] = []
+
+        class Watch:
+            on_peer_failure = staticmethod(reports.append)
+            failure = None
+
+        monkeypatch.setattr(backend, "watch", Watch())
+        attempt = Attempt()
+        attempt.begin(tmp_path, 5, backend)
+
+        def body() -> None:
+            with attempt.noting(backend):
+                backend.watch.on_peer_failure(PeerFailure(3, "died: without a report"))
+                raise BackendError("the sum failed")
+
+        with pytest.raises(BackendError):
+            body()
+        assert [failure.rank for failure in reports] == [3]
+        monkeypatch.undo()
+        death = attempts.new_death(tmp_path, attempts.read_events(tmp_path))
+        assert death is not None
+        assert (death.cause, death.rank, death.trained, death.step) == ("died: without a report", 3, False, 5)
+        assert death.describe() == "rank 3 died: without a report, while it started"
+
+
+def test_lines_that_are_no_events_are_left_out(tmp_path):
+    good = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
+    bad = [[], {"event": []}, {"event": "start"}, {**good, "step": "2"}, {**good, "time": float("nan")}, {"event": "x"}]
+    text = "\n".join(json.dumps(value) for value in [*bad, good])
+    (tmp_path / attempts.NAME).write_bytes(b"\xff\n" + text.encode() + b'\n{"event"')
+    assert attempts.read_events(tmp_path) == [good]
+    (tmp_path / attempts.PROGRESS).write_text("a x y")
+    death = attempts.new_death(tmp_path, [good])
+    assert death == Death("a", 1.0, "not known", None, False, 2, False)
+
+
+# -- restarts that are of no use --------------------------------------------------------------------------------------
+
+
+def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
+    ends(tmp_path, KilledError(), 1)
+    ends(tmp_path, KilledError(), 2)
+    ends(tmp_path, StoppedError("saved", 15), 2)  # does not count
+    ends(tmp_path, ValueError("a bad sample"), 2)
+    ends(tmp_path, KilledError(), 2)
+    before = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    said = r"the run has died 3 times in a row after step 2, in step 3 .*cause is not known.*; the run would"
+    for _ in range(2):
+        with pytest.raises(UserError, match=said) as refusal:
+            auto(tmp_path)
+        assert refusal.value.shared
+        assert not refusal.value.transient
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == before
+    (tmp_path / restarts.NAME).unlink()  # as the message says
+    ends(tmp_path, KilledError(), 2)
+    assert auto(tmp_path)["steps"] == 4  # one more death is no third one
+    assert not (tmp_path / restarts.NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("deaths", "step"),
+    [
+        ([(5, True)] * 3, 5),
+        ([(5, True)] * 2, None),
+        ([(5, True), (6, True), (5, True), (5, True)], None),
+        ([(4, True), (5, True), (5, True), (5, False), (5, True)], 5),
+        ([(0, True)] * 3, 0),
+        ([(0, False)] * 5, None),
+    ],
+)
+def test_which_deaths_count(deaths, step):
+    assert restarts.step_of_deaths([Death("", 0.0, "", None, False, *each) for each in deaths]) == step
+    assert restarts.step_of_deaths([Death("", 0.0, "", None, True, *each) for each in deaths]) is None
+
+
+DIVERGING = ("--lr", "1e30")
+
+
+def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, monkeypatch):
+    with pytest.raises(DivergedError) as end:
+        auto(tmp_path, *DIVERGING)
+    trained: list[int] = []
+    step = loop.Run._step
+    monkeypatch.setattr(loop.Run, "_step", lambda run: (trained.append(run.cursor.step), step(run))[1])
+    for _ in range(2):
+        with pytest.raises(UserError) as refusal:
+            auto(tmp_path, *DIVERGING)
+        assert str(refusal.value).startswith(f"{end.value}; the run would end in the same way again: ")
+        assert f"remove {tmp_path / restarts.NAME}, or change the settings" in str(refusal.value)
+    assert not trained
+    # A person goes on: with other settings, from a checkpoint, or without the file.
+    checkpoint = max((tmp_path / "checkpoints").glob("step-*.safetensors"))
+    for more in (("--timeout", "60"), ("--resume",), ("--resume", str(checkpoint))):
+        with pytest.raises(DivergedError):
+            auto(tmp_path, *DIVERGING, *more)
+        assert trained, more
+        trained.clear()
+    (tmp_path / restarts.NAME).unlink()
+    with pytest.raises(DivergedError):
+        auto(tmp_path, *DIVERGING)
+
+
+def test_a_run_that_diverged_before_its_first_checkpoint_is_not_begun_again(tmp_path):
+    flags = (*DIVERGING, "--checkpoint-every", "100")
+    with connect("local") as backend:
+        with pytest.raises(DivergedError):
+            train(backend, tmp_path, *flags)
+        with pytest.raises(UserError, match="the run would end in the same way again"):
+            train(backend, tmp_path, *flags)
+
+
+@pytest.mark.parametrize(("transient", "kept"), [(False, True), (True, False)])
+def test_an_error_of_the_users_in_a_step_is_repeated_unless_it_passes(tmp_path, transient, kept):
+    ends(tmp_path, UserError("the image cat.jpg is no image", transient=transient), 1)
+    assert (tmp_path / restarts.NAME).exists() is kept
+    if kept:
+        with pytest.raises(UserError, match=r"the image cat.jpg is no image; the run would end in the same way"):
+            auto(tmp_path)
+    else:
+        assert auto(tmp_path)["recoveries"][0]["cause"] == "stopped: UserError: the image cat.jpg is no image"
+
+
+def test_a_full_disk_does_not_end_a_run_by_its_records(tmp_path, monkeypatch):
+    def full(*arguments: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with connect("local") as backend:
+        attempt = Attempt()
+        attempt.begin(tmp_path, 0, backend)
+        attempt.train()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            patch.setattr(os, "pwrite", full)
+            attempt.step(1)
+            attempt.fail("stopped", 0)
+        attempt.close()
+    death = attempts.new_death(tmp_path, attempts.read_events(tmp_path))
+    assert death is not None
+    assert (death.cause, death.step) == ("not known", 0)
+    assert abs(death.time - time.time()) < 600

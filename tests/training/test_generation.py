@@ -1,0 +1,345 @@
+"""Generations of a run's folder: one process owns it, and one that another has replaced changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dualtrain.training.loop as loop
+from dualtrain.backends import connect
+from dualtrain.config import parse
+from dualtrain.errors import UserError
+from dualtrain.files import read_json
+from dualtrain.training import checkpoint, folder_lock, generation
+from dualtrain.training.checkpoint_writer import Writer
+from dualtrain.training.folder_lock import FolderLock, SupersededError
+from tests.forked import Forked, holds, places
+
+FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0", "--log-every", "1")
+LIMIT = 60.0
+STARTS, ROUNDS = 20, 5
+
+
+def train(folder: Path, *more: str) -> dict[str, Any]:
+    with connect("local") as backend:
+        return loop.train(parse([*FLAGS, "--run-dir", str(folder), *more]), backend)
+
+
+def content(folder: Path) -> dict[str, tuple[bytes, int]]:
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def locked(folder: Path) -> FolderLock:
+    lock = FolderLock()
+    lock.take(folder, LIMIT)
+    return lock
+
+
+def supersede(folder: Path) -> None:
+    """Make the next generation, as a process of another host does after its wait."""
+    number = generation.newest(folder) + 1
+    descriptor = generation.create(folder, number, generation.Owner(7, "elsewhere", 7, "now"))
+    assert descriptor is not None
+    os.close(descriptor)
+    generation.remove_older(folder, number)
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """Release the locks of a test at its end: their threads look at the generation."""
+    yield
+    for lock in list(folder_lock._held):
+        lock.release()
+
+
+def renew(lock: FolderLock, end: threading.Event) -> None:
+    """Renew the file more often than a lock does, so that on a busy machine nobody waits in vain."""
+    while not end.wait(0.05):
+        lock._write(renew=True)
+
+
+@contextmanager
+def renewed(folder: Path) -> Iterator[FolderLock]:
+    """A folder that is locked and renewed."""
+    lock, end = locked(folder), threading.Event()
+    thread = threading.Thread(target=renew, args=(lock, end))
+    thread.start()
+    try:
+        yield lock
+    finally:
+        end.set()
+        thread.join()
+        lock.release()
+
+
+# -- between hosts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_start_on_another_host_is_refused_where_the_file_is_renewed(tmp_path, monkeypatch, caplog, waits):
+    with renewed(tmp_path) as first:
+        monkeypatch.setattr(folder_lock, "identity", lambda: 7)
+        with pytest.raises(UserError, match=f"is used by process {os.getpid()} on .*: wait for its end"):
+            FolderLock().take(tmp_path, LIMIT, waits=waits)
+        assert first.is_mine()
+    assert ["waiting 6 s for that" in record.getMessage() for record in caplog.records] == [True]
+    assert locked(tmp_path).generation == 2
+    assert len(caplog.records) == 1  # a process that has left the folder is not waited for
+
+
+def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "RENEW_SECONDS", 0.3)
+    first = FolderLock()
+    monkeypatch.setattr(first, "_renew", lambda: None)  # stopped
+    first.job = "one"
+    first.take(tmp_path, LIMIT)
+    first.sign()
+    monkeypatch.setattr(folder_lock, "identity", lambda: 7)
+    with pytest.raises(UserError, match=r"may be used by process .* give a --timeout above 1\.8, half of which"):
+        FolderLock().take(tmp_path, 0.2)
+    second = FolderLock()
+    second.job = "one"
+    second.take(tmp_path, LIMIT)
+    assert (second.generation, second.restarted) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["generation-2"]
+    assert not first.is_mine()
+    with pytest.raises(SupersededError, match=r"process .* took over .* generation 1 for 0\.9 s: this one ends"):
+        first.check()
+    first.release()
+    second.check()
+    with pytest.raises(UserError, match="is used by"):
+        FolderLock().take(tmp_path, LIMIT)
+
+
+def test_a_folder_that_a_person_removes_or_empties_is_not_lost_to_another_process(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = locked(folder)
+    generation.path_of(folder, 1).unlink()
+    assert lock.is_mine()
+    folder.rmdir()
+    assert lock.is_mine()
+    folder.mkdir()
+    other = locked(folder)
+    assert other.generation == lock.generation == 1
+    assert not lock.is_mine()
+
+
+def test_a_file_system_without_links_has_generations_too(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    first = locked(tmp_path)
+    assert generation.create(tmp_path, 1, generation.Owner(7, "elsewhere", 7, "now")) is None
+    with pytest.raises(UserError, match=f"is used by process {os.getpid()}"):
+        FolderLock().take(tmp_path, LIMIT)
+    first.release()
+    assert locked(tmp_path).generation == 2
+
+
+def test_a_slow_start_does_not_make_an_older_generation_than_there_is(tmp_path, monkeypatch):
+    locked(tmp_path).release()
+    create = generation.create
+
+    def slow(folder: Path, number: int, owner: generation.Owner) -> int | None:
+        monkeypatch.setattr(generation, "create", create)
+        supersede(folder)
+        supersede(folder)
+        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # their process has no lock
+        return create(folder, number, owner)
+
+    monkeypatch.setattr(generation, "create", slow)
+    assert locked(tmp_path).generation == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["generation-4"]
+
+
+def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
+    """They are on two hosts. Each round's process is killed, so that the next one finds a folder that nobody has left."""
+    for number in range(ROUNDS):
+        replies, reply = os.pipe()
+        started, start = os.pipe()
+        ends = {fork(tmp_path, reply, started, index % 2, (replies, start)) for index in range(STARTS)}
+        os.close(started)
+        os.close(reply)
+        os.close(start)  # all read the end of the file now
+        try:
+            lines = answers(replies)
+        finally:
+            for process in ends:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            os.close(replies)
+        assert sorted(lines) == ["has it", *["refused"] * (STARTS - 1)]
+        assert generation.newest(tmp_path) == number + 1
+
+
+def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[int, ...]) -> int:
+    """Start a process that locks the folder at the end of ``started``, replies, and lives until it is killed."""
+    process = os.fork()
+    if process:
+        return process
+    for descriptor in parents:
+        os.close(descriptor)
+    try:
+        folder_lock.identity = lambda: machine
+        lock = FolderLock()
+        os.read(started, 1)
+        try:
+            lock.take(folder, LIMIT)
+            line = "has it"
+        except UserError as error:
+            line = "refused" if "is used by" in str(error) else str(error)
+        os.write(reply, f"{line}\n".encode())
+        renew(lock, threading.Event())
+    finally:
+        os._exit(1)
+
+
+def answers(replies: int) -> list[str]:
+    """Return the line of each process, once all have written theirs."""
+    data, deadline = b"", time.monotonic() + LIMIT
+    while data.count(b"\n") < STARTS and time.monotonic() < deadline:
+        if select.select([replies], [], [], 1.0)[0]:
+            data += os.read(replies, 4096)
+    return data.decode().splitlines()
+
+
+# -- a process that was replaced ----------------------------------------------------------------------------------
+
+
+def test_checkpoints_name_their_generation_and_older_ones_are_read(tmp_path):
+    train(tmp_path)
+    first = checkpoint.path_of(tmp_path / "checkpoints", 2)
+    number, digest = checkpoint.generation_in(first)
+    assert (number, len(digest)) == (1, 64)
+    train(tmp_path, "--resume", "--epochs", "2")
+    assert checkpoint.generation_in(checkpoint.path_of(tmp_path / "checkpoints", 4))[0] == 2
+    tree = checkpoint.load(first)
+    checkpoint.write(first, tree)  # as before there were generations
+    assert checkpoint.generation_in(first) == (0, digest)
+    assert checkpoint.generation_in(tmp_path / "config.json") == (0, "")
+    for path in (tmp_path / "generation-2", checkpoint.path_of(tmp_path / "checkpoints", 4)):
+        path.unlink()
+    (tmp_path / "summary.json").unlink()
+    assert train(tmp_path, "--resume", "auto", "--epochs", "2")["steps"] == 4
+
+
+def run_superseded_at(
+    folder: Path, number: int, patch: pytest.MonkeyPatch
+) -> tuple[dict[str, tuple[bytes, int]] | None, UserError | None]:
+    """Train in ``folder``, which another process gets at this look at the generation.
+
+    Returns:
+        The files at that moment, and the error of the run; ``None`` if the run looks less often.
+    """
+    looks, before = 0, None
+    is_mine, write = FolderLock.is_mine, Writer.write
+
+    def look(lock: FolderLock) -> bool:
+        nonlocal looks, before
+        looks += lock._folder == folder
+        if looks == number and before is None:
+            supersede(folder)
+            before = content(folder)
+        return is_mine(lock)
+
+    def write_and_wait(writer: Writer, *arguments: Any, **named: Any) -> None:
+        write(writer, *arguments, **named)
+        writer.wait()  # so that nothing is between the look and the write
+
+    patch.setattr(FolderLock, "is_mine", look)
+    patch.setattr(FolderLock, "_renew", lambda lock: None)
+    patch.setattr(Writer, "write", write_and_wait)
+    try:
+        train(folder, "--resume", "auto", "--epochs", "2")
+    except UserError as error:
+        return before, error
+    return before, None
+
+
+def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_write(tmp_path):
+    """At each of its looks at the generation in turn, from the lock of the folder to the summary."""
+    number, begun = 0, tmp_path / "begun"
+    train(begun)
+    while True:
+        number += 1
+        folder = shutil.copytree(begun, tmp_path / str(number))
+        with pytest.MonkeyPatch.context() as patch:
+            before, error = run_superseded_at(folder, number, patch)
+        if before is None:
+            break
+        if error is None:  # it was about to record its end, after the summary
+            assert any(name.endswith("summary.json") for name in before)
+        else:
+            assert "process 7 on elsewhere since now took over" in str(error), number
+            assert error.shared, number  # every rank ends with it, and rank 0 prints it
+        # A file that was being written is removed.
+        assert content(folder) == {name: held for name, held in before.items() if not name.endswith(".tmp")}, number
+    assert error is None
+    assert number > 20
+    assert read_json(folder / "summary.json")["steps"] == 4
+
+
+#: The whole program, as on a host of its own, with short renewals.
+PROGRAM = """
+import sys
+import dualtrain.training.folder_lock as folder_lock
+from dualtrain.main import main
+folder_lock.RENEW_SECONDS = 0.3
+machine = int(sys.argv.pop(1))
+folder_lock.identity = lambda: machine
+sys.exit(main())
+"""
+
+
+def test_a_job_that_was_stopped_and_goes_on_ends_and_changes_nothing(tmp_path):
+    folder = tmp_path / "run"
+    flags = (*FLAGS, "--run-dir", str(folder), "--checkpoint-every", "1")
+    old = [
+        Forked(("-c", PROGRAM, "1", *flags, "--epochs", "100000"), tmp_path / "old", env={**os.environ, **place})
+        for place in places(2)
+    ]
+    try:
+        assert holds(lambda: checkpoint.step_in(folder / "checkpoints" / checkpoint.BEST) is not None)
+        for process in old:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        new = (*flags, "--backend", "local", "--resume", "auto", "--epochs", "100000")
+        second = Forked(("-c", PROGRAM, "2", *new), tmp_path / "new")
+        try:
+            newest = max(map(checkpoint.step_of_name, checkpoint.found(folder / "checkpoints")))
+            assert holds(lambda: checkpoint.path_of(folder / "checkpoints", newest + 3).exists())
+            second.send_signal(signal.SIGTERM)
+            assert second.wait(60) == 143, second.errors
+        finally:
+            second.kill()
+        assert "which would renew its file there: waiting 0.9 s for that" in second.errors
+        before = content(folder)
+        for process in old:
+            process.send_signal(signal.SIGCONT)
+        ends = [process.end(60) for process in old]
+    finally:
+        for process in old:
+            process.kill()
+    assert content(folder) == before
+    assert [end.returncode for end in ends] == [2, 2]
+    errors = [line for end in ends for line in end.stderr.splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert f"process {second.pid} on" in errors[0]
+    assert "this one ends, and changes nothing there" in errors[0]
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)

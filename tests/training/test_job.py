@@ -1,0 +1,199 @@
+"""The name of a job: its restarts go on by themselves, and another job's start in its folder is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dualtrain.training.loop as loop
+from dualtrain.backends import connect, job_of
+from dualtrain.config import parse
+from dualtrain.errors import UserError
+from dualtrain.files import read_json
+from dualtrain.launchers import World, detect_world
+from dualtrain.training import checkpoint, start
+from tests import forked
+
+FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0")
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_runs", type(start._runs)())
+
+
+def train(job: str, epochs: int, *more: str, again: bool = True) -> dict[str, Any]:
+    """Train as a process of ``job``; as another process than the last one, unless it is not ``again``."""
+    if again:
+        start._runs.clear()
+    with connect("local", world=World(job=job)) as backend:
+        return loop.train(parse([*FLAGS, "--epochs", str(epochs), *more]), backend)
+
+
+def killed(job: str, epochs: int, steps: int, *more: str) -> None:
+    """Train, and end after so many steps of this start."""
+    step, done = loop.Run._step, 0
+
+    def count(run: loop.Run) -> list[float]:
+        nonlocal done
+        if done == steps:
+            run.writer.wait()
+            raise KeyboardInterrupt
+        done += 1
+        return step(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Run, "_step", count)
+        with pytest.raises(KeyboardInterrupt):
+            train(job, epochs, *more)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def first_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_restart_of_the_same_job_goes_on_by_itself(tmp_path, capsys):
+    whole, folder = train("", 3, "--run-dir", str(tmp_path / "whole")), tmp_path / "run"
+    flags = "--run-dir", str(folder)
+    killed("one", 3, 0, *flags)  # before its first checkpoint
+    killed("one", 3, 3, *flags)
+    capsys.readouterr()
+    killed("one", 3, 3, *flags)
+    path = folder / "checkpoints" / "step-00000002.safetensors"
+    assert first_line(capsys) == f"restart of job one: going on from step 2, since {path} is the newest good checkpoint"
+    assert train("one", 3, *flags)["weights_sha256"] == whole["weights_sha256"]
+    capsys.readouterr()
+    train("one", 3, *flags)
+    assert first_line(capsys) == f"restart of job one: the run in {folder} has ended after step 6: nothing is left to train"
+    with pytest.raises(UserError, match="--seed 0, and this run has --seed 1: give --seed 0, or another --run-dir"):
+        train("one", 3, *flags, "--seed", "1")
+
+
+@pytest.mark.parametrize("job", ["", "two"])
+def test_another_job_is_refused_and_changes_nothing(tmp_path, job):
+    killed("one", 3, 3, "--run-dir", str(tmp_path))
+    before = content(tmp_path)
+    for _ in range(2):  # nor does a restart of it go on
+        with pytest.raises(UserError, match="holds another run: choose a new folder, or go on with that run"):
+            train(job, 3, "--run-dir", str(tmp_path))
+        assert content(tmp_path) == before
+
+
+def test_the_run_is_then_of_the_job_that_goes_on_with_it(tmp_path, capsys):
+    flags = "--run-dir", str(tmp_path)
+    killed("one", 3, 3, *flags)
+    killed("two", 3, 2, *flags, "--resume", "auto")
+    with pytest.raises(UserError, match="holds another run"):
+        train("one", 3, *flags)
+    capsys.readouterr()
+    killed("two", 3, 1, *flags)
+    assert first_line(capsys).startswith("restart of job two: going on from step 4, since ")
+    train("", 3, *flags, "--resume", "auto")
+
+
+def test_a_run_before_there_were_jobs_is_resumed_and_otherwise_refused(tmp_path):
+    train("", 1, "--run-dir", str(tmp_path))
+    (tmp_path / "generation-1").unlink()
+    with pytest.raises(UserError, match="holds another run"):
+        train("one", 2, "--run-dir", str(tmp_path))
+    assert train("one", 2, "--run-dir", str(tmp_path), "--resume")["steps"] == 4
+
+
+def test_without_a_folder_the_jobs_name_is_in_that_of_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    killed("one", 2, 3)
+    assert os.listdir("runs") == ["digits-convnet-one"]
+    train("one", 2)
+    assert "restart of job one: going on from step 2" in capsys.readouterr().out
+    train("two", 1)
+    # The second run of a process is not the first one's restart; it has the same name in a restart.
+    killed("one", 3, 1)
+    train("one", 1, "--seed", "1", again=False)
+    assert sorted(os.listdir("runs")) == [f"digits-convnet-{name}" for name in ("one", "one.2", "two")]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_run_that_began_from_a_file_goes_on_from_its_own_checkpoints(tmp_path, capsys, own):
+    earlier = tmp_path / "earlier"
+    train("", 3, "--run-dir", str(earlier))
+    file = checkpoint.path_of(earlier / "checkpoints", 2)
+    folder = earlier if own else tmp_path / "run"
+    flags = "--run-dir", str(folder), "--resume", str(file)
+
+    def before_its_folder_is_ready(run: loop.Run, found: start.Start) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Run, "open", before_its_folder_is_ready)
+        with pytest.raises(KeyboardInterrupt):
+            train("one", 3, *flags)
+    killed("one", 3, 0, *flags)
+    capsys.readouterr()
+    killed("one", 3, 2, *flags)  # from the file still, which is the newest one in its own folder
+    said = capsys.readouterr().out
+    assert ("restart of job one: going on from step 2" in said) == own
+    killed("one", 3, 1, *flags)
+    assert first_line(capsys).startswith("restart of job one: going on from step 4, since ")
+    if not own:
+        for path in checkpoint.found(folder / "checkpoints"):
+            path.write_bytes(b"damaged")
+        shutil.rmtree(earlier)
+        (folder / "checkpoints" / checkpoint.BEST).unlink()
+        with pytest.raises(UserError, match="a run that did not begin at step 0 and no good checkpoint to go on from"):
+            train("one", 3, *flags)
+
+
+def test_the_agents_store_keeps_the_name(tmp_path):
+    def name(place: dict[str, str]) -> str:
+        return job_of(detect_world(place), 20.0)
+
+    with forked.torchrun(2) as places, forked.torchrun(1) as [other]:
+        names = [name(place) for place in (*places, *places)]
+        assert len(set(names)) == 1
+        assert names[0]
+        assert name({**places[0], "TORCHELASTIC_RUN_ID": "other"}) != names[0]
+        assert name(other) != names[0]
+        assert name({**places[0], "TORCHELASTIC_USE_AGENT_STORE": "False"}) == ""
+        assert name({**places[0], "DUALTRAIN_JOB": "mine"}) == "mine"
+    with pytest.raises(UserError, match=r"the store of torchrun's agents at 127\.0\.0\.1:.* does not answer"):
+        job_of(detect_world(other), 0.2)
+
+
+PROGRAM = """
+import os, signal, sys
+import dualtrain.training.loop as loop
+from dualtrain.main import main
+end = loop.Run._end_epoch
+def end_and_die(run):
+    end(run)
+    run.writer.wait()
+    if run.cursor.epoch == 1 and not os.path.exists("died"):
+        if run.backend.rank == 0:
+            open("died", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+loop.Run._end_epoch = end_and_die
+sys.exit(main())
+"""
+
+
+def test_ranks_that_torchrun_restarts_go_on_without_a_flag(tmp_path):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "whole").mkdir()
+    command = "-c", PROGRAM, *FLAGS, "--epochs", "2"
+    (tmp_path / "whole" / "died").touch()
+    for name in ("whole", "killed"):
+        with forked.torchrun(2) as places:
+            for _ in range(1 if name == "whole" else 2):
+                ends = forked.run_ranks(places, command, tmp_path / "output" / name, cwd=tmp_path / name)
+        assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
+    assert "restart of job" in ends[0].stdout
+    [one], [other] = ([*(tmp_path / name / "runs").iterdir()] for name in ("whole", "killed"))
+    assert read_json(one / "summary.json")["weights_sha256"] == read_json(other / "summary.json")["weights_sha256"]

@@ -1,0 +1,9 @@
+"""A rank is killed in each phase of a run, and the job goes on to the result of an undisturbed one."""
+
+from __future__ import annotations
+
+from tests.kills import kills, survive
+
+
+def test_a_job_survives_a_kill_in_every_phase(tmp_path):
+    survive(tmp_path, kills(0), "--backend", "torch")

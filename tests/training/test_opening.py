@@ -1,0 +1,102 @@
+"""The lines that a run prints first: settings, model, what has no effect; with --verbose all settings and layers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from dualtrain.config import parse, recipe_names, run_name, without_effect
+from dualtrain.training.opening import model_line, settings_line, verbose_lines
+
+MODEL = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)))
+
+
+def test_the_settings_are_those_that_the_recipe_has_not():
+    given = ["--lr", "0.25", "--batch-size", "8", "--no-drop-last", "--run-dir", "x", "--threads", "3"]
+    assert settings_line(parse(given).plain(), Path("x")) == (
+        "settings: recipe digits-convnet with --batch-size 8 --lr 0.25; all are in x/config.json"
+    )
+    assert settings_line(parse([]).plain(), Path("x")) == "settings: recipe digits-convnet; all are in x/config.json"
+
+
+def test_the_model_is_one_line():
+    MODEL[0].requires_grad_(False)
+    assert model_line("mine:build", MODEL) == "model: mine:build, 12 parameters, 4 of them trainable, in 2 layers"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_all_settings_and_with_torchinfo_the_layers(monkeypatch, installed):
+    if installed:
+        pytest.importorskip("torchinfo", reason="needs torchinfo: pip install torchinfo")
+    else:
+        monkeypatch.setitem(sys.modules, "torchinfo", None)
+    text = verbose_lines(parse(["--lr", "0.25"]).plain(), MODEL)
+    assert "lr=0.25" in text
+    assert "warmup_steps=0" in text
+    assert ("Linear" in text) == installed
+    assert "torchinfo" not in text
+    assert text == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "name"),
+    [
+        ("digits", "convnet", "digits-convnet"),
+        ("digits", "resnet18", "digits-resnet18"),
+        ("digits", "my.models:build", "digits-models"),
+        ("data:tiny", "convnet", "data.tiny-convnet"),
+    ],
+)
+def test_a_run_is_called_by_what_it_trains(dataset, model, name):
+    assert run_name("digits-convnet", dataset, model) == name
+
+
+def notes(*flags: str, steps: int = 100, **more) -> list[str]:
+    return without_effect(parse(flags).plain(), steps=steps, steps_of_epochs=steps, **more)
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_all_settings_of_a_recipe_have_an_effect(recipe):
+    assert notes("--recipe", recipe, steps=5000) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            "--recipe cifar10-resnet50-frozen --image-size 32",
+            "--image-size 32 has no effect: --augment weights has the sizes",
+        ),
+        ("--pad 2", "--pad 2 has no effect: only --augment crop-flip"),
+        (
+            "--recipe synthetic --augment crop-flip",
+            "--augment crop-flip has no effect: --dataset synthetic makes its inputs",
+        ),
+        ("--samples 9", "--samples 9 has no effect: it is for --dataset synthetic"),
+        ("--download", "--download has no effect: --dataset digits is not downloaded"),
+        ("--workers 4", "--workers 4 has no effect: --dataset digits is in memory"),
+        ("--lr-min 0.01", "--lr-min 0.01 has no effect: it is for --schedule cosine"),
+        ("--lr-batch 32", "--lr-batch 32 has no effect: --lr-scale none"),
+        ("--warmup-steps 2000", "--warmup-steps 2000 is longer than the run, which ends after step 100"),
+        ("--max-steps 200", "--max-steps 200 has no effect: the run ends after step 100, with --epochs 12"),
+        ("--schedule multistep --lr-milestones 500,900", "--lr-milestones 500,900 has no effect: the run ends"),
+        ("--schedule step --lr-step 100", "--lr-step 100 has no effect: the run ends after step 100"),
+        ("--early-stop 12", "--early-stop 12 has no effect: the run has 12 epochs"),
+    ],
+)
+def test_a_setting_without_effect_is_one_line(flags, line):
+    (found,) = notes(*flags.split())
+    assert found.startswith(line)
+
+
+def test_what_only_the_run_knows_is_noted_too():
+    assert notes("--weights", "x", resumed=True) == [
+        "--weights x has no effect: the run goes on with the weights of a checkpoint"
+    ]
+    assert notes("--sync-batchnorm", norms=False) == [
+        "--sync-batchnorm has no effect: the model has no BatchNorm that is trained"
+    ]
+    assert notes("--weights", "x", "--sync-batchnorm") == []

@@ -1,0 +1,122 @@
+"""Progress without a terminal: a line every --log-seconds, also while no step ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import torch
+from torch import nn
+
+import dualtrain.training.loop as loop
+from dualtrain.backends import connect
+from dualtrain.config import parse
+from dualtrain.console import show
+from dualtrain.training.progress import Progress, duration
+
+PAUSE = 0.15  # several times --log-seconds
+
+
+class Slow(nn.Flatten):
+    def forward(self, inputs):
+        time.sleep(PAUSE)
+        return super().forward(inputs)
+
+
+def slow_model():
+    return nn.Sequential(Slow(), nn.Linear(4, 2))
+
+
+class SlowSamples:
+    num_classes = 2
+
+    def __init__(self, count, pause):
+        self.count, self.pause = count, pause
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        time.sleep(self.pause)
+        return torch.ones(1, 2, 2), number % 2
+
+
+def slow_data():
+    time.sleep(PAUSE)
+    return SlowSamples(8, PAUSE / 4), SlowSamples(2, PAUSE)
+
+
+def test_a_line_says_what_a_run_does_before_its_first_batch_in_steps_and_in_evaluation(tmp_path, capsys):
+    own = ["--model", f"{__name__}:slow_model", "--dataset", f"{__name__}:slow_data", "--workers", "0", "--threads", "1"]
+    flags = ["--batch-size", "4", "--epochs", "2", "--log-seconds", "0.02", "--log-every", "1", "--run-dir", str(tmp_path)]
+    with connect("local") as backend:
+        loop.train(parse([*own, *flags]), backend)
+    said = capsys.readouterr().out
+    for line in (
+        r"loading the data for 0 s",
+        r"step 0/4: waiting for data for 0 s",
+        r"step 0/4: computing a step for 0 s",
+        r"step 2/4: evaluating for 0 s",
+        r"step 2/4: evaluating for 0 s, batch 1",
+        r"step [123]/4  loss \d\.\d{4}  \d+ samples/s(  0 s left)?",
+    ):
+        assert re.search(f"^{line}$", said, re.MULTILINE), said
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    times = [datetime.fromisoformat(line["time"]) for line in lines]
+    assert times == sorted(times)
+    assert timedelta() <= datetime.now(UTC) - times[-1] < timedelta(minutes=5)
+    assert [line["epoch"] for line in lines] == [1, 1, 1, 2, 2, 2]
+    assert json.loads((tmp_path / "summary.json").read_text())["best"]["epoch"] in (1, 2)
+
+
+def test_without_log_seconds_and_on_other_ranks_there_are_no_lines(capsys):
+    for shown, seconds in ((True, 0.0), (False, 0.001)):
+        with Progress(9, 0, shown=shown, launcher="none", seconds=seconds):
+            time.sleep(0.05)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_time_that_is_left_counts_the_steps_after_the_first(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("dualtrain.training.progress.time.monotonic", lambda: now[0])
+    progress = Progress(1000, 100, shown=False, launcher="none", seconds=0)
+    values = {"loss": 0.5, "accuracy": 1.0, "lr": 0.1}
+    now[0] = 100.0  # compiles
+    progress.step(64, values)
+    assert progress._line() == "step 101/1000  loss 0.5000  1 samples/s"
+    now[0] = 104.0
+    progress.step(64, values)
+    progress.step(64, values)
+    assert progress._line() == "step 103/1000  loss 0.5000  32 samples/s  29 min 54 s left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (61, "1 min 1 s"), (3600 * 3 + 300, "3 h 5 min"), (86400 * 2 + 3600 * 4 + 59, "2 d 4 h")],
+)
+def test_durations_have_two_units(seconds, text):
+    assert duration(seconds) == text
+
+
+class Writes(io.TextIOWrapper):
+    """A file whose every write reaches the launcher by itself, as with PYTHONUNBUFFERED."""
+
+    def __init__(self):
+        self.parts = []
+        super().__init__(io.BytesIO())
+
+    def write(self, text):
+        self.parts += [text] if text else []
+        return len(text)
+
+
+def test_a_line_is_one_write(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Writes())
+    show("two\nlines")
+    Progress(1, 0, shown=True, launcher="mpirun", seconds=0).print("one")
+    assert sys.stdout.parts == ["two\nlines\n", "one\n"]
