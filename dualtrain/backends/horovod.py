@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dualtrain.backends.agreement import fingerprint
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.differences import refuse_unlike
@@ -35,6 +37,8 @@ _YIELDING_SECONDS = 0.01  # a wait yields the core between polls for this long, 
 #: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
 #: backend's name, and the reason why this host cannot be used, or ``None``.
 Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
+_worlds = count()
+_ADDRESS_KEY = "horovod"  # key of the job's store, with the address of the store that Horovod's processes use
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
 
 
@@ -198,7 +202,7 @@ class HorovodBackend(Backend):
             # Keep the reference: on rank 0 the store ends with it, and the other ranks may still use the store.
             self._store = _initialise(self.library.init, world, timeout, self._launched, groups, meet)
         self._set = self.library.global_process_set
-        self._scope = ""
+        self._scope = _scope(self._store) if self._owns_world else ""
         self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.library.size())): self._set}
         self._groups = 0
         self._ops = {
@@ -292,7 +296,7 @@ class HorovodBackend(Backend):
 
 def _initialise(
     start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool, meet: Meet
-) -> object:
+) -> KeyValueStore | None:
     """Start Horovod in the world of its own launcher, or in a world whose ranks find each other through our store.
 
     Args:
@@ -304,7 +308,7 @@ def _initialise(
         meet: makes the job's store.
 
     Returns:
-        An object that must live as long as the world does.
+        The job's store if the ranks met there; it must live as long as the world does.
     """
     if not world.launcher.startswith("mpi"):
         _check_name()
@@ -317,6 +321,17 @@ def _initialise(
                 start()
             return None
         return _initialise_by_store(start, world, timeout, meet)
+
+
+def _scope(store: KeyValueStore | None) -> str:
+    """Return the beginning of all names of operations in the world that was made with ``store``: another in each world.
+
+    Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
+    the table of process sets after it has looked at the flag). It takes part in the process's next world, where an
+    operation of the same name would get its data. Processes that Horovod's launcher has started count their worlds alike;
+    other processes may have been in different worlds before, and use the random part of the store's address.
+    """
+    return f"{next(_worlds)}." if store is None else f"{fingerprint(store.get(_ADDRESS_KEY).decode()):x}."
 
 
 def _defaults(world: World, groups: bool) -> dict[str, str]:
@@ -340,16 +355,16 @@ def _initialise_launched(start: Callable[[], None], world: World, timeout: float
         start()
 
 
-def _initialise_by_store(start: Callable[[], None], world: World, timeout: float, meet: Meet) -> object:
+def _initialise_by_store(start: Callable[[], None], world: World, timeout: float, meet: Meet) -> KeyValueStore:
     """Start Horovod's Gloo controller with our own HTTP store, whose address the ranks get through the job's store."""
     # ``meet`` first sets the local ranks by the hosts' identities: Horovod aborts the process if they are inconsistent.
     store, world = meet(world, timeout, "horovod", _obstacle())
 
     def share(place: str | None) -> str:
         if place is not None:
-            store.set("horovod", place)
+            store.set(_ADDRESS_KEY, place)
         try:
-            return str(store.get("horovod").decode())
+            return str(store.get(_ADDRESS_KEY).decode())
         except RuntimeError as error:
             raise UserError(
                 f"rank 0 did not send the address of Horovod's store within {timeout:g} s: see rank 0's own message"

@@ -1,0 +1,46 @@
+"""An operation that Horovod has kept from an earlier world of the process does not take part in the next one."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.conftest import require_horovod
+
+ROWS = [[0, 7], [1, 7], [2, 7]]
+_kept: list[str] = []
+
+
+def exchange(backend):
+    return backend.exchange(torch.tensor([backend.rank, 7])).tolist()
+
+
+def name_of_an_exchange(backend):
+    """Keep the name that Horovod gets for an exchange, until the next world."""
+    gather = backend.library.allgather_async
+
+    def record(tensor, name, **options):
+        _kept.append(name)
+        return gather(tensor, name=name, **options)
+
+    backend.library.allgather_async = record
+    try:
+        return exchange(backend)
+    finally:
+        backend.library.allgather_async = gather
+
+
+def exchange_after_a_kept_operation(backend):
+    """Start on rank 1 alone, before anything else, what Horovod keeps if it shuts down while an exchange begins."""
+    if backend.rank == 1:
+        backend.library.allgather_async(torch.full((1, 2), -5), name=_kept.pop())
+    return exchange(backend)
+
+
+def test_an_operation_of_an_earlier_world_does_not_give_its_data_to_the_next(pool):
+    require_horovod()
+    pool.connect("horovod", 3)
+    assert pool.run(name_of_an_exchange) == [ROWS] * 3
+    pool.disconnect()
+    pool.connect("horovod", 3)
+    assert pool.run(exchange_after_a_kept_operation) == [ROWS] * 3
+    pool.disconnect()
