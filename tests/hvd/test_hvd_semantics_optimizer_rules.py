@@ -138,10 +138,15 @@ def broken_rules(backend):
             optimizer.step()
             assert p[0].item() == -sum(once + 10 * rank for rank in range(size)) / divisor
         q, optimizer = wrapped(hvd, name="never")
+        if me > 0:
+            hvd.barrier()  # Horovod may overwrite a gradient as soon as the last rank has one, so rank 0 steps before that
         (q.sum() * (me + 1)).backward()
         with optimizer.skip_synchronize():
             optimizer.step()
-        assert q[0].item() == -(me + 1)
+        if me == 0 or backend.name != "horovod":
+            assert q[0].item() == -(me + 1)
+        if me == 0:
+            hvd.barrier()
         check(
             hvd,
             same("zero_grad", optimizer.zero_grad, "AssertionError"),
