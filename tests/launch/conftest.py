@@ -11,6 +11,14 @@ import pytest
 from tests.launch.jobs import processes
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _untraced() -> Iterator[None]:
+    """Measure no coverage in the processes of whole jobs, where it makes an import of torch take a third longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+        yield
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A run's folder, which is on every command line of the run; fails the test if such a process is left."""
