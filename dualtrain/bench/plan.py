@@ -31,16 +31,22 @@ LENGTHS = {
     "virtual-convnet": (2, 12),
     "virtual-resnet18": (2, 6),
     "virtual-mlp": (1, 4),
+    "transformer": (2, 6),
+    "vgg": (2, 6),
+    "mlp33m": (2, 8),
+    "layers250": (4, 32),
+    "linear": (2, 16),
 }
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
 VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # what --virtual-ranks costs; not by default
+SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # gradients of further shapes; not by default
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
-MODELS = tuple(job for job in STEPS if job != "empty")
+MODELS = tuple(job for job in STEPS if job not in ("empty", *SHAPES))
 #: Bytes of the allreduces. "large" is for the contenders on which a target or the answer depends.
 SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
 JOBS = (*LENGTHS, *SIZES, "trainer", "stall", "feed", "epoch", "import")
-DEFAULT = tuple(job for job in JOBS if job not in ("tiny", *VIRTUAL))
-GROUPS = {"virtual": VIRTUAL}  # names for several jobs
+DEFAULT = tuple(job for job in JOBS if job not in ("tiny", *VIRTUAL, *SHAPES))
+GROUPS = {"virtual": VIRTUAL, "shapes": SHAPES}  # names for several jobs
 QUICK = ("empty", "small", "convnet", "sweep", "trainer")
 #: What each job measures; "large" is part of the sweep.
 ABOUT = {
@@ -55,6 +61,11 @@ ABOUT = {
     "virtual-convnet": "a step of the trainer on the ConvNet, with virtual ranks and without",
     "virtual-resnet18": "a step of the trainer on ResNet-18, with virtual ranks and without",
     "virtual-mlp": "a step of the trainer on the MLP, with virtual ranks and without",
+    "transformer": "a step of 6 transformer layers of width 256 (4.7 M weights), batch 8 sequences of 64",
+    "vgg": "a step of a VGG-like network (8.7 M weights), batch 16 images of 3 × 32 × 32",
+    "mlp33m": "a step of an MLP of 4096-4096-4096 (33.6 M weights), batch 32",
+    "layers250": "a step of 250 linear layers of 32 × 32 (263,274 weights), batch 16",
+    "linear": "a step of one linear layer of 4096 × 2048 (8.4 M weights), batch 4: nearly only communication",
     "sweep": "an all-reduce of 4 B to 256 MB, of a plain tensor and of the library's own buffer",
     "trainer": "what dualtrain's trainer adds to a step by hand, on the empty model",
     "stall": "how long a checkpoint of ResNet-18 stops the training",
@@ -180,7 +191,19 @@ class Comparison:
 COMPARISONS = (
     Comparison(AGAIN, TUNED, {}),
     Comparison("shm", TUNED, {"resnet18": 1.30, "mlp": 1.15, "small": 1.40, "sweep/100000000": 5.0}),
-    Comparison("shm", "alone", {"resnet18": 0.95, "mlp": 0.90, "convnet": 0.97}),
+    Comparison(
+        "shm",
+        "alone",
+        {
+            "resnet18": 0.95,
+            "mlp": 0.90,
+            "convnet": 0.97,
+            "transformer": 0.97,
+            "vgg": 0.93,
+            "mlp33m": 0.90,
+            "layers250": 0.90,
+        },
+    ),
     Comparison("native", TUNED, {"*": 1.00}, allow_noise=True),
     Comparison("ours-gloo", "hvd-gloo", {"*": 1.00, "small": 1.30}),
     Comparison("ours-mpi", "hvd-mpi", {"*": 1.00}),

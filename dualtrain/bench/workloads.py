@@ -60,12 +60,8 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(784, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
 
 
-def _small() -> nn.Module:
-    layers = [layer for _ in range(99) for layer in (nn.Linear(68, 68), nn.ReLU())]
-    for layer in layers[::2]:
-        # With torch's default initialization, gradients shrink in every layer until they are denormal, which is slow.
-        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # type: ignore[arg-type]
-    return nn.Sequential(*layers, nn.Linear(68, 10))
+def _wide_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
 
 
 def _convnet() -> nn.Module:
@@ -74,10 +70,41 @@ def _convnet() -> nn.Module:
     return mnist_convnet((1, 28, 28), 10)
 
 
+class _Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x).mean(1))  # type: ignore[no-any-return]
+
+
+def _vgg() -> nn.Module:
+    widths = (3, 64, 128, 256, 256, 512, 512)
+    pooled = (1, 2, 4, 6)  # numbers of the convolutions before a pooling
+    layers: list[nn.Module] = []
+    for number, (inputs, outputs) in enumerate(pairwise(widths), 1):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] * (number in pooled)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
+
+
+def _chain(width: int, count: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(count - 1):
+        layer = nn.Linear(width, width)
+        # With torch's default initialization, gradients shrink in every layer until they are denormal, which is slow.
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
 WORKLOADS = {
     "tiny": Workload(lambda: nn.Linear(8, 2), (4, 8)),
     "empty": Workload(lambda: nn.Linear(1, 2, bias=False), (1, 1)),
-    "small": Workload(_small, (32, 68)),
+    "small": Workload(lambda: _chain(68, 100), (32, 68)),
     "convnet": Workload(_convnet, (100, 1, 28, 28)),
     "resnet18": Workload(resnet18, (32, 3, 32, 32)),
     "mlp": Workload(_mlp, (128, 784)),
@@ -86,6 +113,11 @@ WORKLOADS = {
     "virtual-convnet": Workload(_convnet, (100, 1, 28, 28)),
     "virtual-resnet18": Workload(resnet18, (32, 3, 32, 32)),
     "virtual-mlp": Workload(_mlp, (128, 784)),
+    "transformer": Workload(_Transformer, (8, 64, 256)),
+    "vgg": Workload(_vgg, (16, 3, 32, 32)),
+    "mlp33m": Workload(_wide_mlp, (32, 4096)),
+    "layers250": Workload(lambda: _chain(32, 250), (16, 32)),
+    "linear": Workload(lambda: nn.Linear(4096, 2048), (4, 4096)),
 }
 
 

@@ -331,7 +331,8 @@ def test_ratios_of_any_size_have_a_place_in_the_chart():
 def test_each_job_is_described_with_the_size_of_its_model():
     assert set(ABOUT) == set(JOBS) - {"large"}
     sizes = {"empty": "2 weights", "small": "465,198 weights", "convnet": "29,034 weights"}
-    sizes |= {"resnet18": "11.2 M weights", "mlp": "20.0 M weights"}
+    sizes |= {"resnet18": "11.2 M weights", "mlp": "20.0 M weights", "transformer": "4.7 M weights"}
+    sizes |= {"vgg": "8.7 M weights", "mlp33m": "33.6 M weights", "layers250": "263,274 weights", "linear": "8.4 M weights"}
     for name, size in sizes.items():
         count = sum(p.numel() for p in WORKLOADS[name].build().parameters())
         assert size == f"{count / 1e6:.1f} M weights" if " M " in size else f"{count:,} weights"
@@ -725,7 +726,7 @@ def test_the_weights_are_compared_in_each_round_by_itself():
         (["--nproc", "0"], "--nproc"),
         (["--pairs", "few"], "--pairs"),
         (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose some of alone"),
-        (["--jobs", "vgg"], "--jobs: 'vgg' is not known"),
+        (["--jobs", "lenet"], "--jobs: 'lenet' is not known"),
         (["--jobs", "stall", "--contenders", "alone"], "none of the contenders alone has any of the jobs stall"),
         (["--out", "/dev/null/bench"], "cannot be written (Not a directory)"),
         (["--device", "tpu"], "--device"),
