@@ -334,7 +334,7 @@ class Run:
             saved = f"its checkpoint could not be written ({failed})" if failed else f"saved in {path}"
             raise StoppedError(
                 f"{signal.Signals(stops[0]).name} ended the run after step {cursor.step} of {self.total_steps}, {saved}; "
-                f"go on with the same command and --run-dir {self.folder} --resume",
+                f"go on with {self.config.output.again(self.folder)}",
                 stops[0],
             )
 
@@ -417,7 +417,8 @@ class Run:
         more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
         more["recoveries"] = recoveries
         summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), **more, **self.origin)
-        write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed, self.lock)
+        again = self.config.output.again(self.folder)
+        write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed, self.lock, again)
         if self.backend.rank == 0:
             self.attempt.end()
         self.records.print(done_line(summary, self.folder))
