@@ -44,7 +44,7 @@ from dualtrain.training.opening import model_line, ranks_in_words, settings_line
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
 from dualtrain.training.origin import origin_of
 from dualtrain.training.passes import Tensors
-from dualtrain.training.progress import waiting
+from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
 from dualtrain.training.restarts import allow_restart, recorded
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
@@ -83,7 +83,9 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     settings = config.plain()
     compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
     name = run_name(config.run.recipe, config.data.dataset, config.model.name)
-    start = start_of(config.output, name, settings, backend, lock)
+    seconds, first = config.output.log_seconds, backend.rank == 0
+    with Waiting("looking for the run's checkpoints", seconds, shown=first):
+        start = start_of(config.output, name, settings, backend, lock)
     given = settings
     if start.summary is not None:
         return start.summary
@@ -93,19 +95,14 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
     use_threads(number, backend)
-    seconds, first = config.output.log_seconds, backend.rank == 0
-    with waiting("loading the data", seconds, shown=first):
+    with Waiting("loading the data", seconds, shown=first):
         task = load_task(config.data, config.model.name, backend)
     try:
         # One result everywhere is not possible with operations that do not even repeat: on a GPU, or in several threads.
         repeats = number == 1 and backend.device.type == "cpu"
         exact = config.run.deterministic or (config.step.virtual_ranks is not None and not repeats)
         with determinism(exact):
-            with waiting("making the model", seconds, shown=first):
-                model = make_model(config.model, task, config.step.seed, backend)
-                on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
-                run = Run(config, backend, task, model, lock)
-                run.open(start)
+            run = _opened(config, backend, task, start, lock)
             try:
                 with recorded(run.attempt, given, backend), enough_memory(_SMALLER), Signals() as signals:
                     return run.train(signals)
@@ -113,6 +110,19 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
                 lock.release(run.writer.thread)
     finally:
         task.close()
+
+
+def _opened(config: Config, backend: Backend, task: Task, start: Start, lock: FolderLock) -> Run:
+    """Make the model and the run, and open its folder. Collective; blocks."""
+    with Waiting("making the model", config.output.log_seconds, shown=backend.rank == 0) as wait:
+        model = make_model(config.model, task, config.step.seed, backend)
+        wait.phase("computing one sample")
+        on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
+        wait.phase("preparing the trainer")
+        run = Run(config, backend, task, model, lock)
+        wait.phase("opening the run's folder" if start.saved is None else "restoring the checkpoint")
+        run.open(start)
+    return run
 
 
 class Run:
