@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from dualtrain.backends import connect
 from dualtrain.config import parse, recipe_names, run_name, without_effect
-from dualtrain.training.opening import model_line, settings_line, verbose_lines
+from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)))
 
@@ -20,6 +21,12 @@ def test_the_settings_are_those_that_the_recipe_has_not():
         "settings: recipe digits-convnet with --batch-size 8 --lr 0.25; all are in x/config.json"
     )
     assert settings_line(parse([]).plain(), Path("x")) == "settings: recipe digits-convnet; all are in x/config.json"
+
+
+def test_one_process_without_a_launcher_names_neither_transport_nor_launcher():
+    with connect("local") as backend:
+        assert ranks_in_words(backend, None, 1) == "1 × cpu, 1 thread, local backend, without a launcher"
+        assert ranks_in_words(backend, 4, 2) == "1 × cpu as 4 virtual ranks, 2 threads, local backend, without a launcher"
 
 
 def test_the_model_is_one_line():
