@@ -53,8 +53,14 @@ def test_all_settings_and_with_torchinfo_the_layers(monkeypatch, installed):
     [
         ("digits", "convnet", "digits-convnet"),
         ("digits", "resnet18", "digits-resnet18"),
-        ("digits", "my.models:build", "digits-models"),
-        ("data:tiny", "convnet", "data.tiny-convnet"),
+        ("digits", "my.resnets:build", "digits-resnets"),
+        ("digits", "resnets:small", "digits-resnets-small"),
+        ("samples:tiny", "convnet", "samples-tiny-convnet"),
+        ("mine:data", "mine:model", "mine"),
+        ("file:data", "file:net", "file"),
+        ("file:tiny", "file:net", "file-tiny"),
+        ("file:tiny", "file:deep", "file-tiny-deep"),
+        ("data:build", "model:build", "own"),
     ],
 )
 def test_a_run_is_called_by_what_it_trains(dataset, model, name):
