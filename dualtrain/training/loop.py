@@ -18,6 +18,7 @@ from torch import nn
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.config import Config, run_name, without_effect
+from dualtrain.cores import usable_cores
 from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import Sampler, share
@@ -450,5 +451,5 @@ class Run:
             self.records.print(verbose_lines(settings, model))
         norms = any(isinstance(part, SyncBatchNorm) for part in model.modules())
         ends, resumed = {"steps": self.total_steps, "steps_of_epochs": self.steps_of_epochs}, self.cursor.step > 0
-        for line in without_effect(settings, **ends, resumed=resumed, norms=norms):
+        for line in without_effect(settings, **ends, resumed=resumed, norms=norms, cores=usable_cores()):
             self.records.print(f"note: {line}")

@@ -113,3 +113,6 @@ def test_what_only_the_run_knows_is_noted_too():
         "--sync-batchnorm has no effect: the model has no BatchNorm that is trained"
     ]
     assert notes("--weights", "x", "--sync-batchnorm") == []
+    own = ("--dataset", "mine:data", "--workers", "8")
+    assert notes(*own, cores=1) == ["--workers 8 is more for each rank than this host's 1 core: fewer are probably as fast"]
+    assert notes(*own, cores=8) == notes(*own[:2], cores=1) == []
