@@ -103,7 +103,7 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
         repeats = number == 1 and backend.device.type == "cpu"
         exact = config.run.deterministic or (config.step.virtual_ranks is not None and not repeats)
         with determinism(exact):
-            run = _opened(config, backend, task, start, lock)
+            run = _opened(name, config, backend, task, start, lock)
             try:
                 with recorded(run.attempt, given, backend), enough_memory(_SMALLER), Signals() as signals:
                     return run.train(signals)
@@ -113,14 +113,14 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
         task.close()
 
 
-def _opened(config: Config, backend: Backend, task: Task, start: Start, lock: FolderLock) -> Run:
+def _opened(name: str, config: Config, backend: Backend, task: Task, start: Start, lock: FolderLock) -> Run:
     """Make the model and the run, and open its folder. Collective; blocks."""
     with Waiting("making the model", config.output.log_seconds, shown=backend.rank == 0) as wait:
         model = make_model(config.model, task, config.step.seed, backend)
         wait.phase("computing one sample")
         on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
         wait.phase("preparing the trainer")
-        run = Run(config, backend, task, model, lock)
+        run = Run(name, config, backend, task, model, lock)
         wait.phase("opening the run's folder" if start.saved is None else "restoring the checkpoint")
         run.open(start)
     return run
@@ -129,13 +129,13 @@ def _opened(config: Config, backend: Backend, task: Task, start: Start, lock: Fo
 class Run:
     """One run, from its start or its last checkpoint to its summary. Making one is collective, and writes nothing."""
 
-    def __init__(self, config: Config, backend: Backend, task: Task, model: nn.Module, lock: FolderLock) -> None:
+    def __init__(self, name: str, config: Config, backend: Backend, task: Task, model: nn.Module, lock: FolderLock) -> None:
         step, length = config.step, config.length
         self.config = config
         self.backend = backend
         self.task = task
         self.lock = lock
-        self.name = run_name(config.run.recipe, config.data.dataset, config.model.name)
+        self.name = name
         self.platform = platform_of(backend)
         #: Parts of a global batch: the virtual ranks, else the real ones. All arithmetic uses their number.
         self.parts = step.parts(backend.size)
