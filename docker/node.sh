@@ -2,7 +2,7 @@
 # One host of a cluster of containers (compose.yaml's profile "cluster"). Each runs sshd; the first of HOSTS trains on all
 # of them with both backends, and prints a table.
 #
-#   bash docker/node.sh [flags of dualtrain.main, for both runs]
+#   bash docker/node.sh [flags of dualtrain train, for both runs]
 #
 # HOSTS  name:ranks,name:ranks,…, the same in all containers; each container has its name as its host name
 # PORT   a port that is free on the first host (default: 29400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ def main() -> int:
 
     The command itself exits with its own status.
     """
+    if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
+        sys.path[0] = os.getcwd()  # own models and data are looked for there, as with python -m
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "train":
         from dualtrain.training.signals import note_early_requests

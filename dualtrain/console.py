@@ -31,9 +31,16 @@ def printable(text: object) -> str:
 def show(text: object, file: TextIO | None = None) -> None:
     """Print ``text``, made :func:`printable`, on standard output or ``file``.
 
-    In one write, also where Python does not buffer: launchers mix what several processes write.
+    In one write, also where Python does not buffer: launchers mix what several processes write. If nobody reads the pipe
+    any more, as behind ``| head``, this and all later output is dropped: a run goes on, and keeps its exit status.
     """
-    print(f"{printable(text)}\n", end="", file=file or sys.stdout, flush=True)
+    stream = file or sys.stdout
+    try:
+        print(f"{printable(text)}\n", end="", file=stream, flush=True)
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())  # what is in the stream's buffer would fail again at the end of the process
+        os.close(null)
 
 
 def size_in_words(size: int) -> str:
@@ -61,6 +68,10 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-") and word.endswith("=--"):
                 self.error(f"{word[:-3]} must have a value, not '--'")
         return super().parse_known_args(words, namespace)
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help as :func:`show` does."""
+        show(self.format_help().rstrip("\n"), file)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the default job on both backends with two ranks each, and prints a table of the results.
 #
-#   bash launch/demo.sh [flags of dualtrain.main, for both runs]
+#   bash launch/demo.sh [flags of dualtrain train, for both runs]
 #
 # RUNS  folder of the two runs (default: a new folder below runs/)
 # It calls launch/setup.sh, which has more variables; DUALTRAIN_WITH is tree here, which leaves out the tools for tests.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains under horovodrun over Gloo. Start it on one host; it reaches the other HOSTS by ssh and chooses free ports.
 #
-#   bash launch/horovodrun.sh [flags of dualtrain.main]
+#   bash launch/horovodrun.sh [flags of dualtrain train]
 #
 # NPROC  ranks on each host (default: 2)
 # HOSTS  host,host:slots,… where slots is the number of ranks on that host (default: this host only)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains under mpirun (Open MPI). Start it on one host; it reaches the other HOSTS by ssh and chooses free ports.
 #
-#   bash launch/mpirun.sh [flags of dualtrain.main]
+#   bash launch/mpirun.sh [flags of dualtrain train]
 #
 # NPROC  ranks on each host (default: 2)
 # HOSTS  host,host:slots,… where slots is the number of ranks on that host (default: this host only)

@@ -4,7 +4,7 @@
 # one before on another number of ranks. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or metrics differ
 # or a run failed, 2 if the flags are wrong. What cannot run here is left out, with the reason.
 #
-#   bash launch/one_result.sh [flags of dualtrain.main, for all runs]     (default: --epochs 2)
+#   bash launch/one_result.sh [flags of dualtrain train, for all runs]     (default: --epochs 2)
 #
 # V      number of virtual ranks (default: 4)
 # RANKS  numbers of ranks, "1 2 3 4"; each way then runs with all of them (default: one or two of 2, 3, 4 for each way)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains under torchrun. With several HOSTS, start it on each of them with the same variables; the first runs the rendezvous.
 #
-#   bash launch/torchrun.sh [flags of dualtrain.main]
+#   bash launch/torchrun.sh [flags of dualtrain train]
 #
 # NPROC  ranks on each host (default: 2)
 # HOSTS  host,host:slots,… where slots is the number of ranks on that host (default: this host only)

@@ -2,7 +2,7 @@
 # Compares the ways of data parallelism on this machine: trains the same job in one process, with nn.DataParallel, on ranks
 # started by torchrun, --nproc and horovodrun, and with mixed precision, and prints a table of the results.
 #
-#   bash launch/ways.sh [flags of dualtrain.main, for all runs]
+#   bash launch/ways.sh [flags of dualtrain train, for all runs]
 #
 # NPROC  number of ranks, where there are several (default: 2)
 # RUNS   folder of the runs (default: a new folder below runs/)

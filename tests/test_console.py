@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 
+import pytest
+
 from dualtrain.console import logging_to_stderr, print_error, printable, show
+from tests.forked import ROOT
 
 
 def test_control_characters_are_escaped_and_text_is_kept():
@@ -36,3 +41,28 @@ def test_a_command_prints_the_warnings_of_the_library_and_nothing_less(capsys):
         log.info("a detail")
     log.warning("after the command")
     assert capsys.readouterr().err.splitlines() == [r"dualtrain: warning: memory cannot be shared (\x1b[31m): going on"]
+
+
+@pytest.fixture
+def closed_pipe():
+    """A pipe whose reader has left, as ``| head`` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+def test_what_nobody_reads_is_dropped(monkeypatch, closed_pipe):
+    with open(os.dup(closed_pipe), "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        show("one")
+        show("two")
+
+
+@pytest.mark.parametrize("command", ["compare --help", "train --epochs 1 --run-dir run --resume auto"])
+def test_a_command_whose_reader_has_left_ends_as_it_would_have(tmp_path, closed_pipe, command):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+    options = {"stdout": closed_pipe, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": env, "timeout": 300}
+    end = subprocess.run([sys.executable, "-m", "dualtrain", *command.split()], **options, check=False)
+    assert (end.returncode, end.stderr) == (0, "")
+    assert (tmp_path / "run" / "summary.json").exists() == ("run" in command)

@@ -10,6 +10,9 @@ from typing import Any
 from dualtrain.config.sections import Config
 from dualtrain.errors import UserError
 
+#: Names of functions and modules that say no more than what they are for.
+_PLAIN = ("build", "data", "dataset", "datasets", "main", "make", "model", "models", "net")
+
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with the package, sorted."""
@@ -41,17 +44,21 @@ def recipe_list() -> str:
 
 
 def run_name(recipe: str, dataset: str, model: str) -> str:
-    """Return what a run is called: its recipe, or its dataset and model where they are not the recipe's."""
+    """Return what a run is called: its recipe, or its dataset and model where they are not the recipe's.
+
+    Of own ones the module is named, once: ``mine:data`` and ``mine:model`` are ``mine``.
+    """
     values = load_recipe(recipe)
     if (values["dataset"], values["model"]) == (dataset, model):
         return recipe
-    return "-".join(map(_short, (dataset, model)))
+    parts = [*_parts(dataset), *_parts(model)]
+    return "-".join(dict.fromkeys(parts)) or "own"
 
 
-def _short(name: str) -> str:
-    """``pkg.mod:build`` → ``mod``, ``pkg.mod:other`` → ``mod.other``; other names are short."""
+def _parts(name: str) -> list[str]:
+    """``pkg.mod:build`` → ``mod``; ``pkg.mod:small`` → ``mod``, ``small``; other names as they are."""
     module, _, function = name.partition(":")
-    return f"{module.rpartition('.')[2]}{f'.{function}' if function not in ('', 'build') else ''}"
+    return [part for part in (module.rpartition(".")[2], function) if part and part not in _PLAIN]
 
 
 def _text(name: str) -> str:

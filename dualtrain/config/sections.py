@@ -197,6 +197,12 @@ class OutputSection:
         """The checkpoint to go on from, where ``resume`` names a file."""
         return Path(self.resume) if self.resume not in (None, "", AUTO) else None
 
+    def again(self, folder: Path) -> str:
+        """Format which command line goes on with the run in ``folder``: this one, and the flags that it lacks."""
+        if self.run_dir is not None and self.resume in ("", AUTO):
+            return "the same command"
+        return f"the same command and {'' if self.run_dir is not None else f'--run-dir {folder} '}--resume"
+
 
 @dataclass(frozen=True)
 class Config:

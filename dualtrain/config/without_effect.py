@@ -50,7 +50,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
 
 
 def without_effect(
-    settings: Settings, *, steps: int, steps_of_epochs: int, resumed: bool = False, norms: bool = True
+    settings: Settings, *, steps: int, steps_of_epochs: int, resumed: bool = False, norms: bool = True, cores: int = 4096
 ) -> list[str]:
     """Return one line for each setting that differs from its default and has no effect, or not its whole effect.
 
@@ -60,6 +60,7 @@ def without_effect(
         steps_of_epochs: as many as its epochs have.
         resumed: whether it goes on from a checkpoint.
         norms: whether the model has BatchNorm that is trained.
+        cores: of the host.
     """
     given = {name for name, one in SETTINGS.items() if settings[name] not in (one.default, None)}
     lines: dict[str, str] = {}
@@ -77,6 +78,9 @@ def without_effect(
     if settings["warmup_steps"] >= steps:
         longer = f"--warmup-steps {settings['warmup_steps']} is longer than the run, which ends after step {steps}"
         found.append(f"{longer}: the learning rate does not reach its value")
+    if "workers" in given and "workers" not in lines and settings["workers"] > cores:
+        more = f"--workers {settings['workers']} is more for each rank than this host's {cores} core{'s' * (cores != 1)}"
+        found.append(f"{more}: fewer are probably as fast")
     return found
 
 

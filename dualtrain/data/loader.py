@@ -97,7 +97,7 @@ class LoaderSource(Source):
             context = multiprocessing.get_context("forkserver")
             start_forkserver(["dualtrain.data.preload"])
             options = {"multiprocessing_context": context, "persistent_workers": True, "worker_init_fn": _begin}
-        return DataLoader(
+        return _Loader(
             self._reader,  # type: ignore[arg-type]
             batch_sampler=self._feed,  # type: ignore[arg-type]
             num_workers=self._workers,
@@ -106,6 +106,13 @@ class LoaderSource(Source):
             generator=torch.Generator(),  # otherwise each epoch would advance the global generator
             **options,
         )
+
+
+class _Loader(DataLoader[Any]):
+    """A DataLoader without a warning of more workers than cores: each one would print it, and the run says it once."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Do nothing."""
 
 
 class _Feed:

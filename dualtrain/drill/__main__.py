@@ -1,4 +1,4 @@
-"""``python -m dualtrain.drill [flags of dualtrain.main]``: check that a job survives its processes, with the same result.
+"""``python -m dualtrain.drill [flags of dualtrain train]``: check that a job survives its processes, with the same result.
 
 Runs the job once undisturbed, then once more with faults at seeded moments (killed and stopped ranks, a killed launcher,
 SIGTERM, a kill while a checkpoint is written, a damaged checkpoint, as root a full file system), and compares the results.
@@ -20,7 +20,7 @@ from dualtrain.console import leave, parser_of, print_error, show, text_table
 from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
 
-_OWN = ("--run-dir", "--resume", "--nproc")  # flags of dualtrain.main that the drill sets itself
+_OWN = ("--run-dir", "--resume", "--nproc")  # flags of dualtrain train that the drill sets itself
 
 
 def _whole(text: str) -> int:

@@ -2,10 +2,10 @@
 
 usage: torchrun --nproc_per_node=N -m dualtrain.horovodize SCRIPT [ARGUMENT…]
        torchrun --nproc_per_node=N -m dualtrain.horovodize -m MODULE [ARGUMENT…]
-       python -m dualtrain.horovodize --check SCRIPT [SCRIPT…]
-       python -m dualtrain.horovodize --fix [--diff] SCRIPT [SCRIPT…]
-       python -m dualtrain.horovodize --prove [OPTION…] SCRIPT [ARGUMENT…]
-       python -m dualtrain.horovodize --recorder
+       dualtrain horovodize --check SCRIPT [SCRIPT…]
+       dualtrain horovodize --fix [--diff] SCRIPT [SCRIPT…]
+       dualtrain horovodize --prove [OPTION…] SCRIPT [ARGUMENT…]
+       dualtrain horovodize --recorder
 
 Instead of torchrun you can use mpirun, srun or plain python. --check does not run the scripts: it prints one line for each
 finding, "differs" (works, but not as on Horovod), "trap" (a known mistake, on Horovod too) or "unsupported". Its exit

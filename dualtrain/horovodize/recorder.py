@@ -4,7 +4,7 @@ usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed
 
 Runs the unmodified SCRIPT (or -m MODULE) until each optimizer that it steps has taken STEPS steps, and ends it there, on
 all ranks. Rank R writes FOLDER/rank-R.jsonl: numbers and names only, no code, and of the weights norms, hashes and a few
-values. Compare it, where dualtrain is installed, by: python -m dualtrain.horovodize --prove --against FOLDER SCRIPT ...
+values. Compare it, where dualtrain is installed, by: dualtrain horovodize --prove --against FOLDER SCRIPT ...
 
 This file is a program of its own: copy it to the cluster that has Horovod. It needs Python 3.8, torch 1.13 and Horovod, or
 newer ones, and nothing else.

@@ -18,6 +18,7 @@ from torch import nn
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.config import Config, run_name, without_effect
+from dualtrain.cores import usable_cores
 from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import Sampler, share
@@ -44,7 +45,7 @@ from dualtrain.training.opening import model_line, ranks_in_words, settings_line
 from dualtrain.training.optimizers import check_state, make_optimizer, make_schedule, scaled_lr
 from dualtrain.training.origin import origin_of
 from dualtrain.training.passes import Tensors
-from dualtrain.training.progress import waiting
+from dualtrain.training.progress import Waiting
 from dualtrain.training.records import Records, check_tensorboard
 from dualtrain.training.restarts import allow_restart, recorded
 from dualtrain.training.results import done_line, summarize, weights_of, write_results, write_task
@@ -83,7 +84,9 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     settings = config.plain()
     compare_settings(settings, backend)  # first: with other settings a rank would start other collectives
     name = run_name(config.run.recipe, config.data.dataset, config.model.name)
-    start = start_of(config.output, name, settings, backend, lock)
+    seconds, first = config.output.log_seconds, backend.rank == 0
+    with Waiting("looking for the run's checkpoints", seconds, shown=first):
+        start = start_of(config.output, name, settings, backend, lock)
     given = settings
     if start.summary is not None:
         return start.summary
@@ -93,19 +96,14 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
     use_threads(number, backend)
-    seconds, first = config.output.log_seconds, backend.rank == 0
-    with waiting("loading the data", seconds, shown=first):
+    with Waiting("loading the data", seconds, shown=first):
         task = load_task(config.data, config.model.name, backend)
     try:
         # One result everywhere is not possible with operations that do not even repeat: on a GPU, or in several threads.
         repeats = number == 1 and backend.device.type == "cpu"
         exact = config.run.deterministic or (config.step.virtual_ranks is not None and not repeats)
         with determinism(exact):
-            with waiting("making the model", seconds, shown=first):
-                model = make_model(config.model, task, config.step.seed, backend)
-                on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
-                run = Run(config, backend, task, model, lock)
-                run.open(start)
+            run = _opened(name, config, backend, task, start, lock)
             try:
                 with recorded(run.attempt, given, backend), enough_memory(_SMALLER), Signals() as signals:
                     return run.train(signals)
@@ -115,16 +113,29 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
         task.close()
 
 
+def _opened(name: str, config: Config, backend: Backend, task: Task, start: Start, lock: FolderLock) -> Run:
+    """Make the model and the run, and open its folder. Collective; blocks."""
+    with Waiting("making the model", config.output.log_seconds, shown=backend.rank == 0) as wait:
+        model = make_model(config.model, task, config.step.seed, backend)
+        wait.phase("computing one sample")
+        on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
+        wait.phase("preparing the trainer")
+        run = Run(name, config, backend, task, model, lock)
+        wait.phase("opening the run's folder" if start.saved is None else "restoring the checkpoint")
+        run.open(start)
+    return run
+
+
 class Run:
     """One run, from its start or its last checkpoint to its summary. Making one is collective, and writes nothing."""
 
-    def __init__(self, config: Config, backend: Backend, task: Task, model: nn.Module, lock: FolderLock) -> None:
+    def __init__(self, name: str, config: Config, backend: Backend, task: Task, model: nn.Module, lock: FolderLock) -> None:
         step, length = config.step, config.length
         self.config = config
         self.backend = backend
         self.task = task
         self.lock = lock
-        self.name = run_name(config.run.recipe, config.data.dataset, config.model.name)
+        self.name = name
         self.platform = platform_of(backend)
         #: Parts of a global batch: the virtual ranks, else the real ones. All arithmetic uses their number.
         self.parts = step.parts(backend.size)
@@ -334,7 +345,7 @@ class Run:
             saved = f"its checkpoint could not be written ({failed})" if failed else f"saved in {path}"
             raise StoppedError(
                 f"{signal.Signals(stops[0]).name} ended the run after step {cursor.step} of {self.total_steps}, {saved}; "
-                f"go on with the same command and --run-dir {self.folder} --resume",
+                f"go on with {self.config.output.again(self.folder)}",
                 stops[0],
             )
 
@@ -417,7 +428,8 @@ class Run:
         more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
         more["recoveries"] = recoveries
         summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), **more, **self.origin)
-        write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed, self.lock)
+        again = self.config.output.again(self.folder)
+        write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed, self.lock, again)
         if self.backend.rank == 0:
             self.attempt.end()
         self.records.print(done_line(summary, self.folder))
@@ -439,5 +451,5 @@ class Run:
             self.records.print(verbose_lines(settings, model))
         norms = any(isinstance(part, SyncBatchNorm) for part in model.modules())
         ends, resumed = {"steps": self.total_steps, "steps_of_epochs": self.steps_of_epochs}, self.cursor.step > 0
-        for line in without_effect(settings, **ends, resumed=resumed, norms=norms):
+        for line in without_effect(settings, **ends, resumed=resumed, norms=norms, cores=usable_cores()):
             self.records.print(f"note: {line}")

@@ -124,6 +124,13 @@ class Adapted:
                     f"the pair of the mean loss and the sums {NAMES}"
                 )
             return result
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            got = (
+                f"a tensor of shape {tuple(result.shape)}"
+                if isinstance(result, torch.Tensor)
+                else f"a {type(result).__name__}"
+            )
+            raise TypeError(f"the loss returned {got}: return the mean over the samples, a tensor with one element")
         return result, [result.item() * len(targets), float(len(targets)), 0.0, 0.0]
 
 

@@ -22,8 +22,10 @@ def ranks_in_words(backend: Backend, virtual: int | None, threads: int) -> str:
     """Format where a run computes and how its ranks communicate."""
     ranks = f"{backend.size} × {backend.device.type}" + (f" as {virtual} virtual ranks" if virtual else "")
     with_threads = f"{threads} thread{'s' * (threads != 1)}" + " each" * (backend.size > 1)
-    over = f"{backend.name} backend over {backend.transport}, started by {backend.world.launcher}"
-    return f"{ranks}, {with_threads}, {over}"
+    over = f" over {backend.transport}" if backend.transport != "none" else ""
+    launcher = backend.world.launcher
+    started = f"started by {launcher}" if launcher != "none" else "without a launcher"
+    return f"{ranks}, {with_threads}, {backend.name} backend{over}, {started}"
 
 
 def settings_line(settings: Mapping[str, Any], folder: Path) -> str:

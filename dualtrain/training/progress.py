@@ -43,10 +43,16 @@ class Ticker:
                 show(self._line())
 
 
-def waiting(what: str, seconds: float, *, shown: bool) -> Ticker:
-    """Return a block in which, on rank 0 (``shown``), a line every ``seconds`` says how long ``what`` has lasted."""
-    began = time.monotonic()
-    return Ticker(seconds if shown else 0, lambda: f"{what} for {duration(time.monotonic() - began)}")
+class Waiting(Ticker):
+    """A block in which, on rank 0 (``shown``), a line every ``seconds`` says how long the phase ``what`` has lasted."""
+
+    def __init__(self, what: str, seconds: float, *, shown: bool) -> None:
+        super().__init__(seconds if shown else 0, lambda: f"{self._what} for {duration(time.monotonic() - self._began)}")
+        self.phase(what)
+
+    def phase(self, what: str) -> None:
+        """Note what begins now."""
+        self._what, self._began = what, time.monotonic()
 
 
 def duration(seconds: float) -> str:

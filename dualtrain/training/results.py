@@ -87,6 +87,7 @@ def write_results(
     summary: dict[str, Any],
     failed: Callable[[], OSError | None],
     lock: FolderLock,
+    again: str,
 ) -> None:
     """Write the model and the summary, on rank 0. Collective.
 
@@ -97,6 +98,7 @@ def write_results(
         summary: of the run.
         failed: returns the error of the last checkpoint's write; called on rank 0.
         lock: of the folder.
+        again: which command line goes on with the run.
 
     Raises:
         UserError: on every rank, if another process uses the folder by now; nothing is written.
@@ -106,8 +108,7 @@ def write_results(
     if problems:
         raise NotSavedError(
             f"the training ended after step {summary['steps']}, and {', '.join(problems)} could not be written "
-            f"in {folder}: free space there; the same command with --run-dir {folder} --resume goes on from the last "
-            "checkpoint that was saved"
+            f"in {folder}: free space there; {again} goes on from the last checkpoint that was saved"
         )
 
 

@@ -6,6 +6,8 @@ import configparser
 import importlib
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -81,3 +83,24 @@ def test_train_is_the_command_line_of_a_run(tmp_path):
     end = run(("-m", "dualtrain", "train", "--lrr", "1"), tmp_path / "refused", env=ENV, cwd=tmp_path)
     assert (end.returncode, end.stdout) == (2, "")
     assert end.stderr.endswith("(did you mean --lr?); see python -m dualtrain train --help\n")
+
+
+def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path):
+    """In a process of its own: python sets ``sys.path`` to the folder of the installed script, and ranks inherit it."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "dualtrain"
+    script.write_text("import sys\nfrom dualtrain.__main__ import main\nsys.exit(main())\n")
+    model = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))"
+    (tmp_path / "mine.py").write_text(f"import torch\n\n\ndef model():\n    return {model}\n")
+    flags = ["--model", "mine:model", "--max-steps", "2", "--log-seconds", "0", "--run-dir", "run", "--nproc", "2"]
+    end = subprocess.run(
+        [sys.executable, script, "train", *flags],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (end.returncode, end.stderr) == (0, "")
+    assert "model: mine:model, 650 parameters" in end.stdout

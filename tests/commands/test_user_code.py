@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from dualtrain import Trainer, connect
 from dualtrain import main as command
 from dualtrain.errors import UserError
 from dualtrain.training.on_ranks import on_all_ranks
@@ -106,6 +108,40 @@ def test_the_traceback_ends_with_the_users_line(tmp_path, monkeypatch, capsys, f
     shown = summary.message["extraInfo"]["py_callstack"]
     assert shown.splitlines()[: len(trace)] == trace
     assert summary.timestamp > 0
+
+
+def failing_loss(outputs, targets):
+    return {}["no weight"]  # the user's line
+
+
+@pytest.mark.parametrize(
+    ("way", "virtual"), [("step", None), ("step", 2), ("fit", None), ("evaluate", None), ("evaluate", 2)]
+)
+def test_an_own_loss_that_fails_raises_its_own_error_with_its_own_line(way, virtual):
+    model, batch = nn.Linear(3, 2), (torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, optimizer, failing_loss, backend=backend, virtual_ranks=virtual)
+        parts = [batch] if virtual is None else [batch] * virtual
+        calls = {"step": lambda: trainer.step(parts, 4.0), "fit": lambda: trainer.fit([batch])}
+        calls["evaluate"] = lambda: trainer.evaluate([batch] if virtual is None else [[batch]] * virtual)
+        with pytest.raises(KeyError, match="no weight") as error:
+            calls[way]()
+    last = traceback.extract_tb(error.value.__traceback__)[-1]
+    assert (last.filename, last.line) == (__file__, 'return {}["no weight"]  # the user\'s line')
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [(torch.zeros(3), r"a tensor of shape \(3,\)"), (0.5, "a float"), (None, "a NoneType")],
+)
+def test_a_loss_that_is_no_mean_is_named(returned, got):
+    model = nn.Linear(3, 2)
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, optimizer, lambda outputs, targets: returned, backend=backend)
+        with pytest.raises(TypeError, match=f"the loss returned {got}: return the mean over the samples"):
+            trainer.fit([(torch.zeros(4, 3), torch.zeros(4))])
 
 
 def test_every_other_error_is_in_torchruns_summary_too(tmp_path, monkeypatch, capsys):

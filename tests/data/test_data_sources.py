@@ -298,3 +298,22 @@ def test_a_pair_of_datasets_becomes_a_task():
     with_worker = wrap(Squares(), Squares(), workers=1)
     assert_same(epoch(task.train, 1, 4), epoch(with_worker.train, 1, 3))
     with_worker.close()
+
+
+def test_more_workers_than_cores_are_no_warning_of_each_loader(recwarn, monkeypatch):
+    source = LoaderSource(Numbers(), 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    try:
+        for _ in range(2):
+            assert torch.equal(next(source.stream([Batch(torch.arange(2))], CPU))[1], torch.arange(2))
+    finally:
+        source.close()
+    assert [str(one.message) for one in recwarn if "worker" in str(one.message)] == []
+
+
+class Numbers:
+    def __len__(self):
+        return 2
+
+    def __getitems__(self, wanted):
+        return torch.zeros(2, 1), torch.tensor(wanted[0])

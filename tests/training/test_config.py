@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dualtrain.config import SETTINGS, Config, load_recipe, parse, recipe_names
@@ -134,3 +136,17 @@ def test_no_flag_takes_a_number_beyond_64_bits_or_a_bare_mark(name):
         for text in (str(2**63), "1" * 5000, str(-(2**63))):
             with pytest.raises(UserError, match=f"{flag} must be a whole number"):
                 parse([flag, text])
+
+
+@pytest.mark.parametrize(
+    ("flags", "again"),
+    [
+        ("", "the same command and --run-dir runs/new --resume"),
+        ("--run-dir runs/new", "the same command and --resume"),
+        ("--run-dir runs/new --resume old/step-1.safetensors", "the same command and --resume"),
+        ("--run-dir runs/new --resume", "the same command"),
+        ("--run-dir runs/new --resume auto", "the same command"),
+    ],
+)
+def test_which_command_goes_on(flags, again):
+    assert parse(flags.split()).output.again(Path("runs/new")) == again

@@ -380,7 +380,7 @@ def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_pat
         folder = tmp_path / f"{first}-{last}"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop.Run, "_step", signalled)
-            said = rf"SIGTERM ended the run after step {last} of 8, saved in"
+            said = rf"SIGTERM ended the run after step {last} of 8, saved in .*; go on with the same command and --resume$"
             with pytest.raises(StoppedError, match=said) as stopped, connect("local") as backend:
                 loop.train(parse([*flags, "--run-dir", str(folder)]), backend)
         assert stopped.value.number == signal.SIGTERM

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from dualtrain.backends import connect
 from dualtrain.config import parse, recipe_names, run_name, without_effect
-from dualtrain.training.opening import model_line, settings_line, verbose_lines
+from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)))
 
@@ -20,6 +21,12 @@ def test_the_settings_are_those_that_the_recipe_has_not():
         "settings: recipe digits-convnet with --batch-size 8 --lr 0.25; all are in x/config.json"
     )
     assert settings_line(parse([]).plain(), Path("x")) == "settings: recipe digits-convnet; all are in x/config.json"
+
+
+def test_one_process_without_a_launcher_names_neither_transport_nor_launcher():
+    with connect("local") as backend:
+        assert ranks_in_words(backend, None, 1) == "1 × cpu, 1 thread, local backend, without a launcher"
+        assert ranks_in_words(backend, 4, 2) == "1 × cpu as 4 virtual ranks, 2 threads, local backend, without a launcher"
 
 
 def test_the_model_is_one_line():
@@ -46,8 +53,14 @@ def test_all_settings_and_with_torchinfo_the_layers(monkeypatch, installed):
     [
         ("digits", "convnet", "digits-convnet"),
         ("digits", "resnet18", "digits-resnet18"),
-        ("digits", "my.models:build", "digits-models"),
-        ("data:tiny", "convnet", "data.tiny-convnet"),
+        ("digits", "my.resnets:build", "digits-resnets"),
+        ("digits", "resnets:small", "digits-resnets-small"),
+        ("samples:tiny", "convnet", "samples-tiny-convnet"),
+        ("mine:data", "mine:model", "mine"),
+        ("file:data", "file:net", "file"),
+        ("file:tiny", "file:net", "file-tiny"),
+        ("file:tiny", "file:deep", "file-tiny-deep"),
+        ("data:build", "model:build", "own"),
     ],
 )
 def test_a_run_is_called_by_what_it_trains(dataset, model, name):
@@ -100,3 +113,6 @@ def test_what_only_the_run_knows_is_noted_too():
         "--sync-batchnorm has no effect: the model has no BatchNorm that is trained"
     ]
     assert notes("--weights", "x", "--sync-batchnorm") == []
+    own = ("--dataset", "mine:data", "--workers", "8")
+    assert notes(*own, cores=1) == ["--workers 8 is more for each rank than this host's 1 core: fewer are probably as fast"]
+    assert notes(*own, cores=8) == notes(*own[:2], cores=1) == []

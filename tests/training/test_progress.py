@@ -22,6 +22,14 @@ from dualtrain.training.progress import Progress, duration
 PAUSE = 0.15  # several times --log-seconds
 
 
+def slowed(function):
+    def slow(*args, **options):
+        time.sleep(PAUSE)
+        return function(*args, **options)
+
+    return slow
+
+
 class Slow(nn.Flatten):
     def forward(self, inputs):
         time.sleep(PAUSE)
@@ -29,6 +37,7 @@ class Slow(nn.Flatten):
 
 
 def slow_model():
+    time.sleep(PAUSE)
     return nn.Sequential(Slow(), nn.Linear(4, 2))
 
 
@@ -51,14 +60,21 @@ def slow_data():
     return SlowSamples(8, PAUSE / 4), SlowSamples(2, PAUSE)
 
 
-def test_a_line_says_what_a_run_does_before_its_first_batch_in_steps_and_in_evaluation(tmp_path, capsys):
+def test_a_line_says_what_a_run_does_before_its_first_batch_in_steps_and_in_evaluation(tmp_path, capsys, monkeypatch):
+    for name in ("start_of", "make_optimizer", "claim"):
+        monkeypatch.setattr(loop, name, slowed(getattr(loop, name)))
     own = ["--model", f"{__name__}:slow_model", "--dataset", f"{__name__}:slow_data", "--workers", "0", "--threads", "1"]
     flags = ["--batch-size", "4", "--epochs", "2", "--log-seconds", "0.02", "--log-every", "1", "--run-dir", str(tmp_path)]
     with connect("local") as backend:
         loop.train(parse([*own, *flags]), backend)
     said = capsys.readouterr().out
     for line in (
+        r"looking for the run's checkpoints for 0 s",
         r"loading the data for 0 s",
+        r"making the model for 0 s",
+        r"computing one sample for 0 s",
+        r"preparing the trainer for 0 s",
+        r"opening the run's folder for 0 s",
         r"step 0/4: waiting for data for 0 s",
         r"step 0/4: computing a step for 0 s",
         r"step 2/4: evaluating for 0 s",

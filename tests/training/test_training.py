@@ -87,7 +87,7 @@ def evaluation(backend) -> tuple[float, float]:
     task = load_task(config.data, config.model.name, backend)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    found = loop.Run(config, backend, task, model, FolderLock())
+    found = loop.Run("run", config, backend, task, model, FolderLock())
     values = found.trainer.evaluate(found._evaluation(backend.rank))
     return values["val_loss"], values["val_accuracy"]
 

@@ -1,4 +1,4 @@
-"""``python -m dualtrain.horovodize --prove``: run a script on both libraries, and compare weights and speed.
+"""``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
 It runs the unmodified script under real Horovod and under torchrun with dualtrain, in turns, each for some optimizer steps,
 then ends it; compares the weights after each step on each rank, the number of steps and the exit status; and measures both
@@ -6,7 +6,7 @@ sides. The exit status is 0 if the script gives the same bits (or stays within i
 differ), 1 if not, and 2 if it cannot be run.
 
 Where Horovod is on another machine, --record FOLDER records it there and --against FOLDER compares with that here. Without
-dualtrain there, the recorder is one file: python -m dualtrain.horovodize --recorder > record.py
+dualtrain there, the recorder is one file: dualtrain horovodize --recorder > record.py
 """
 
 from __future__ import annotations

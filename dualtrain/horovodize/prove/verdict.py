@@ -147,7 +147,7 @@ def _places(run: RunRecord) -> list[str]:
 
 def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) -> Verdict:
     own = _own_cause(evidence, difference)
-    likely = own or (causes[0] if causes else "no known cause was found; python -m dualtrain.horovodize --check lists more")
+    likely = own or (causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists more")
     details = [f"possible cause: {cause}" for cause in causes if cause != likely]
     if evidence.compat is not None and evidence.compat.defects:
         after = first_difference(evidence.horovod[0], evidence.compat)

@@ -32,7 +32,7 @@ def ignite(source: Source) -> Iterator[Finding]:
     if call is not None:
         message = (
             "ignite finds the ranks by an `import horovod.torch` of its own, so that it needs the runner; start the script "
-            "with python -m dualtrain.horovodize, and leave its import as it is"
+            "with dualtrain horovodize, and leave its import as it is"
         )
         yield Finding(call.lineno, "differs", message)
 
