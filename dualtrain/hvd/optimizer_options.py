@@ -1,4 +1,4 @@
-"""The options of ``hvd.DistributedOptimizer``, checked and turned into what the reducers need."""
+"""The options of ``hvd.DistributedOptimizer``: checked, and translated for the reducers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.util import split_list
 
 Named = list[tuple[str, torch.nn.Parameter]]
-#: The compressors that buckets know, and the dtype that each of them sends.
+#: The compressors that buckets support, and the dtype that each of them sends.
 NARROW: dict[AnyCompressor, torch.dtype | None] = {
     Compression.none: None,
     FP16Compressor: torch.float16,
@@ -58,7 +58,7 @@ def transfer_of(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> Transfer:
-    """Return how gradients are sent, from Horovod's options. Raises ValueError for ``groups`` that make no sense."""
+    """Translate Horovod's options into a ``Transfer``. Raises ValueError for invalid ``groups``."""
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if isinstance(groups, int):
         if groups < 0:
@@ -80,7 +80,7 @@ def transfer_of(
 
 
 def base_name(named: Named, process_set: ProcessSet) -> str:
-    """Return a name for what is optimized, the same on every rank."""
+    """Return a name for these parameters and ranks, the same on every rank."""
     text = f"{process_set.ranks} {[(name, tuple(p.shape)) for name, p in named]}"
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return f"{named[0][0] if named else 'nothing'}-{digest}"

@@ -1,4 +1,4 @@
-"""The coordinator without connections: tests pass it messages, read its answers, and set its clock."""
+"""The coordinator without connections: tests pass messages to it, read its answers, and set its clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dualtrain.hvd.coordinator import Coordinator
 
 
 class Desk:
-    """A coordinator, the messages that it sent to each rank, and the time."""
+    """A coordinator with recorded answers and a clock that tests set."""
 
     def __init__(self, size=3, **settings):
         self.now = 0.0
@@ -33,12 +33,12 @@ class Desk:
         self.coordinator.look_for_stalls()
 
     def answers(self, rank, *keys):
-        """The messages to a rank since the last time."""
+        """Return the messages that a rank has got since the previous call."""
         sent, self.sent[rank] = self.sent[rank], []
         return [tuple(message.get(key) for key in keys) for message in sent]
 
 
-def test_calls_are_done_when_the_last_rank_has_made_them_in_one_order():
+def test_calls_are_matched_in_the_order_in_which_the_last_ranks_made_them():
     desk = Desk()
     for rank, names in enumerate(["ab", "ba", "ba"]):
         for name in names:
@@ -71,7 +71,7 @@ def test_unnamed_calls_match_by_kind_and_set():
         ({"tensors": [("float32", [2], "cuda")]}, {}, "a tensor on cuda on rank 0, on cpu on rank 1"),
     ],
 )
-def test_a_mismatch_fails_on_every_rank_and_the_next_call_is_done(mine, theirs, part):
+def test_a_mismatch_fails_on_every_rank_and_the_next_call_succeeds(mine, theirs, part):
     desk = Desk(2)
     desk.say(0, name="x", **mine)
     desk.say(1, name="x", **theirs)
@@ -84,14 +84,14 @@ def test_a_mismatch_fails_on_every_rank_and_the_next_call_is_done(mine, theirs, 
     assert desk.answers(0, "do") == [("run",)]
 
 
-def test_rows_may_differ_where_they_are_joined():
+def test_numbers_of_rows_may_differ_in_allgather_and_alltoall():
     desk = Desk(2)
     desk.say(0, "allgather", tensors=[("float32", [2, 3], "cpu")])
     desk.say(1, "allgather", tensors=[("float32", [0, 3], "cpu")])
     assert desk.answers(1, "do", "rows") == [("run", [[2], [0]])]
 
 
-def test_joined_ranks_are_left_out_of_what_can_do_without_them():
+def test_joined_ranks_are_left_out_of_reductions_only():
     desk = Desk()
     waiting = desk.say(0, op=0)
     desk.say(1, op=0)
@@ -106,26 +106,26 @@ def test_joined_ranks_are_left_out_of_what_can_do_without_them():
     last = desk.say(0, "join", divide_by="initial")
     assert desk.answers(0, "do", "id", "last")[-1] == ("joined", last, 0)
     desk.say(0, op=0)
-    assert desk.answers(0, "do") == []  # all are back
+    assert desk.answers(0, "do") == []  # all ranks are active again
 
 
-def test_joined_ranks_send_zeros_once_all_others_know_of_it():
-    """Until a rank knows that another has joined, it would count that one in the average."""
+def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
+    """A rank that does not know of a join would count the joined rank in its averages."""
     desk = Desk(size=4)
     desk.say(3, "join", divide_by="active")
     desk.answers(3, "do")
     request = {"kind": "join_with_zeros", "channel": "p.1", "exchange": 2}
     desk.say(0, **request)
-    desk.say(0, **request)  # a second request, from another thread of rank 0
+    desk.say(0, **request)  # a repeated request, from another thread of rank 0
     desk.say(1, **request)
     assert desk.answers(3, "do") == []
     desk.say(2, "join", divide_by="initial")  # rank 2 joins too, and does not request
     desk.answers(2, "do"), desk.answers(3, "do")
-    desk.say(1, **request)  # the ranks that have begun learn of the join, and request again
+    desk.say(1, **request)  # ranks that have begun the exchange learn of the join, and request zeros again
     for joined in (2, 3):
         assert desk.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
     assert desk.answers(1, "do") == [("absent",)] * 2
-    # Each exchange needs all requests again; for a process set, only those of its members count.
+    # Each exchange needs requests from all ranks; for a process set, only its members' requests count.
     desk.say(0, **request | {"exchange": 3})
     assert desk.answers(3, "do") == []
     desk.coordinator.sets[7] = [1, 3]
@@ -133,7 +133,7 @@ def test_joined_ranks_send_zeros_once_all_others_know_of_it():
     assert desk.answers(3, "do", "channel") == [("join_with_zeros", "of a set.1")]
 
 
-def test_process_sets():
+def test_process_sets_are_added_and_removed():
     desk = Desk()
     for rank in range(3):
         desk.say(rank, "add_process_set", ranks=[0, 2], tensors=())
@@ -174,7 +174,7 @@ def test_stalls_are_reported_once_on_every_rank():
     assert desk.answers(1, "do", "text")[-1] == ("report", "allreduce.loss: rank 0 waited 11 s for ranks 1, 2")
 
 
-def test_stalls_end_the_world_where_the_settings_say_so():
+def test_stalls_end_the_world_after_the_limit():
     desk = Desk(2, stall_check=0, stall_shutdown=30)
     desk.say(0, name="loss")
     desk.look(29)
@@ -188,7 +188,7 @@ def test_stalls_end_the_world_where_the_settings_say_so():
     assert desk.answers(1, "do") == []  # after the shutdown, requests are ignored
 
 
-def test_gradients_that_wait_are_reported_too():
+def test_waits_for_gradients_are_reported_too():
     desk = Desk(stall_check=10)
     said = {"kind": "waiting", "what": "gradients", "members": [0, 1, 2]}
     desk.coordinator.receive(0, {**said, "seconds": 12.0})
