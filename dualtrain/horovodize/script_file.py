@@ -33,7 +33,7 @@ def read_script(name: str) -> ScriptFile:
         text = data.decode(encoding)
     except (SyntaxError, UnicodeDecodeError):
         raise UserError(
-            f"the script {name!r} is text neither in UTF-8 nor in the encoding that its first lines declare: name a Python "
+            f"the script {name!r} is not text in UTF-8, or in the encoding that its first lines declare: name a Python "
             "source file"
         ) from None
     return ScriptFile(name, data, encoding, text)

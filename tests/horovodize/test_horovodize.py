@@ -180,7 +180,7 @@ def test_refusals_are_one_line(arguments, says, tmp_path, capsys):
 def test_the_backend_horovod_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("DUALTRAIN_BACKEND", "horovod")
     assert main(["script.py"]) == 2
-    assert "unset it" in capsys.readouterr().err
+    assert "unset the variable" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [None, "", "auto"])
