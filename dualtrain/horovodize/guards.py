@@ -63,7 +63,7 @@ class Guards:
             test = first
         if isinstance(test, ast.Compare) and self._compares(test):
             constants = {ast.unparse(node) for node in self._constants(test.comparators[0])}
-            rank = next(iter(constants - {"-1"}))  # -1: without Horovod
+            rank = next(iter(constants - {"-1"}))  # scripts use -1 for runs without Horovod
             return isinstance(test.ops[0], ast.Eq | ast.In), f"{self.rank(test.left)} == {rank}"
         return (False, f"{self.rank(test)} == 0") if self.rank(test) else None
 

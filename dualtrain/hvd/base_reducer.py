@@ -1,4 +1,7 @@
-"""Base class of the reducers of ``hvd.DistributedOptimizer``: Horovod's rules that do not depend on the transport."""
+"""Base class of the reducers of ``hvd.DistributedOptimizer``: Horovod's rules that do not depend on the transport.
+
+An exchange is the communication that combines the gradients of one step over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from dualtrain.hvd import basics, compat
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet
 
-_REASON_SECONDS = 0.5  # a failed rank's message may arrive this much later than its connections close
+_REASON_SECONDS = 0.5  # wait for a failed rank's message, which may arrive after its connections have closed
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
 
@@ -33,7 +36,7 @@ def as_horovod_errors() -> Iterator[None]:
 
 
 def _failure(error: BackendError) -> HorovodInternalError:
-    """Convert ``error``; add the reason for the world's end, if one arrives in time."""
+    """Convert ``error`` to a HorovodInternalError; if the world ends meanwhile, add the reason."""
     engine, deadline = basics.engine(), time.monotonic() + _REASON_SECONDS
     while engine.down is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -47,7 +50,7 @@ class HorovodReducer(ABC):
 
     Args:
         base_name: name of the set of parameters, the same on every rank.
-        process_set: the ranks.
+        process_set: the ranks whose gradients are combined.
         passes: number of backward passes that are summed before gradients are combined.
 
     Attributes:
@@ -113,7 +116,7 @@ class HorovodReducer(ABC):
             slot.passes = 0
 
     def discard_step(self) -> None:
-        """Discard what a failed step has left."""
+        """Reset the counts and marks of a failed step."""
         self.renew()
         self.reset_passes()
 
@@ -150,10 +153,10 @@ class HorovodReducer(ABC):
 
     @staticmethod
     def close_replaced(named: Named, base_name: str, process_set: ProcessSet) -> None:
-        """Close reducers of earlier optimizers of exactly these parameters: a new reducer replaces them.
+        """Close the reducers of earlier optimizers of exactly these parameters, which a new reducer replaces.
 
-        Two at once cannot work; on Horovod their calls would have the same names. An old one may still exist, because
-        Lightning wraps the optimizer in each ``fit``, and the old one lives until garbage collection.
+        Two reducers of the same parameters cannot work; on Horovod, their calls would have equal names. An old optimizer
+        may still exist: Lightning wraps the optimizer in each ``fit``, and the old one lives until garbage collection.
         """
         params = {id(p) for _, p in named}
         for old in {reducer for _, p in named for reducer in reducers_of(p) if isinstance(reducer, HorovodReducer)}:
@@ -161,7 +164,7 @@ class HorovodReducer(ABC):
                 old.close()
 
     def enter_world(self) -> None:
-        """Get a channel name in the current world, unless it is the world of the last exchange."""
+        """Get a channel name, if the world has changed since the last exchange."""
         if self._generation != basics.generation():
             self.world_changed()
             self._generation = basics.generation()
@@ -175,7 +178,7 @@ class HorovodReducer(ABC):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse exchanges while a module's parameter in ``place`` is not ``name``; ``None`` withdraws the refusal."""
+        """Refuse exchanges while a module has another parameter than ``name`` in ``place``; ``None`` ends the refusal."""
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

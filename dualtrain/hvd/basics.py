@@ -193,7 +193,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether ``init`` was called: Gloo sends CPU tensors then."""
+    """Return whether ``init`` was called, because after it Gloo sends CPU tensors."""
     return is_initialized()
 
 

@@ -87,14 +87,14 @@ class CallReducer(HorovodReducer):
         self._reduced = True
 
     def discard_step(self) -> None:
-        """Discard what a failed step has left."""
+        """Reset the reducer after a failed step."""
         super().discard_step()
         self._call = None
 
     def slot_ready(self, slot: Slot) -> None:
         """Start the call once all gradients are ready."""
         if self.ready == len(self.hooks.slots):
-            self.add_unfrozen()  # their gradients may still come
+            self.add_unfrozen()  # after this, gradients of the added parameters may still be missing
         if self.ready == len(self.hooks.slots):
             self._submit()
 
@@ -106,7 +106,7 @@ class CallReducer(HorovodReducer):
         return self._call
 
     def _refuse(self) -> tuple[int, list[Any]] | None:
-        """If this rank must refuse, start a call that fails on every rank with its reason; else return ``None``."""
+        """If this rank cannot combine gradients, start a call that fails on all ranks with the reason; else return None."""
         if not self._checked:
             self._refusals.lay_out([(slot.name, slot.param) for slot in self.hooks.slots], torch.zeros(1))
             self._checked = True

@@ -130,7 +130,7 @@ class ChannelReducer(HorovodReducer):
             slot.param.grad = None
 
     def discard_step(self) -> None:
-        """Discard what a failed step has left; if an exchange is under way, discard the channel too."""
+        """Reset the reducer after a failed step; if an exchange is under way, discard the channel too."""
         if self.exchanging:
             self.leave_world()
         self.exchanging = False

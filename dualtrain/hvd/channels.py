@@ -14,7 +14,7 @@ _MANY_CHANNELS = 16
 
 
 class Exchanger(Protocol):
-    """A reducer that sends gradients without rank 0, which must therefore inform it of ranks that have joined."""
+    """A reducer that sends gradients without rank 0, so that the engine must inform it of ranks that have joined."""
 
     base_name: str
     channel_name: str
@@ -46,7 +46,7 @@ class Channels:
         self._exchangers: list[weakref.ref[Exchanger]] = []  # in order of registration
 
     def claim(self, base_name: str) -> int:
-        """Count the caller, an optimizer of this base name; return the number of such optimizers in this world so far."""
+        """Return a number for an optimizer: 1 for the first one of this base name in this world, 2 for the second, …"""
         self._claims[base_name] += 1
         return self._claims[base_name]
 

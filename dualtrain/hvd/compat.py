@@ -28,7 +28,7 @@ _enabled = False
 
 
 def enable(on: bool) -> None:
-    """Reproduce Horovod's defects from now on, or not."""
+    """Set whether Horovod's defects are reproduced."""
     global _enabled
     _enabled = on
 

@@ -147,7 +147,7 @@ class Engine:
         """Request a backend over the ranks of a process set for one caller alone. Collective by name; do not block.
 
         Args:
-            name: of the channel.
+            name: the channel's name.
             set_id: the process set.
             layout: descriptions of what will be sent, the same on every rank.
             sparse: this rank's sparse gradients, as pairs of a parameter's number and its sparse dimensions.

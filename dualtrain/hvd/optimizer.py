@@ -208,14 +208,14 @@ class _Optimizer(NativeOptimizer):
             if closure is None:
                 self.synchronize()
         synchronized, self._synchronized = self._synchronized, False
-        result = self.optimizer.step(closure and self._fresh(closure))
+        result = self.optimizer.step(closure and self._with_reduction(closure))
         # Not after skip_synchronize() without synchronize(): then zero_grad() and the next backward raise AssertionError.
         if self.reducer is not None and (synchronized or closure is not None):
             self.reducer.renew()
             self.reducer.reset_passes()
         return result
 
-    def _fresh(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             if self.reducer is not None:
                 self.reducer.renew()
@@ -253,7 +253,7 @@ class _Optimizer(NativeOptimizer):
             super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, and discard what a failed step has left."""
+        """Load the wrapped optimizer's state, and reset the reducer, in which a step may have failed."""
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:
             self.reducer.discard_step()

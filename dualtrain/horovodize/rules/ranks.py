@@ -20,12 +20,12 @@ class _Unmatched(NamedTuple):
 
 
 def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
-    """A collective behind a condition on the rank."""
+    """A collective under a condition on the rank."""
     look = _Collectives(source)
     unmatched = [found for branch in source.nodes for found in look.unmatched(branch)]
     for found in unmatched:
         scope, (holds, what) = found.where
-        # The other ranks may make the same call in another place, as for "rank 0 downloads first".
+        # The other ranks may make the same call in another place, such as a barrier before or after rank 0's download.
         pairs = [other for other in unmatched if other.name == found.name and other.where == (scope, (not holds, what))]
         if not pairs:
             message = f"only some ranks call {found.name}(), and they wait for the others; call it outside the condition"
