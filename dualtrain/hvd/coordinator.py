@@ -261,16 +261,16 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
     for rank, other in others:
         for name, meaning in _EQUAL.items():
             if first.get(name) != other.get(name):
-                ours, theirs = _readable(name, first.get(name)), _readable(name, other.get(name))
-                return f"{title}: {meaning} {ours} on rank {first_rank}, {theirs} on rank {rank}"
+                one, two = _readable(name, first.get(name)), _readable(name, other.get(name))
+                return f"{title}: {meaning} {one} on rank {first_rank}, {two} on rank {rank}"
         if first.get("layout") != other.get("layout"):
             pairs = zip_longest(first["layout"], other["layout"], fillvalue="nothing")
-            mine, its = next((a, b) for a, b in pairs if a != b)
-            return f"{title}: the parameters differ: {mine} on rank {first_rank}, {its} on rank {rank}"
-        ours, theirs = first.get("tensors", []), other.get("tensors", [])
-        if len(ours) != len(theirs):
-            return f"{title}: {len(ours)} tensors on rank {first_rank}, {len(theirs)} on rank {rank}"
-        for (dtype, shape, device), (dtype2, shape2, device2) in zip(ours, theirs, strict=True):
+            one, two = next((a, b) for a, b in pairs if a != b)
+            return f"{title}: the parameters differ: {one} on rank {first_rank}, {two} on rank {rank}"
+        first_tensors, other_tensors = first.get("tensors", []), other.get("tensors", [])
+        if len(first_tensors) != len(other_tensors):
+            return f"{title}: {len(first_tensors)} tensors on rank {first_rank}, {len(other_tensors)} on rank {rank}"
+        for (dtype, shape, device), (dtype2, shape2, device2) in zip(first_tensors, other_tensors, strict=True):
             if dtype != dtype2:
                 return f"{title}: dtype {dtype} on rank {first_rank}, {dtype2} on rank {rank}"
             if device != device2:

@@ -116,8 +116,8 @@ class _Optimizer(NativeOptimizer):
             self.reducer.close()
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
-        ours = {p for group in self.optimizer.param_groups for p in group["params"]}
-        named = [(name, p) for name, p in named if p in ours]
+        wrapped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        named = [(name, p) for name, p in named if p in wrapped]
         place = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
         HorovodReducer.close_replaced(named, *place[:2])
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)

@@ -27,13 +27,13 @@ NARROW: dict[AnyCompressor, torch.dtype | None] = {
 
 def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
     """Return (name, parameter) for all parameters of ``optimizer``; raise Horovod's ValueErrors for a wrong ``given``."""
-    theirs = [
+    all_params = [
         (f"allreduce.noname.{i}.{j}", p)
         for i, group in enumerate(optimizer.param_groups)
         for j, p in enumerate(group["params"])
     ]
     if given is None:
-        return theirs
+        return all_params
     named = list(given)
     if not all(isinstance(pair, tuple) for pair in named):
         raise ValueError(
@@ -43,7 +43,7 @@ def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | Non
     twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
     if twice:
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    missing = len({p for _, p in theirs} - {p for _, p in named})
+    missing = len({p for _, p in all_params} - {p for _, p in named})
     if missing:
         raise ValueError(f"named_parameters was specified, but {missing} of the optimizer's parameters were not named")
     return named

@@ -196,9 +196,9 @@ UPDATES = common.HostUpdateResult
         ([(0, UPDATES.added)], None),
     ],
 )
-@pytest.mark.parametrize("whose", ["ours", "horovod"])
-def test_a_check_raises_once_for_all_received_updates(updates, skip_sync, whose):
-    if whose == "ours":
+@pytest.mark.parametrize("library", ["dualtrain", "horovod"])
+def test_a_check_raises_once_for_all_received_updates(updates, skip_sync, library):
+    if library == "dualtrain":
         held = objects(a=1)
     else:
         require_horovod()
@@ -208,7 +208,7 @@ def test_a_check_raises_once_for_all_received_updates(updates, skip_sync, whose)
         held = real.ObjectState(lambda obj: obj, lambda: 0, a=1)
     for timestamp, update in updates:
         held.on_hosts_updated(timestamp, update)
-    if whose == "ours":
+    if library == "dualtrain":
         assert interrupted(held) is skip_sync
         assert interrupted(held) is None
     elif skip_sync is not None:
@@ -587,11 +587,11 @@ def test_users_can_register_their_own_handlers(sent):
 # -- the sampler --------------------------------------------------------------------------------------------------
 
 
-def deal(kind, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
+def split(kind, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
     """Return the samples of each rank of a world of ``size``, and the sampler's attributes."""
     found = []
     for rank in range(size):
-        if kind == "ours":
+        if kind == "dualtrain":
             cls, module = elastic.ElasticSampler, sampler
         else:
             import horovod.torch.elastic.sampler as module
@@ -611,15 +611,15 @@ def test_the_order_of_samples_is_that_of_horovod(size, shuffle):
     require_horovod()
     for samples, seed, epoch, processed in [(10, 0, 0, 0), (11, 5, 2, 4), (23, 1, 1, 12), (8, 0, 3, 8)]:
         case = functools.partial(
-            deal, samples=samples, size=size, shuffle=shuffle, seed=seed, epoch=epoch, processed=processed
+            split, samples=samples, size=size, shuffle=shuffle, seed=seed, epoch=epoch, processed=processed
         )
-        assert case("ours") == case("horovod")
+        assert case("dualtrain") == case("horovod")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_every_sample_is_used_and_all_ranks_get_the_same_number(size):
     for left in range(20):
-        shares = [share for share, *_ in deal("ours", 20, size, processed=20 - left)]
+        shares = [share for share, *_ in split("dualtrain", 20, size, processed=20 - left)]
         assert {len(share) for share in shares} == {-(-left // size)}
         counts = Counter(sample for share in shares for sample in share).values()
         assert len(counts) == left
@@ -627,7 +627,7 @@ def test_every_sample_is_used_and_all_ranks_get_the_same_number(size):
 
 
 def test_fewer_samples_than_ranks_are_repeated():
-    shares = [share for share, *_ in deal("ours", 10, 5, shuffle=False, processed=8)]
+    shares = [share for share, *_ in split("dualtrain", 10, 5, shuffle=False, processed=8)]
     assert shares == [[8], [9], [8], [9], [8]]
 
 

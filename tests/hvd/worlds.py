@@ -19,6 +19,7 @@ def worlds(*chosen: tuple[str, int]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("real", chosen, ids=[f"{name}-{size}" for name, size in chosen], indirect=True)
 
 
+#: Worlds of ``dualtrain.hvd`` alone (OURS), of both libraries (EVERY, PAIR), and of Horovod itself alone (THEIRS).
 OURS = worlds(("torch", 2), ("torch", 3))
 OURS_2 = worlds(("torch", 2))
 OURS_3 = worlds(("torch", 3))

@@ -208,8 +208,8 @@ def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
     within = [distance(a, b) for runs in (evidence.horovod, evidence.dualtrain) for a, b in combinations(runs, 2)]
     between = [distance(a, b) for a in evidence.horovod for b in evidence.dualtrain]
     widest, apart, step = max(within)[0], statistics.median(each for each, _ in between), between[0][1]
-    theirs = any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
-    who = "two runs on Horovod" if theirs else "two runs with dualtrain"
+    horovod_differs = any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
+    who = "two runs on Horovod" if horovod_differs else "two runs with dualtrain"
     details = [
         f"not repeatable: {who} differ {where(spread)}",
         "to compare bits, make the script repeatable: set OMP_NUM_THREADS=1, and give --seed 1, which seeds torch, numpy "
