@@ -66,7 +66,7 @@ def horovod_run(source: Source) -> Iterator[Finding]:
 
 
 def build_questions(source: Source) -> Iterator[Finding]:
-    """Branches on how Horovod was built."""
+    """Branches that depend on how Horovod was built."""
     for call in source.hvd_calls(*BUILD):
         if not any(isinstance(above, ast.If | ast.IfExp | ast.While | ast.Assert) for above in source.above(call)):
             continue

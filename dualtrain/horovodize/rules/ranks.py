@@ -28,7 +28,7 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
         # The other ranks may make the same call in another place, such as a barrier before or after rank 0's download.
         pairs = [other for other in unmatched if other.name == found.name and other.where == (scope, (not holds, what))]
         if not pairs:
-            message = f"only some ranks call {found.name}(), and they wait for the others; call it outside the condition"
+            message = f"only some ranks call {found.name}() and wait for the other ranks; call it outside the condition"
             yield Finding(found.call.lineno, "trap", message)
 
 

@@ -39,7 +39,7 @@ def sampler_without_ranks(source: Source) -> Iterator[Finding]:
 
 
 def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
-    """A DistributedSampler that gets the rank or size within a host."""
+    """A DistributedSampler that gets the local rank or size."""
     guards = Guards(source)
     if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
         return  # each host may have its own samples
@@ -135,7 +135,7 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
 
 
 def different_splits(source: Source) -> Iterator[Finding]:
-    """random_split with another result on each rank."""
+    """A random_split that gives a different result on each rank."""
     text = source.text
     if not source.wraps or re.search(r"manual_seed|seed_everything|set_seed|fix_seed|seed_all", text):
         return
