@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.watch and given.out is not None:
             raise UserError("--watch writes no file: leave out --watch or --out")
         if given.port is not None and not given.watch:
-            raise UserError("--port needs --watch: give both, or neither")
+            raise UserError("--port is the port of --watch, which is missing: give both, or neither")
         if given.watch:
             _watch(given.runs, given.port or 0)
         else:
