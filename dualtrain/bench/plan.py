@@ -33,7 +33,7 @@ LENGTHS = {
     "virtual-mlp": (1, 4),
 }
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
-VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # the cost of --virtual-ranks; not run by default
+VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # what --virtual-ranks costs; not by default
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
 MODELS = tuple(job for job in STEPS if job != "empty")
 #: Bytes of the allreduces. "large" is for the contenders on which a target or the answer depends.
@@ -52,12 +52,12 @@ ABOUT = {
     "mlp": "a step of an MLP of 784-4096-4096-10 (20.0 M weights), batch 128: much to send, little to compute",
     "resnet18-cl": "as resnet18, in the channels_last layout",
     "resnet18-bf16-cl": "as resnet18, under bf16 autocast, in the channels_last layout",
-    "virtual-convnet": "a step of the trainer on the ConvNet, with and without virtual ranks",
-    "virtual-resnet18": "a step of the trainer on ResNet-18, with and without virtual ranks",
-    "virtual-mlp": "a step of the trainer on the MLP, with and without virtual ranks",
+    "virtual-convnet": "a step of the trainer on the ConvNet, with virtual ranks and without",
+    "virtual-resnet18": "a step of the trainer on ResNet-18, with virtual ranks and without",
+    "virtual-mlp": "a step of the trainer on the MLP, with virtual ranks and without",
     "sweep": "an all-reduce of 4 B to 256 MB, of a plain tensor and of the library's own buffer",
-    "trainer": "the time that dualtrain's trainer adds to a step of a plain loop, on the empty model",
-    "stall": "the time for which a checkpoint of ResNet-18 stops the training",
+    "trainer": "what dualtrain's trainer adds to a step by hand, on the empty model",
+    "stall": "how long a checkpoint of ResNet-18 stops the training",
     "feed": "the loading of one MNIST sample, in batches of 100",
     "epoch": "an epoch of mnist-convnet on 12,000 images, with reading and evaluation",
     "import": "the time that import dualtrain adds to import torch",
