@@ -1,6 +1,6 @@
-"""``python -m dualtrain.compare RUN RUN…``: finished runs side by side, and whether they ended with the same weights.
+"""``python -m dualtrain.compare RUN RUN…``: print finished runs side by side, and whether their weights are equal.
 
-With --one-result, exit status 1 unless all runs have ended, with the same weights and the same metrics.
+With --one-result, the exit status is 1 unless all runs have ended with the same weights and metrics.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Run = tuple[str, dict[str, Any]]  # its label and its summary
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Format finished runs, each a label and a summary, as lines of text; then one line on which have the same weights."""
+    """Format finished runs, given by label and summary, as lines of text; the last line says which have equal weights."""
     models: dict[str, list[str]] = {}
     for label, summary in runs:
         models.setdefault(summary["weights_sha256"], []).append(label)
     names = " and ".join(dict.fromkeys(summary["backend"] for _, summary in runs))
-    # Those that agree come first, the largest group of them in front.
+    # The largest group of runs with equal weights comes first.
     groups = "; ".join(" = ".join(labels) for labels in sorted(models.values(), key=len, reverse=True))
     last = (
         f"same weights: yes, {names} ended with the same model, bit for bit"
@@ -40,18 +40,18 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
     """Format the runs and compare their results: weights, steps, and all metrics of the last evaluation, exactly.
 
     Args:
-        runs: those that have ended.
-        unfinished: labels of the others.
+        runs: the runs that have ended.
+        unfinished: labels of the other runs.
 
     Returns:
-        The table, whose last line is "N runs, 1 hash" where all have one result, and else says which differ; and whether
-        they have.
+        The table, and whether all runs have the same result. If so, the table's last line is "N runs, 1 hash"; else it
+        lists the differences.
     """
     hashes = {summary["weights_sha256"] for _, summary in runs}
     count = f"{len(runs) + len(unfinished)} runs, {len(hashes)} hash{'es' * (len(hashes) != 1)}"
     faults = [f"{label} has not ended" for label in unfinished]
     if len(runs) + len(unfinished) < 2:
-        faults.append("there is nothing to compare it with")
+        faults.append("there is no second run to compare")
     names = _results(runs)
     for label, summary in runs[1:]:
         first, expected = runs[0]
@@ -63,7 +63,7 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
 
 
 def _results(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the values of any run that make its result."""
+    """Return the names of all values that belong to the result of any run."""
     metrics = [name for _, summary in runs for name in summary if name.startswith(("train_", "val_"))]
     return list(dict.fromkeys(["weights_sha256", "steps", *metrics]))
 
@@ -82,7 +82,7 @@ def _compare_results(folders: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return the exit status: 0, 2 where a run cannot be read, 1 where --one-result finds a difference."""
+    """Print the table; return the exit status: 0, 1 if --one-result finds a difference, 2 if a run cannot be read."""
     parser = parser_of("dualtrain.compare", str(__doc__))
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(

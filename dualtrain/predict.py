@@ -1,8 +1,8 @@
-"""``python -m dualtrain.predict RUN IMAGE [IMAGE …]``: the likeliest classes of image files, by a trained model.
+"""``python -m dualtrain.predict RUN IMAGE [IMAGE …]``: print the likeliest classes of image files, by a trained model.
 
-An image is converted to the size and channels of the dataset's images, then transformed as for evaluation (digits and
-mnist are light on dark; nothing is inverted). Of a folder, all images below it are classified. All images are read before
-the first line is printed.
+An image is converted to the size and channels of the dataset's images, then transformed as in evaluation. Colours are not
+inverted; digits and mnist are light on dark. If IMAGE is a folder, all images below it are classified. All images are read
+before the first line is printed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SHOWN = 5  # classes
-BATCH = 64  # images
-# PIL's mode of the datasets that are held in memory, and the side of their images.
+SHOWN = 5  # printed classes per image
+BATCH = 64  # images per forward pass
+# For each dataset that is held in memory: PIL's mode of its images, and the length of their sides.
 IMAGES = {"digits": ("L", 8), "mnist": ("L", 28), "fashion-mnist": ("L", 28), "cifar10": ("RGB", 32)}
 
 
@@ -32,8 +32,8 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
 
     Args:
         run: the run's folder.
-        files: images, of the formats that ``data.decode`` names.
-        best: use the weights of the best evaluation, not those of the last step.
+        files: images, in formats that ``data.decode`` supports.
+        best: use the weights of the best evaluation instead of the last step.
 
     Raises:
         UserError: the run has no weights or does not classify images, or an image cannot be read.
@@ -105,7 +105,7 @@ def _load(weights: Path, name: str, task: dict[str, Any]) -> nn.Module:
 
 
 def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
-    """Return a function from an image file to the model's input, float32 (1, c, h, w), as in the run's evaluation."""
+    """Return a function that reads an image file as the model's input, float32 (1, c, h, w), as in the run's evaluation."""
     import torch
 
     from dualtrain.config import SETTINGS
@@ -140,7 +140,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
 
 
 def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
-    """Convert the image to the dataset's form, (1, c, side, side): uint8, but digits float32 from 0 to 1."""
+    """Convert the image to the dataset's form, (1, c, side, side): uint8, or for digits float32 from 0 to 1."""
     import numpy
     import torch
     from PIL import Image
@@ -158,7 +158,7 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
 
 
 def _expanded(paths: Sequence[str]) -> list[str]:
-    """Return the files, and the images below the folders. Raises UserError for a folder without images."""
+    """Return the files among ``paths``, and the images below folders. Raises UserError for a folder without images."""
     files: list[str] = []
     for path in paths:
         if not Path(path).is_dir():
@@ -178,7 +178,7 @@ def _expanded(paths: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one line for each image; return the exit status: 0, or 2 for an error of the user's."""
+    """Print one line for each image; return the exit status: 0, or 2 for an error that the user can fix."""
     parser = parser_of("dualtrain.predict", str(__doc__))
     parser.add_argument("run", metavar="RUN", help="a run's folder")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="an image file, or a folder of them")
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(json.dumps({"image": file, "classes": [{"class": name, "probability": value} for name, value in classes]}))
         else:
             line = f"{file}: {', '.join(f'{name} {value:.1%}' for name, value in classes)}"
-            show(line.replace("\n", "\\n"))  # one line for each image, whatever its name
+            show(line.replace("\n", "\\n"))  # one line for each image, even if its name contains a line end
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The table of runs, one row each, that ``compare`` prints and ``report`` shows; and how a run's summary is read."""
+"""The table of runs, with one row per run, for ``compare`` and ``report``; and the reader of a run's summary."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
 NONE = "–"
-Facts = Mapping[str, Any]  # of a run: its summary, or what is known of one that has not finished
+Facts = Mapping[str, Any]  # a run's summary, or the known values of an unfinished run
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether a value that was read is a finite number, also as a float."""
+    """Return whether ``value`` is a number that is finite as a float."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer of 400 digits
+    except OverflowError:  # an integer that is too large for a float
         return False
 
 
 def as_text(value: Any) -> str:
-    """Return a value as it is shown: a dash if there is none."""
+    """Return a value as text; a dash if it is ``None``."""
     return NONE if value is None else str(value)
 
 
@@ -57,7 +57,7 @@ _KINDS |= dict.fromkeys(("val_accuracy", "samples_per_second", "seconds", "world
 
 
 def run_table(runs: Iterable[tuple[str, Facts]], columns: Sequence[str] = tuple(COLUMNS)) -> list[list[str]]:
-    """Return the rows of the table, the header first, from each run's label and facts."""
+    """Return the rows of the table, beginning with the header, from each run's label and facts."""
     return [["run", *columns], *([label, *(COLUMNS[name](facts) for name in columns)] for label, facts in runs)]
 
 
@@ -69,7 +69,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """Return the contents of a finished run's ``summary.json``.
 
     Raises:
-        UserError: the folder holds none.
+        UserError: the folder has no usable summary.
     """
     shown = repr(str(folder))
     try:

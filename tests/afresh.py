@@ -1,4 +1,4 @@
-"""Forked processes in the state of a new interpreter, for tests of code that starts processes by multiprocessing."""
+"""Forked processes in the state of a new interpreter, for tests of code that uses multiprocessing."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def _begin(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
             if each not in kept and fcntl.fcntl(each, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 os.close(each)
         except OSError:
-            pass  # the descriptor of the folder itself, closed by now
+            pass  # the descriptor of /proc/self/fd itself, which is already closed
     multiprocessing.set_start_method("spawn", force=True)
     target(*args)

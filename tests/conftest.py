@@ -21,7 +21,7 @@ THREADS = [("threads", 2), ("threads", 3)]
 REAL = [(name, size) for name in ("torch", "horovod") for size in (2, 3, 4)]
 SHARED = [("shm", size) for size in (2, 3)]  # torch, with reductions through shared memory
 WORLDS = LOCAL + THREADS + REAL + SHARED
-# Not every size with every kind of world; the fixture `real` has all sizes on both libraries.
+# SPREAD and TYPICAL have one or two sizes per kind of world; the fixture `real` has all sizes on both libraries.
 SPREAD = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 2), ("shm", 2)]
 TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 3), ("shm", 3)]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
@@ -29,11 +29,11 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 
 # A waiting OpenMP thread sleeps, so that another rank can use the core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-torch.set_num_threads(1)  # as in the worker processes, so that sums are equal and threads do not outnumber cores
+torch.set_num_threads(1)  # as in the worker processes, so that sums have the same bits and threads do not outnumber cores
 
 
 class Spmd:
-    """``spmd(fn, *args)`` returns the results of ``fn(backend, *args)`` in rank order; ``fn`` is at the top of a module."""
+    """Callable: ``spmd(fn, *args)`` runs ``fn(backend, *args)`` on all ranks; ``fn`` must be at the top of a module."""
 
     def __init__(self, name: str, size: int, pool: Pool | None) -> None:
         self.name = name
@@ -51,13 +51,13 @@ class Spmd:
             return [fn(backend, *args)]
 
     def leave(self) -> None:
-        """Close a world of processes after a test that leaves it unusable for other tests."""
+        """Close the world of processes, for tests that make it unusable for other tests."""
         if self._pool is not None:
             self._pool.disconnect()
 
 
 def require_horovod() -> None:
-    """Skip the test if Horovod is missing; in CI, fail."""
+    """Skip the test if Horovod is missing; fail it in CI."""
     if importlib.util.find_spec("horovod") is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Horovod: bash launch/setup.sh")
 
@@ -77,7 +77,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(autouse=True)
 def no_idle_world(request: pytest.FixtureRequest) -> None:
-    """Close an open world before a test that may start its own ranks: the world's threads poll and use the cores."""
+    """Close an open world before a test that may start ranks, because the world's threads poll and use the cores."""
     if _place(request.node) < 0:
         for pool in _POOLS:
             pool.disconnect()
@@ -142,8 +142,8 @@ def _place(item: pytest.Item) -> int:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Put the tests of all worlds of processes into one group of pytest-xdist's ``--dist loadgroup``.
 
-    They run in one process, one after another, and the other tests beside them: two worlds never compete for the cores.
-    This hook is the right one, because xdist reads the marks as soon as all tests are collected.
+    Tests of one group run in one process, one after another, so that two worlds never compete for the cores. The marks must
+    be set in this hook, because xdist reads them as soon as all tests are collected.
     """
     if _place(item) >= WORLDS.index(REAL[0]):
         item.add_marker(pytest.mark.xdist_group("processes"))
@@ -161,7 +161,7 @@ def _launcher_variables() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def no_environment_leaks() -> Iterator[None]:
-    """Fail a test that leaves launcher variables changed: the next test would read them."""
+    """Fail a test that leaves launcher variables changed, because the next test would read them."""
     before = _launcher_variables()
     yield
     after = _launcher_variables()
@@ -174,7 +174,7 @@ def no_environment_leaks() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the command that repeats each failed test alone."""
+    """Print, for each failed test, the command that repeats it."""
     reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
     names = sorted({re.sub(r"@\w+$", "", report.nodeid) for report in reports})  # xdist adds @ and the group
     if names:

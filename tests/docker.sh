@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Builds docker/'s images, runs all of compose.yaml that needs no GPU, and checks the results. Takes a quarter of
-# an hour, and as much again to build the first time.
-# It leaves only the images dualtrain and dualtrain:test behind, with GPU=1 dualtrain:gpu.
+# Builds docker/'s images, runs all services of compose.yaml that need no GPU, and checks the results. Takes 15 minutes, and
+# 15 more for the first build.
+# It leaves only the images dualtrain and dualtrain:test, or with GPU=1 the image dualtrain:gpu.
 #
 #   bash tests/docker.sh [base image]
 #
-# GPU                1: the GPU image instead of the others, built and run without a GPU (20 GB of disk space)
+# GPU                1: build the GPU image instead, and run it without a GPU (20 GB of disk space)
 # TORCH              torch's version in the images (default: that of launch/versions.txt)
-# ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch has; fewer are faster)
+# ARCHITECTURES      compute capabilities of the GPU image, such as 80,90 (default: all that torch has; fewer build faster)
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
 # TESTS              arguments of launch/test.sh in its image (default: three quick files; empty: all tests)
-# WEIGHTS            expected beginning of two ranks' weights_sha256 (default: that of the other backend; it depends on the CPU)
+# WEIGHTS            expected beginning of two ranks' weights_sha256; it depends on the CPU (default: backends are only compared)
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }
@@ -85,7 +85,7 @@ learned() {
   echo "  ${line#done: }"
 }
 
-# A base made by docker import has the mode of the folder that was packed as its /.
+# In an image made by docker import, / has the mode of the folder that was packed.
 base_is_usable() {
   docker run --rm --user 1000:1000 "$BASE_IMAGE" sh -c : ||
     { echo "only root can run programs in $BASE_IMAGE: give its / mode 755, or name another base image"; return 1; }
@@ -173,7 +173,7 @@ learned
 [ "$weights" = "$horovod" ] || fail "torch's weights are $weights, Horovod's $horovod"
 check "mpirun" inside --shm-size 1g "$IMAGE" bash launch/mpirun.sh
 learned
-# As restricted as a pod can be: without capabilities; only /tmp and the runs are writable.
+# Restricted like a pod: no capabilities, and only /tmp and the runs are writable.
 check "one process, restricted" inside --cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp \
   --mount type=volume,destination=/opt/dualtrain/runs "$IMAGE"
 learned

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs the programs that some tests need beyond launch/setup.sh, so that no test is skipped because of a missing one.
-# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. It can be run again: installed packages are not changed.
-# It starts no daemon. The tests start their own, except for Docker's (systemctl start docker).
+# Installs programs that some tests need and launch/setup.sh does not install, so that these tests are not skipped.
+# Needs root, apt-get (Debian, Ubuntu) and a finished set-up. It can be repeated: installed packages are not changed.
+# It starts no daemon. The tests start the daemons that they need, except Docker's (systemctl start docker).
 #
 #   bash tests/extras.sh [PART…]     all parts without an argument
 #
 # hosts   tests/launch/test_hosts.py: iproute2, openssh-client, openssh-server
-# slurm   tests/launch/test_slurm.py, test_smoke.py: munge, slurm-wlm
+# slurm   tests/launch/test_slurm.py and test_smoke.py: munge, slurm-wlm
 # k8s     tests/commands/test_k8s.py: kubeflow-training, into the environment of launch/setup.sh
 # browser tests/commands/test_report_browser.py: chromium
 # docker  tests/docker.sh: docker.io, docker-compose
@@ -44,7 +44,7 @@ done
 if [ "${#missing[@]}" -gt 0 ]; then
   command -v apt-get >/dev/null || refuse "no apt-get found; install what these Debian packages hold: ${missing[*]}"
   [ "$(id -u)" = 0 ] || refuse "user $(id -un) cannot install ${missing[*]}; run this as root"
-  # Without this, sshd and others would start with their packages.
+  # Prevent packages such as openssh-server from starting their daemons.
   policy=/usr/sbin/policy-rc.d
   if [ ! -e "$policy" ]; then
     trap 'rm -f "$policy"' EXIT

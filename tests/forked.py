@@ -1,7 +1,7 @@
-"""Processes forked from a server that has imported torch: they start in milliseconds, while the import takes seconds.
+"""Processes forked from a server that has imported torch, so that they start in milliseconds instead of seconds.
 
 Use them in tests of ranks, unless the launcher itself is tested. :func:`run` replaces ``subprocess.run`` for Python
-programs, :class:`Forked` is one such process.
+programs; :class:`Forked` is a running process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PRELOADED = ["tests.warm"]
 @cache
 def server() -> ForkServerContext:
     """Return the context whose processes are forked from the server. The first process starts the server."""
-    # Start it as a run does for its data workers: a process has only one such server, which must survive a job's signals.
+    # Start the server as a run does for its data workers: a process has one such server, which must survive job signals.
     start_forkserver(PRELOADED)
     return multiprocessing.get_context("forkserver")
 
@@ -91,7 +91,7 @@ class Forked:
         return self.process.exitcode
 
     def wait(self, seconds: float) -> int:
-        """Wait for its end and return its exit status. Raises AssertionError after ``seconds``."""
+        """Wait until the process ends and return its exit status. Raises AssertionError after ``seconds``."""
         self.process.join(seconds)
         assert self.process.exitcode is not None, (
             f"rank {self.rank} (process {self.pid}) runs after {seconds} s:\n{self.output}\n{self.errors}"
@@ -105,7 +105,7 @@ class Forked:
             self.kill()
 
     def kill(self) -> None:
-        """Kill it and the processes that it has started."""
+        """Kill the process and its descendants."""
         self.send_signal(signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ class Forked:
 
 
 def run(command: Sequence[str | Path], folder: Path, seconds: float = 120, **settings: Any) -> End:
-    """Run one program to its end."""
+    """Run a program until it ends."""
     return Forked(command, folder, **settings).end(seconds)
 
 
@@ -125,7 +125,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> list[End]:
-    """Run ``command`` on this number of ranks on loopback, or on ranks with these variables; return them in rank order."""
+    """Run ``command`` on loopback ranks (their number, or each one's variables); return the ends in rank order."""
     given = places(ranks) if isinstance(ranks, int) else ranks
     running = [Forked(command, folder, env={**(os.environ if env is None else env), **each}, cwd=cwd) for each in given]
     try:
@@ -157,7 +157,7 @@ def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
 
 
 def holds(condition: Callable[[], bool], seconds: float = 120) -> bool:
-    """Wait until ``condition`` holds, for ``seconds`` at most, and return whether it does."""
+    """Wait up to ``seconds`` until ``condition`` holds, and return whether it holds."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -179,11 +179,11 @@ def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: st
     os.environ.update(env)
     os.chdir(cwd)
     multiprocessing.set_start_method(None, force=True)
-    multiprocessing.current_process()._config.pop("tempdir", None)  # that folder belongs to the tests
+    multiprocessing.current_process()._config.pop("tempdir", None)  # the inherited folder belongs to the test process
     status = _run(command)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    atexit._run_exitfuncs()  # os._exit does not run them
+    atexit._run_exitfuncs()  # os._exit does not run the exit handlers
     os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Jobs that are killed in every phase of a run, and go on until they end: :func:`survive` runs one."""
+"""Jobs that are killed in every phase of a run and restarted until they end. :func:`survive` runs such a job."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from tests.forked import ROOT, End, Forked, places
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SECONDS = 120.0  # on a busy machine
-#: Four steps of an epoch, and checkpoints of each; dropout, so that random numbers count.
+SECONDS = 120.0  # seconds, enough on a busy machine
+#: Epochs of four steps with a checkpoint after each step; dropout, so that the result depends on random numbers.
 FLAGS = ("--model", "tests.models_for_tests:dropping", "--global-batch-size", "360", "--lr", "0.02", "--momentum", "0.9")
 FLAGS += ("--epochs", "7", "--checkpoint-every", "1", "--threads", "1", "--workers", "0", "--log-every", "1")
-#: The phases, in an order in which each is reached, and never three times in a row after the same step, which ends a run.
+#: The phases, ordered so that each is reached, and no three consecutive kills come after the same step (that ends a run).
 PHASES = ("start-up", "connect", "forward", "evaluation", "backward", "copy", "all-reduce", "write", "rename", "end")
 ONCE = ("start-up", "connect", "end")
 OF_RANK_0 = ("copy", "write", "rename", "end")
-#: Kills the rank of the first argument in the phase of the second one, at the call of the third one's number.
+#: Program with the arguments RANK PHASE NUMBER: kill that rank in that phase, at the call with that number.
 PROGRAM = """
 import os, signal, sys
 victim, phase, number, *arguments = sys.argv[1:]
@@ -83,20 +83,20 @@ sys.exit(dualtrain.main.main())
 
 
 def kills(first: int) -> list[tuple[int, str, int]]:
-    """Return a kill in every phase: the rank, beginning with ``first`` and then in turn, the phase, and the call in it."""
+    """Return one kill (rank, phase, call) per phase; the ranks alternate, beginning with ``first``."""
     ranks = [0 if phase in OF_RANK_0 else (first + number) % 2 for number, phase in enumerate(PHASES)]
     return [(rank, phase, 1 if phase in ONCE else 2) for rank, phase in zip(ranks, PHASES, strict=True)]
 
 
 def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
-    """Run two ranks, one of which is killed, unless it has another number."""
+    """Run two ranks; one is killed, if ``kill`` has the number of one."""
     arguments = (*FLAGS, *flags, "--run-dir", str(folder), "--resume", "auto")
     command, output = ("-c", PROGRAM, *map(str, kill), *arguments), folder.with_name("output")
     ranks = [Forked(command, output, env={**ENV, **place}) for place in places(2)]
     try:
         victim = kill[0]
         if kill[1] in ONCE:
-            # Ranks that have not met do not notice; a launcher does.
+            # Before the rendezvous, ranks cannot detect a failed rank, but a launcher can.
             ranks[victim].wait(SECONDS)
             ranks[1 - victim].send_signal(signal.SIGTERM)
         return [rank.end(SECONDS) for rank in ranks]
@@ -106,7 +106,7 @@ def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
 
 
 def survive(folder: Path, kills: Sequence[tuple[int, str, int]], *flags: str) -> None:
-    """Run one job undisturbed and one with ``kills`` (rank, phase, call); assert that they end with the same result."""
+    """Run a job without kills and a job with ``kills`` (rank, phase, call); assert that their results are equal."""
     nobody = (-1, "", 0)
     assert [end.returncode for end in job(folder / "whole", nobody, *flags)] == [0, 0]
     for kill in kills:

@@ -20,7 +20,7 @@ EXACT = {"rtol": 0, "atol": 0}
 
 
 def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Initialize ``model`` from its own generator, because the ranks of a world of threads share torch's."""
+    """Initialize ``model`` from a generator of its own, because ranks that are threads share torch's generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -81,9 +81,9 @@ def sgd(model: nn.Module, backend, momentum: float = 0.9, weight_decay: float = 
 
 
 def mean_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch.Tensor] | None]) -> list[torch.Tensor]:
-    """Compute the expected gradients: those of each rank's loss on a copy of ``model``, averaged and dense.
+    """Compute the expected gradients: the dense average of the gradients of each rank's loss on a copy of ``model``.
 
-    A rank with the loss ``None`` has no backward; its gradients are zero, as are those of unused parameters.
+    If a rank's loss is ``None``, it has no backward, and its gradients are zero, as are those of unused parameters.
     """
     totals = [torch.zeros(p.shape, dtype=p.dtype) for p in model.parameters()]
     for loss in losses:
@@ -104,7 +104,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def same_on_all(backend, tensors: list[torch.Tensor]) -> bool:
-    """Return whether every rank has these tensors, bit for bit."""
+    """Return whether all ranks have the same bits in these tensors."""
     mine = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
     rows = backend.allgather(mine[None])
     return bool((rows == rows[0]).all())
@@ -112,7 +112,7 @@ def same_on_all(backend, tensors: list[torch.Tensor]) -> bool:
 
 @contextmanager
 def small_buckets(sizes: tuple[int, int] = SMALL_BUCKETS) -> Iterator[None]:
-    """Make buckets of a few parameters each. Ranks that are threads may enter it concurrently."""
+    """Limit buckets to a few parameters each. Ranks that are threads may enter this context concurrently."""
     layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES = sizes
     try:
         yield

@@ -1,4 +1,4 @@
-"""Worker processes that are started once and run many test bodies, as the ranks of one world after another.
+"""Worker processes that are started once and are the ranks of many worlds, one after another, to run test bodies.
 
 A test body is a module-level function ``fn(backend, *args)``. It is sent by its name; arguments and results are pickled.
 Only one world is open at a time, because a process can be in only one world of torch and Horovod. If a body fails on any
@@ -36,18 +36,18 @@ from tests.forked import server
 ROOT = Path(__file__).resolve().parent.parent
 OPEN_SECONDS = 90.0  # importing torch and Horovod on a busy machine, and the rendezvous
 CALL_SECONDS = 120.0  # longer than a backend's own timeout, so that the backend's error is reported
-AFTER_FAILURE_SECONDS = 15.0  # for the other ranks to detect that one has failed
+AFTER_FAILURE_SECONDS = 15.0  # for the other ranks to detect a failed rank
 EXIT_SECONDS = 10.0
 TIMEOUT = 60.0
 
 
 class RankError(AssertionError):
-    """A test body raised, or its process died, on at least one rank. The message has every failed rank's traceback."""
+    """On at least one rank, a test body raised or the process died. The message has the failed ranks' tracebacks."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one call on one rank: its value, or in ``error`` a traceback or how the process ended."""
+    """Result of one call on one rank: its value, or in ``error`` the traceback or the exit code of the process."""
 
     rank: int
     value: Any = None
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def reference(fn: Callable[..., Any]) -> tuple[str, str]:
-    """Return the names by which another process finds ``fn``."""
+    """Return the names of module and function by which another process imports ``fn``."""
     if "<" in getattr(fn, "__qualname__", "<"):
         raise TypeError(f"{fn!r} cannot be sent to other processes: test bodies are functions at the top of a module")
     return fn.__module__, fn.__qualname__
@@ -81,7 +81,7 @@ class _Worker:
         try:
             self.connection.send_bytes(pickle.dumps(message))
         except OSError:
-            pass  # it died: answer() reports that
+            pass  # the process died; answer() reports that
 
     def answer(self) -> tuple[Any, str | None]:
         try:
@@ -91,7 +91,7 @@ class _Worker:
             return None, f"the process died with exit code {self.process.exitcode}"
 
     def end(self, seconds: float) -> None:
-        """Wait for its end, and kill it after ``seconds``."""
+        """Wait until the process ends; kill it after ``seconds``."""
         self.process.join(seconds)
         if self.process.exitcode is None:
             self.process.kill()
@@ -99,7 +99,7 @@ class _Worker:
 
 
 class Pool:
-    """``processes`` workers, started at the first use and again after a failure."""
+    """A number of workers (``processes``), started at the first use and again after a failure."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes
@@ -112,12 +112,12 @@ class Pool:
         return [worker.process.pid for worker in self._workers]
 
     def start(self) -> None:
-        """Start the processes, unless they run."""
+        """Start the processes, unless they are running."""
         if not self._workers:
             self._workers = [_Worker() for _ in range(self.processes)]
 
     def connect(self, name: str, size: int) -> None:
-        """Open the world of ``size`` ranks on the backend ``name``, unless it is open."""
+        """Open the world of ``size`` ranks on the backend ``name``, unless it is already open."""
         if self.open == (name, size):
             return
         self.disconnect()
@@ -179,7 +179,7 @@ class Pool:
             if not ready:
                 for rank in waiting.values():
                     with suppress(ProcessLookupError):
-                        os.kill(workers[rank].process.pid, signal.SIGUSR1)  # it then prints its stack traces
+                        os.kill(workers[rank].process.pid, signal.SIGUSR1)  # the worker then prints its stack traces
                     outcomes[rank] = Outcome(rank, error=f"no answer in time while waiting for {what}; see stderr")
                 time.sleep(0.5)
                 break
@@ -202,7 +202,7 @@ def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
 def _explain(error: BaseException) -> str:
     try:
         return "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
-    except Exception:  # the repr of a local variable failed
+    except Exception:  # repr() of a local variable failed
         return "".join(traceback.format_exception(error))
 
 

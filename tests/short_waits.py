@@ -1,4 +1,4 @@
-"""Shorter waits for a failed rank's report, for tests in which it has arrived or none will come."""
+"""Shorter waits for a failed rank's report, for tests in which the report is already there or never arrives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 
 
 def short_waits(backend: Any, limit: float = math.inf) -> AbstractContextManager[Any]:
-    """End the wait of a failed call of ``backend`` at any report, also of a rank that left, and after ``limit`` seconds."""
+    """Make failed calls of ``backend`` wait at most ``limit`` seconds, or until any report (even of a rank that left)."""
     watch = backend.watch
     if watch is None:
         return nullcontext()

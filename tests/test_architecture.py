@@ -1,4 +1,4 @@
-"""Imports between packages: each imports only those below it."""
+"""Imports between packages: each package imports only packages in lower layers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ROOMS = [
     "state",
     "functional",
     "batchnorm",
-    # The rooms above it print; those below log.
+    # Packages above console print; those below log.
     "console",
 ]
 ROOMS += ["torchvision_shim", "user_code"]
 ROOMS += ["config", "models", "data", "training", "hvd", "spawn", "main"]
 ROOMS += ["run_table", "compare", "report", "predict", "doctor", "drill", "bench", "horovodize"]
-#: The files of these packages, from the bottom to the top: each imports from lower layers only.
+#: The files of some packages by layer, from bottom to top. Each file imports from lower layers only.
 LAYERS = {
     "rendezvous": [
         {"hosts", "http_store", "connection"},
@@ -67,7 +67,7 @@ LAYERS = {
 }
 HEAVY = ["horovod", "torchvision", "sklearn", "tensorboard", "matplotlib", "mpi4py", "yaml", "tqdm"]
 FILES = sorted(PACKAGE.rglob("*.py"))
-#: Other people's training scripts, which the bench measures.
+#: Training scripts as users of other libraries write them, which the bench measures.
 SCRIPTS = PACKAGE / "bench" / "contenders"
 
 
@@ -81,7 +81,7 @@ def module(path):
 
 
 def without_type_checking(tree):
-    """All nodes but those that only type checkers see."""
+    """Yield all nodes except those under ``if TYPE_CHECKING:``."""
     todo = [tree]
     while todo:
         node = todo.pop()
@@ -93,7 +93,7 @@ def without_type_checking(tree):
 
 
 def imports(path):
-    """Full names of everything that the file imports, lazily too: ``from a import b`` counts as ``a.b``."""
+    """Return the full names of all imports of the file, including lazy ones; ``from a import b`` counts as ``a.b``."""
     for node in without_type_checking(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -109,7 +109,7 @@ def room(name):
 
 
 def layer_of(name, package):
-    """The number of the layer of a module, or of what is imported from it; ``None`` for the package itself."""
+    """Return the layer of a module, or of a name imported from it; ``None`` for the package itself."""
     inner = name.removeprefix(f"dualtrain.{package}").removeprefix(".").split(".")
     numbers = {each: number for number, names in enumerate(LAYERS[package]) for each in names}
     modules = (".".join(inner[:count]) for count in range(len(inner), 0, -1))
@@ -117,7 +117,7 @@ def layer_of(name, package):
 
 
 def type_imports(path):
-    """As :func:`imports`, with those that only type checkers see."""
+    """Return the names of :func:`imports`, including imports under ``if TYPE_CHECKING:``."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -146,8 +146,8 @@ def test_rooms_import_one_way(path):
 @pytest.mark.parametrize(
     ("package", "path"), [(package, path) for package in LAYERS for path in files_of(package)], ids=str
 )
-def test_inside_a_package_imports_run_one_way(package, path):
-    """Also those that only type checkers see: a layer does not know the ones above it."""
+def test_files_of_a_package_import_only_from_lower_layers(package, path):
+    """Imports under ``if TYPE_CHECKING:`` count too, because a layer must not depend on the layers above it."""
     own = layer_of(module(path), package)
     for name in type_imports(path):
         if own is not None and name.startswith(f"dualtrain.{package}."):
@@ -167,12 +167,12 @@ def test_the_rendezvous_loads_no_torch():
     assert done.stdout == "False\n"
 
 
-#: GradScaler looks for this name on optimizers: torch's convention, not ours.
+#: GradScaler looks for this private name on optimizers, so that dualtrain must define it.
 CONVENTIONS = {"_step_supports_amp_scaling"}
 
 
 def private_methods(path):
-    """Yield each class of a file with its private names: methods and attributes with a leading underscore."""
+    """Yield each class of a file with its private names (methods and attributes with a leading underscore)."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ClassDef):
             names = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -187,8 +187,8 @@ def private_methods(path):
 
 
 def overridden_privates(files):
-    """``(class, private name, class that has it)`` where the two are in files of different packages."""
-    classes = {}  # by full name: the package, the bases' full names, the private names
+    """Return (class, private name, base class that defines the name) if the classes are in different packages."""
+    classes = {}  # full name of a class: its package, the full names of its bases, its private names
     for path in files:
         known = dict(bindings(path))
         for node, names in private_methods(path):
@@ -210,13 +210,13 @@ def overridden_privates(files):
 
 
 def imported(name, known):
-    """The full name of what a file calls ``name``: an imported class, or one of an imported module (``module.Class``)."""
+    """Return the full name of ``name`` in a file: an imported class, or an imported module's class (``module.Class``)."""
     first, dot, rest = name.partition(".")
     return known.get(first, first) + dot + rest
 
 
 def bindings(path):
-    """The names that a file imports, and where from."""
+    """Return the names that a file imports, each with its full name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
@@ -248,7 +248,7 @@ def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
 
 
 def uses_of(path, library):
-    """Lines of the file that name ``library``: imports of it or its parts, and ``torch.distributed.…`` as attributes."""
+    """Return the lines of a file that use ``library``: its imports, and attributes such as ``torch.distributed.…``."""
     found = [name for name in imports(path) if name == library or name.startswith(f"{library}.")]
     for node in without_type_checking(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and library.endswith(f".{node.attr}") and ast.unparse(node) == library:
@@ -265,8 +265,8 @@ def test_each_communication_library_is_named_in_one_file(library, file):
     assert list(users) == [f"backends/{file}"], users
 
 
-def test_what_is_printed_is_made_safe_for_a_terminal_in_one_place():
-    """Names of files and classes can hold escape sequences: everything is printed by ``console.show``."""
+def test_only_console_prints():
+    """Names of files and classes can contain escape sequences, which ``console.show`` escapes."""
     calls = {
         path.relative_to(PACKAGE).as_posix()
         for path in FILES
@@ -277,14 +277,14 @@ def test_what_is_printed_is_made_safe_for_a_terminal_in_one_place():
     assert calls == {"console.py"}
 
 
-def test_importing_the_package_loads_nothing_optional():
+def test_importing_the_package_loads_no_optional_module():
     program = f"import sys, dualtrain; print(*sorted(set({HEAVY}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
 
 
 def test_only_the_loop_takes_the_whole_configuration():
-    """What it calls is given sections: a function shows in its signature which settings it depends on."""
+    """Other functions get sections, so that their signatures show the settings on which they depend."""
     users = {
         path.name
         for path in (PACKAGE / "training").glob("*.py")
@@ -294,8 +294,8 @@ def test_only_the_loop_takes_the_whole_configuration():
     assert users == {"loop.py"}
 
 
-def test_no_module_imports_one_that_imports_it():
-    """Lazy imports and those for type checkers count."""
+def test_no_imports_are_circular():
+    """Lazy imports, and imports under ``if TYPE_CHECKING:``, count too."""
     names = {module(path): path for path in FILES}
     graph = {}
     for name, path in names.items():

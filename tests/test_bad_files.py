@@ -1,6 +1,6 @@
 """Every reader of files, given a FIFO, a device, a loop of links, a folder, an empty file, or half of a file.
 
-Each of these is refused with one line that names it. No reader blocks or reads without end.
+The reader must refuse such a file with one line that names it, and must not block or read without end.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Reader:
 
 
 def status(command: Callable[[list[str]], int], *arguments: str) -> None:
-    """Run a command; raise a UserError with its line on standard error if it fails."""
+    """Run a command; if it fails, raise a UserError with its line on standard error."""
     errors = StringIO()
     with redirect_stderr(errors), redirect_stdout(StringIO()):
         end = command(list(arguments))
@@ -107,7 +107,7 @@ def load_published(folder: Path) -> None:
 
 
 def make_run(folder: Path) -> None:
-    """A finished run on the digits."""
+    """Make a finished run on the digits."""
     (folder / "checkpoints").mkdir()
     torch.manual_seed(0)
     model = build("convnet", (1, 8, 8), 10)
@@ -156,7 +156,7 @@ def continue_metrics(folder: Path) -> None:
     try:
         MetricsFile(folder, 1, lambda line: None, FolderLock()).close()
     except OSError as error:
-        raise UserError(str(error)) from error  # as ``together`` does
+        raise UserError(str(error)) from error  # as on_all_ranks does
 
 
 def predicted(folder: Path) -> None:
@@ -226,11 +226,11 @@ CARELESS = {
 
 
 class HangsError(Exception):
-    """A read uses more processor time than its limit, or blocks."""
+    """A read used more processor time than its limit, or blocked."""
 
 
 def read_each(results: Connection, name: str, folders: list[Path], limit: int) -> None:
-    """Read each folder, in a process of its own; send (refusal or None, traceback of another error or "") for each."""
+    """Run in another process: for each folder, read it and send (refusal or None, traceback of another error or "")."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for folder in folders:
         used = time.process_time()
@@ -247,9 +247,10 @@ def read_each(results: Connection, name: str, folders: list[Path], limit: int) -
 
 
 def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str | None]:
-    """Yield the reader's refusal of each folder, or None. It reads in another process, which may hang.
+    """Yield the reader's refusal of each folder, or None. The reader runs in another process, which may hang.
 
-    On a busy machine a read is slow, but it gets no processor time then and does not sleep in one system call.
+    A read that is slow because the machine is busy is not mistaken for a hang: it uses no processor time, and does not
+    sleep in one system call.
 
     Raises:
         HangsError: a read reaches its limit.
@@ -283,7 +284,7 @@ def asleep_in(pid: int) -> str:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return ""  # it has ended
+        return ""  # the process has ended
     values = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     return values["voluntary_ctxt_switches"] if values["State"].startswith("S") else ""
 
@@ -300,7 +301,7 @@ def good_and_bad_folders(name: str, folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_bad_file_is_refused_at_once_and_in_one_line(name, tmp_path):
+def test_a_bad_file_is_refused_without_a_hang_and_in_one_line(name, tmp_path):
     reader = READERS[name]
     good, *folders = good_and_bad_folders(name, tmp_path)
     results = refusals(name, [good, *folders])
@@ -352,7 +353,7 @@ def test_a_link_to_a_parent_folder_is_refused(tmp_path):
         load_image_folder(str(tmp_path), Options())
 
 
-def test_formats_are_detected_by_content_and_none_of_them_starts_a_program(tmp_path):
+def test_formats_are_detected_by_content_and_no_format_starts_a_program(tmp_path):
     path = tmp_path / "photo.jpg"
     path.write_text(
         "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(" + str(tmp_path) + "/made) (w) file\n"
@@ -394,7 +395,7 @@ def test_a_thin_image_that_would_fill_the_memory_when_scaled_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])
-def test_an_image_of_more_than_8_bits_is_refused_and_not_made_white(tmp_path, dtype):
+def test_an_image_of_more_than_8_bits_is_refused_instead_of_becoming_white(tmp_path, dtype):
     Image.fromarray(numpy.full((4, 4), 300, dtype=dtype)).save(tmp_path / "deep.tiff")
     with pytest.raises(UserError, match=r"deep\.tiff' has pixels of more than 8 bits, mode .*: convert it to 8 bits"):
         decode(tmp_path / "deep.tiff")
@@ -425,7 +426,7 @@ def test_names_with_newlines_do_not_break_the_line(tmp_path):
         (lambda: {"model": {"state_dict": torch.ones(1), 2: torch.ones(1)}}, "which is not text"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, about these kinds of tensors
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch warns about these kinds of tensors
 def test_weights_that_cannot_be_copied_into_a_model_are_refused(tmp_path, state, part):
     torch.save(state(), tmp_path / "w.pt")
     with pytest.raises(UserError) as refusal:
@@ -470,7 +471,7 @@ def test_names_of_classes_do_not_control_the_terminal(tmp_path, capsys):
     assert "\\x1b[2Jimage" in out
 
 
-def test_settings_and_summaries_of_other_kinds_are_refused(tmp_path):
+def test_settings_and_summaries_of_wrong_types_are_refused(tmp_path):
     make_run(tmp_path)
     for file, name, value in (
         ("config.json", "pad", "x"),

@@ -34,7 +34,7 @@ def test_messages_and_output_are_printed_safely(capsys):
     ]
 
 
-def test_a_command_prints_the_warnings_of_the_library_and_nothing_less(capsys):
+def test_a_command_prints_log_messages_from_level_warning_on(capsys):
     log = logging.getLogger("dualtrain.some.part")
     with logging_to_stderr():
         log.warning("memory cannot be shared (%s): going on", "\x1b[31m")

@@ -1,4 +1,4 @@
-"""The cores that a process may use: CPU affinity, and CPU quotas of cgroups in trees of files as Linux shows them."""
+"""The cores that a process may use: CPU affinity, and CPU quotas of cgroups in simulated trees of /proc and /sys files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT_DISK = "23 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw"
 
 
 def tree(root: Path, cgroup: str, mounts: str, quotas: dict[str, str]) -> Path:
-    """Write /proc/self/cgroup, /proc/self/mountinfo, and a quota in each folder: version 2's text, or version 1's "q/p"."""
+    """Write /proc/self/cgroup, /proc/self/mountinfo, and each folder's quota, as v2's text or "quota/period" for v1."""
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(cgroup + "\n")
     (root / "proc/self/mountinfo").write_text(f"{ROOT_DISK}\n{mounts}\n")
@@ -92,7 +92,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_smallest_quota_on_the_way_to_the_root_counts(tmp_path, name):
+def test_the_smallest_quota_between_the_cgroup_and_the_root_counts(tmp_path, name):
     cgroup, mounts, quotas, expected = CASES[name]
     assert cpu_quota(tree(tmp_path, cgroup, mounts, quotas)) == expected
 
@@ -111,9 +111,9 @@ def test_whole_cores_count_within_the_affinity_and_at_least_one(tmp_path, monkey
     assert usable_cores(root) == cores
 
 
-def test_ranks_share_the_cores_and_each_has_one():
+def test_ranks_share_the_cores_and_each_gets_at_least_one():
     assert [share_of(8, ranks) for ranks in (1, 3, 8, 9)] == [8, 2, 1, 1]
 
 
-def test_this_machine_is_read():
+def test_the_cores_of_this_machine_can_be_read():
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Writing of files: they are replaced atomically, durable before they get their name, and never through a link."""
+"""Writing of files: atomic replacement, durable content before the new name appears, and no writes through links."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_temporary_name_is_never_followed(tmp_path, monkeypatch):
     assert files.read_json(tmp_path / "config.json") == {"a": 1}
 
 
-def test_a_link_that_is_written_to_is_replaced_and_its_target_kept(tmp_path):
+def test_writing_to_a_link_replaces_the_link_and_keeps_its_target(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / "out").symlink_to(precious)
@@ -36,7 +36,7 @@ def test_a_link_that_is_written_to_is_replaced_and_its_target_kept(tmp_path):
     assert ((tmp_path / "out").read_text(), precious.read_text()) == ("ours", "mine")
 
 
-def test_content_is_durable_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path, monkeypatch):
     order = []
     fsync, replace = os.fsync, files.Path.replace
 
@@ -62,7 +62,7 @@ def test_a_hard_link_becomes_a_copy_if_links_are_not_supported(tmp_path, monkeyp
 
     for _ in range(2):
         files.link_whole(tmp_path / "a", tmp_path / "b")
-        files.link_whole(tmp_path / "a", tmp_path / "b")  # again: two names of one file
+        files.link_whole(tmp_path / "a", tmp_path / "b")  # a second time: now both names are the same file
         assert (tmp_path / "b").read_bytes() == b"content"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
         monkeypatch.setattr(files.Path, "hardlink_to", refuse)

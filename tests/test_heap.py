@@ -13,8 +13,8 @@ import pytest
 from dualtrain import heap
 from tests.pool import ROOT
 
-#: Page faults of two steps that take 64 MB and free them, and the growth of the memory in use in MB, after four such
-#: steps, and five with a block of 96 to 100 MB between others that stay.
+#: Program that prints the page faults of two steps, each of which allocates and frees 64 MB, and the growth of resident
+#: memory in MB after four such steps and five with a block of 96 to 100 MB between blocks that stay allocated.
 STEPS = """
 import ctypes, resource, dualtrain
 {setup}
@@ -46,7 +46,7 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def measured(setup=KEPT, **env):
-    """Faults, and MB."""
+    """Return the page faults, and the growth in MB."""
     others = ("MALLOC_", "GLIBC_", "LD_PRELOAD")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     command = [sys.executable, "-c", STEPS.format(setup=setup)]
@@ -59,12 +59,12 @@ def measured(setup=KEPT, **env):
 @pytest.mark.skipif(
     HUGE.exists() and "[always]" in HUGE.read_text(), reason="needs small pages: with huge ones there are few faults"
 )
-def test_memory_that_was_freed_is_had_again_without_faults_and_without_growth():
+def test_freed_memory_is_reused_without_faults_and_without_growth():
     plain_faults, _ = measured("pass")
-    tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # does not concern the heap
+    tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # has no effect on the heap
     for faults, growth in (measured(), measured(GLIBC_TUNABLES=tuned_elsewhere)):
         assert faults < plain_faults / 10
-        assert growth < 200  # MB: 64 that stay, and 96
+        assert growth < 200  # MB: 64 that stay allocated, and 96
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_memory_that_was_freed_is_had_again_without_faults_and_without_growth():
         ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=65536"),
     ],
 )
-def test_the_users_own_choice_stands(name, value, monkeypatch):
+def test_the_users_own_glibc_settings_are_not_changed(name, value, monkeypatch):
     monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: pytest.fail("the heap was to be left alone"))
     heap.keep_freed_memory({name: value})
 
 
-def test_another_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # without mallopt, a call would raise
+def test_another_c_library_is_not_changed(monkeypatch):
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # it has no mallopt, so that a call would raise
     heap.keep_freed_memory({})

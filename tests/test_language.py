@@ -13,7 +13,7 @@ import pytest
 from dualtrain.version import __version__
 from tests.pool import ROOT
 
-#: Files and folders in which they are not replaced yet.
+#: Files and folders in which replaced words still occur.
 UNFINISHED: tuple[str, ...] = ()
 
 #: Deprecated names that still work: the version that removes each, and the files that define or test it.

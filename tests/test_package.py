@@ -1,4 +1,4 @@
-"""The published package: files in wheel and sdist, metadata, and the dependencies of a plain installation."""
+"""The published package: files of wheel and sdist, metadata, and the dependencies of an installation without extras."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.pool import ROOT
 pytestmark = pytest.mark.xdist_group("package")  # built once
 
 REQUIRED = {"numpy", "safetensors", "torch", "torchvision", "tqdm"}
-#: Distributions and modules that a plain installation must not contain.
+#: Distributions and modules that an installation without extras must not need.
 HEAVY = {"matplotlib", "pyyaml", "scikit-learn", "scipy", "torchinfo"}
 HEAVY_MODULES = ["matplotlib", "scipy", "sklearn", "torchinfo", "yaml"]
-#: What scripts use of ``dualtrain.hvd`` beside the examples.
+#: Uses of ``dualtrain.hvd`` that the examples lack, for the type checker.
 HOROVOD_SCRIPT = """
 import torch
 
@@ -60,7 +60,7 @@ BUILD = "import sys; out = sys.argv[1]; from setuptools import build_meta as b; 
 
 @dataclass(frozen=True)
 class Built:
-    """Wheel and sdist, and the names of their files; those in the sdist are relative to ``dualtrain-VERSION/``."""
+    """Wheel and sdist with the names of their files; names in the sdist are relative to ``dualtrain-VERSION/``."""
 
     wheel: Path
     in_wheel: set[str]
@@ -70,7 +70,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Build from a copy, because setuptools writes beside the sources."""
+    """Build from a copy, because setuptools writes into the source tree."""
     pytest.importorskip("setuptools", "77", reason="needs setuptools 77: pip install -U setuptools")
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
     for folder in ("dualtrain", "tests"):
@@ -92,7 +92,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(wheel, in_wheel, in_sdist, metadata)
 
 
-def test_wheel_and_sdist_hold_every_file_of_the_package(built):
+def test_wheel_and_sdist_contain_every_file_of_the_package(built):
     ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dualtrain").rglob("*") if path.is_file()}
     ours = {name for name in ours if "__pycache__" not in name and not name.endswith(".md")}
     assert {"dualtrain/py.typed", "dualtrain/data/digits.npz", "dualtrain/recipes/digits-convnet.toml"} <= ours
@@ -122,7 +122,7 @@ def test_the_metadata_name_platform_and_python_versions(built):
 
 
 def requirements(lines: list[str] | None) -> set[str]:
-    """Return the distributions that ``Requires-Dist`` lines require here, without extras."""
+    """Return the distributions that the ``Requires-Dist`` lines require on this platform without extras."""
     from packaging.requirements import Requirement
 
     wanted = [Requirement(line) for line in lines or []]
@@ -140,7 +140,7 @@ def test_a_plain_installation_is_small(built):
         try:
             todo |= requirements(importlib.metadata.requires(name)) - needed
         except importlib.metadata.PackageNotFoundError:
-            continue  # a dependency of another build of torch than the installed one
+            continue  # a dependency of a different build of torch
     assert needed & HEAVY == set()
 
 
@@ -151,8 +151,8 @@ def test_packages_for_tests_are_extras(built):
     assert extra["torchinfo"] != extra["numpy"]
 
 
-def test_the_wheel_trains_predicts_and_reports_without_them(built, tmp_path):
-    """Outside the tree and without the heavy modules; the page has its style and its script in it."""
+def test_the_wheel_trains_predicts_and_reports_without_optional_modules(built, tmp_path):
+    """Use the wheel outside the source tree; the report page contains its style sheet and script."""
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")
     program = (

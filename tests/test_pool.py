@@ -30,7 +30,7 @@ def unmatched_primitives(backend):
 
 
 def await_end(pids, seconds):
-    """Wait up to ``seconds`` until none of these processes runs; return whether that is so."""
+    """Wait up to ``seconds`` until none of these processes runs; return whether all have ended."""
     deadline = time.monotonic() + seconds
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -61,7 +61,7 @@ def test_workers_end_with_their_parent():
         pool.connect("torch", 2)
         pids = pool.pids
         for worker in pool._workers:
-            worker.connection.close()  # as the system does when the parent exits
+            worker.connection.close()  # the system also does this when the parent exits
         assert await_end(pids, 60)
     finally:
         pool.close()
@@ -72,7 +72,7 @@ def test_local_functions_are_refused(spmd):
         spmd(lambda backend: None)
 
 
-def test_threads_raise_the_first_cause():
+def test_threads_raise_the_exception_of_the_rank_that_failed_first():
     with pytest.raises(KeyError, match="lost key"):
         run_threads(3, fails_on_the_last)
 
@@ -82,9 +82,9 @@ def test_threads_assert_that_primitives_match():
         run_threads(2, unmatched_primitives)
 
 
-def test_a_failure_ends_with_the_command_that_repeats_it_alone():
+def test_after_a_failure_the_command_that_repeats_the_test_is_printed():
     lines = []
-    names = ["tests/a.py::test_it[a b@c]", "tests/a.py::test_it[torch-2]@processes"]  # xdist adds the group
+    names = ["tests/a.py::test_it[a b@c]", "tests/a.py::test_it[torch-2]@processes"]  # xdist appends the group
     failed = {"failed": [SimpleNamespace(nodeid=name) for name in names]}
     reporter = SimpleNamespace(getreports=lambda kind: failed.get(kind, []), section=lines.append, line=lines.append)
     pytest_terminal_summary(reporter)

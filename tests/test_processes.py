@@ -90,7 +90,7 @@ def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp
         if killed:
             process.send_signal(signal.SIGKILL)
         output, errors = process.communicate("" if killed else "\n", timeout=60)
-        assert (output, errors) == ("", "")  # no warning of a leaked semaphore either
+        assert (output, errors) == ("", "")  # and no warning about a leaked semaphore
         assert process.returncode == (-signal.SIGKILL if killed else 3)
         assert gone(helpers, folder)
 
@@ -106,7 +106,7 @@ def test_the_folder_of_the_parent_program_is_kept(tmp_path):
     assert above.exists()
 
 
-#: Starts a child with torchrun's variable, if sys.argv[2] is its value, through a shell, if sys.argv[3] is one, and waits.
+#: Program that starts a child and waits: PROGRAM, value of torchrun's variable or "", shell between them or "".
 AGENT = """
 import os, subprocess, sys
 program, run_id, shell = sys.argv[1:]
@@ -128,7 +128,7 @@ time.sleep(60)
 """
 
 
-def test_a_parent_that_has_ended_before_the_call_is_noticed():
+def test_a_signal_is_sent_if_the_parent_ended_before_the_call():
     received: list[int] = []
     earlier = signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
     try:
@@ -137,12 +137,12 @@ def test_a_parent_that_has_ended_before_the_call_is_noticed():
         signal_at_parents_end(signal.SIGUSR2, os.getppid() + 1)
         assert received == [signal.SIGUSR2]
     finally:
-        signal_at_parents_end(0, os.getppid())  # no signal any more
+        signal_at_parents_end(0, os.getppid())  # the setting is withdrawn: no signal will come
         signal.signal(signal.SIGUSR2, earlier)
 
 
 @pytest.mark.parametrize(("run_id", "shell", "ends"), [("none", "", True), ("", "", False), ("none", "/bin/sh", False)])
-def test_a_rank_ends_with_torchruns_agent_and_with_no_other_parent(run_id, shell, ends):
+def test_a_rank_ends_with_its_parent_only_if_that_is_torchruns_agent(run_id, shell, ends):
     command = [sys.executable, "-c", AGENT, RANK, run_id, shell]
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as agent:
@@ -151,7 +151,7 @@ def test_a_rank_ends_with_torchruns_agent_and_with_no_other_parent(run_id, shell
         agent.kill()
         agent.wait()
         if not ends:
-            os.kill(rank, 0)  # it is there: the signal would have been sent by now
+            os.kill(rank, 0)  # the process still runs, though a signal would have been sent by now
             assert not select.select([agent.stdout], [], [], 0.3)[0]
             os.kill(rank, signal.SIGTERM)
         assert agent.stdout.read() == "saved\n"

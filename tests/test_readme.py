@@ -1,4 +1,4 @@
-"""The pages: their examples work, their links and the files that they name exist, and README.md stays short."""
+"""The pages: examples work, links and named files exist, and README.md stays short."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLES = {
     for number, text in enumerate(re.findall(r"```python\n(.*?)```", content, re.DOTALL))
 }
 PROGRAMS = {name: text for name, text in EXAMPLES.items() if "print(f" in text}
-HVD, OWN = EXAMPLES["hvd-0"], EXAMPLES["top-0"]  # the changed line of a script; functions that build a model and data
+HVD, OWN = EXAMPLES["hvd-0"], EXAMPLES["top-0"]  # the diff of a script's import; functions that build a model and data
 
 
 def test_every_example_is_tested():
@@ -44,13 +44,13 @@ def loss_of(command, folder, ranks):
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 @pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "together"])
-def test_programs_learn(tmp_path, ranks, program):
+def test_example_programs_reduce_the_loss(tmp_path, ranks, program):
     script = tmp_path / "example.py"
     script.write_text(program)
     assert loss_of((script,), tmp_path / "printed", ranks) < 1e-6
 
 
-def test_a_horovod_script_runs_unmodified_and_with_its_line_changed(tmp_path):
+def test_a_horovod_script_runs_unmodified_and_with_its_import_changed(tmp_path):
     new, old = re.fullmatch(r"(import .*?)  # was: (import .*)\n", HVD).groups()
     changed = PROGRAMS["hvd-1"]
     assert changed.count(f"{new}\n") == 1
@@ -63,7 +63,7 @@ def test_a_horovod_script_runs_unmodified_and_with_its_line_changed(tmp_path):
     assert loss_of(("-m", "dualtrain.horovodize", script), tmp_path / "printed", 2) < 1e-6
 
 
-def test_an_own_model_trains_and_its_command_may_be_repeated(tmp_path):
+def test_the_users_model_trains_and_its_command_can_be_repeated(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     (line,) = re.findall(r"^torchrun .*--model mine:model .*$", README, re.MULTILINE)
     _, nproc, *command = shlex.split(line)
@@ -78,13 +78,13 @@ def test_an_own_model_trains_and_its_command_may_be_repeated(tmp_path):
 
 
 def anchors(page):
-    """Return the anchors that GitHub makes of a page's headings."""
+    """Return the anchors that GitHub creates for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def missing(target, folder):
-    """Return whether a link's ``target``, as seen from ``folder``, names a file or a heading that does not exist."""
+    """Return whether ``target``, a link relative to ``folder``, names a file or heading that does not exist."""
     path, _, anchor = target.partition("#")
     file = (folder / path).resolve()
     return not file.exists() or bool(anchor and anchor not in anchors(file.read_text()))
@@ -112,7 +112,7 @@ def test_pages_that_the_code_names_exist():
     assert [(path, target) for path, target in named if missing(target, ROOT)] == []
 
 
-def test_readme_is_short_and_begins_with_the_move_from_horovod():
+def test_readme_is_short_and_explains_the_move_from_horovod_first():
     lines = README.splitlines()
     assert len(lines) <= 200
     assert lines.index("## From Horovod to torchrun in three steps") < 25

@@ -1,4 +1,4 @@
-"""The functions for differences between versions of torch: each works, and is removed when setup.cfg no longer needs it."""
+"""Functions for differences between torch versions: each works, and must be removed once setup.cfg requires newer torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_function_is_removed_when_no_supported_torch_needs_it(entry):
     assert Version(version) > oldest("torch"), f"{entry.__name__} can go: setup.cfg requires torch {oldest('torch')}"
 
 
-def test_this_torch_is_supported():
+def test_the_installed_torch_is_supported():
     assert Version(torch.__version__) >= oldest("torch")
 
 

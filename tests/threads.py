@@ -1,9 +1,9 @@
-"""A world of threads in one process, for debuggers, coverage and speed; the strictest of the backends.
+"""A world whose ranks are threads of one process: fast, easy to debug, and the strictest of the backends.
 
-Every primitive asserts that all ranks make the same call with tensors of the same form, and that tensors are what the
-contract says. Results appear when the last rank has called, as with a library that works in the background.
+Every primitive asserts that all ranks make the same call with tensors of the same form, and that tensors meet the
+contract. Results appear when the last rank has made the call, as with an asynchronous library.
 
-Threads share what belongs to the process: bodies use generators of their own instead of ``torch.manual_seed``.
+Threads share the state of the process, so bodies must use generators of their own instead of ``torch.manual_seed``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Meeting:
 
 
 class Room:
-    """What the threads of one world share."""
+    """State that the threads of one world share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -67,7 +67,7 @@ class Room:
 
 
 class _ThreadsWatch(Watch):
-    """A watch without sockets: the threads call one another."""
+    """A watch without sockets: threads report failures by calls to each other."""
 
     def __init__(self, backend: Backend, room: Room) -> None:
         self.room = room
@@ -99,7 +99,7 @@ class _ThreadsWork(Work[None]):
 
 
 class ThreadsBackend(Backend):
-    """One thread of a :class:`Room`."""
+    """Backend of one rank, which is a thread of a :class:`Room`."""
 
     name = "threads"
     transport = "memory"
@@ -157,7 +157,7 @@ class ThreadsBackend(Backend):
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         assert vector.dtype is torch.int64
         rows: list[torch.Tensor] = []
-        # One list for all ranks: each puts its value there, and reads the others' from it.
+        # All ranks share one list, in which each rank writes its value and reads the others' values.
         work = self._start("exchange", (vector.shape,), vector, lambda brought: rows.extend(brought), plane="control")
         work.wait()
         arrived = work._meeting.arrived
@@ -173,7 +173,7 @@ class ThreadsBackend(Backend):
         return ThreadsBackend(room, world, self.timeout)
 
     def disconnect(self) -> None:
-        """Nothing was opened."""
+        """Do nothing, because nothing was opened."""
 
     def _start(self, kind: str, form: tuple[Any, ...], tensors: Any, last: Callable, plane: str = "data") -> _ThreadsWork:
         for tensor in tensors if isinstance(tensors, tuple) else (tensors,):
@@ -185,7 +185,7 @@ class ThreadsBackend(Backend):
 
 @contextmanager
 def _turns_of(seconds: float) -> Iterator[None]:
-    """Shorten the interpreter's switch interval: threads wait for each other all the time."""
+    """Shorten the interpreter's switch interval, because the threads often wait for each other."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:
@@ -195,9 +195,9 @@ def _turns_of(seconds: float) -> Iterator[None]:
 
 
 def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """``fn(backend, *args)`` in ``size`` threads, each with a copy of ``args``: the results in rank order.
+    """Run ``fn(backend, *args)`` in ``size`` threads, each with a copy of ``args``; return the results in rank order.
 
-    The exception of the first rank that failed by itself is raised as it is.
+    If a rank fails, its exception is raised, and not the exceptions that this causes on other ranks.
     """
     room = Room(size)
     backends = [ThreadsBackend(room, World(rank, size, rank, size, launcher="threads")) for rank in range(size)]

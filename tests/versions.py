@@ -1,8 +1,8 @@
 """Table of tests/versions.sh: one row for each version of torch, from the files that its runs have written.
 
-``python versions.py FOLDER VERSION…`` prints it, followed by each version's failures and reasons for skipped tests. The
-exit status is 1 if a version failed. FOLDER has for each version ``facts-VERSION`` (versions of installed packages),
-``results-VERSION.xml`` (of pytest, in JUnit's format) and ``run-VERSION/summary.json`` (of the job).
+``python versions.py FOLDER VERSION…`` prints the table, then each version's failures and reasons for skipped tests. The
+exit status is 1 if a version failed. For each version, FOLDER has ``facts-VERSION`` (versions of installed packages),
+``results-VERSION.xml`` (pytest's results, in JUnit's format) and ``run-VERSION/summary.json`` (the job's summary).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Tests:
 
     passed: int = 0
     failures: list[str] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)  # how many for each reason
+    skipped: Counter[str] = field(default_factory=Counter)  # number of tests for each reason
 
 
 def read_tests(path: Path) -> Tests | None:
-    """Read the results of one test run; return None if it did not end."""
+    """Read the results of one test run; return None if the run did not end."""
     if not path.is_file():
         return None
     tests = Tests()
@@ -44,7 +44,7 @@ def read_tests(path: Path) -> Tests | None:
 
 
 def read_job(path: Path) -> tuple[str, str] | None:
-    """Read a job's accuracy and the beginning of its weights' hash; return None if it did not end."""
+    """Read a job's accuracy and the beginning of its weights' hash; return None if the job did not end."""
     if not path.is_file():
         return None
     summary = json.loads(path.read_text())
@@ -52,7 +52,7 @@ def read_job(path: Path) -> tuple[str, str] | None:
 
 
 def row(folder: Path, version: str) -> tuple[list[str], bool, list[str]]:
-    """Return the row of ``version``, whether it passed, and its lines below the table."""
+    """Return the row of ``version``, whether the version passed, and its lines below the table."""
     found = dict(line.split("=", 1) for line in (folder / f"facts-{version}").read_text().splitlines())
     tests = read_tests(folder / f"results-{version}.xml")
     job = read_job(folder / f"run-{version}" / "summary.json")

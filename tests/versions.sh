@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Runs the tests with other versions of torch than the pinned one. Run it by hand before a release, for tests/README.md's table.
-# For each version: an environment with that torch, the torchvision that pairs with it and no Horovod; in it all tests but
-# launches, and one job under torchrun. Ends with a table. It needs the package index, and for each environment 6 GB on
-# disk, less if there is a CPU build of torch. It can be run again: finished environments are used again.
+# For each version, it makes an environment with that torch, the matching torchvision and no Horovod, and runs in it all tests
+# except launches, and one job under torchrun. It ends with a table. It needs the package index, and 6 GB of disk space per
+# environment (less if there is a CPU build of torch). It can be repeated, and then uses finished environments again.
 #
 #   bash tests/versions.sh VERSION…            such as 2.5.1 2.6.0 2.15.0
 #   bash tests/versions.sh --into FOLDER VERSION…
 #   bash tests/versions.sh --help              this text
 #
-# --into FOLDER    folder of the environments and their logs, the only thing left behind (delete it at any time)
+# --into FOLDER    folder of the environments and their logs; nothing else is left (delete it at any time)
 #                  (default: versions/ in DUALTRAIN_CACHE, which is ~/.cache/dualtrain if it is not set)
 # PYTHON           the interpreter, 3.11 or newer (default: python3)
 #
@@ -20,9 +20,9 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 into=${DUALTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dualtrain}/versions
 install_minutes=60 tests_minutes=90 job_minutes=5   # no wait is longer
-found=''                                               # which Python it is
+found=''                                               # the version of Python
 work=''                                                # the temporary folder: copy of the tree, results
-running=''                                             # the process of the step that is under way
+running=''                                             # the process of the current step
 export LC_ALL=C PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 say() { printf 'versions: %s\n' "$*"; }
@@ -83,13 +83,13 @@ open_folders() {
   trap 'exit 130' INT
   trap 'exit 143' TERM HUP
   work=$(mktemp -d "${TMPDIR:-/tmp}/versions.XXXXXX") || refuse "cannot write ${TMPDIR:-/tmp}; make room, or set TMPDIR"
-  # Tests and jobs put their files there too. A short path: sockets are among them.
+  # Tests and jobs put their files there too. The path is short, because paths of sockets have a limit.
   export TMPDIR=$work
 }
 
 clean_up() {
   if [ -n "$running" ]; then
-    kill "$running" 2>/dev/null || true   # timeout passes it on to its process group
+    kill "$running" 2>/dev/null || true   # timeout forwards the signal to its process group
     wait "$running" 2>/dev/null || true
   fi
   rm -f "$into/lock"
@@ -108,7 +108,7 @@ bounded() {
 
 environment() { echo "$into/torch-$1-$tag"; }
 
-# Prints a hash of what is installed, and how; an environment is finished if its own hash is the same. Comments do not count.
+# Prints a hash of the installation's inputs, without comments; an environment is finished if its recorded hash is equal.
 wanted() {
   { requirements; requirements torch torchvision; grep '^[^#]' "$root/launch/versions.txt"; } |
     grep -vE '^(torch|torchvision)==' | sort -u | sha256sum
@@ -125,7 +125,7 @@ check_index() {
     refuse "this Python cannot make virtual environments here ($(tail -n 1 "$work/index.log")); Debian: apt install python3-venv"
   bounded 5 "$work/index.log" "$folder/bin/python" -m pip index versions torch || true
   known=$(sed -n 's/^Available versions: //p' "$work/index.log" | tr -d ' ')
-  # Without an index pip still lists what lies in folders on this machine (find-links).
+  # Without an index, pip still lists the packages in local folders (find-links).
   broken=$(grep -E 'after connection broken' "$work/index.log" | tail -n 1 | cut -c 1-200) || true
   for version in "${missing[@]}"; do
     [[ ",$known," == *",$version,"* ]] && continue
@@ -137,8 +137,8 @@ check_index() {
   done
 }
 
-# install VERSION FOLDER: installs torch's CPU build if there is one (pip's own settings, then PyTorch's index), else the usual
-# build. pip chooses the torchvision that fits, because torchvision requires its version of torch.
+# install VERSION FOLDER: installs torch's CPU build if there is one (pip's own settings, then PyTorch's index), else the
+# default build. pip chooses the matching torchvision, because torchvision requires its version of torch.
 install() {
   local pip=("$2/bin/python" -m pip install --no-cache-dir) needed
   grep -vE '^(torch|torchvision)==' "$root/launch/versions.txt" >"$2/constraints.txt"
@@ -150,7 +150,7 @@ install() {
   "${pip[@]}" --constraint "$2/constraints.txt" "torch==$1" "${needed[@]}"
 }
 
-# failure STATUS LOG: why an installation failed, in a few words; "space" if a disk is full, which not every tool says.
+# failure STATUS LOG: prints in a few words why an installation failed; "space" if a disk is full, which some tools do not say.
 failure() {
   local free
   free=$(df --output=avail --block-size=1M "$into" "$TMPDIR" 2>/dev/null | sed 1d | sort -n | head -n 1) || free=''
@@ -163,7 +163,7 @@ failure() {
   fi
 }
 
-# make_environment VERSION: installs it, unless that is done. An unfinished environment is removed.
+# make_environment VERSION: makes the version's environment, unless it is finished. An unfinished environment is removed.
 make_environment() {
   local folder log reason status=0 began=$SECONDS
   folder=$(environment "$1")
@@ -230,7 +230,7 @@ print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for nam
   say "torch $1: done in $((SECONDS - began)) s"
 }
 
-# A function, and exit on its last line: bash reads a script as it goes, and this file may change meanwhile.
+# A function, with exit on the same line: bash reads a script while it runs it, and this file may change meanwhile.
 main() {
   local tag version
   read_arguments "$@"

@@ -1,11 +1,12 @@
 """``python -m dualtrain.bench [--quick]``: compare the speed of the libraries on this machine.
 
 The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
-Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes, each close in time to its reference. Takes
-up to 20 minutes, or 3 with --quick, which runs only what the answer depends on. Run nothing else at the same time. Writes
-bench.json, bench.html and bench.svg into --out. The last line of the output answers whether to move from Horovod to torch.
-With --jobs virtual it measures instead what --virtual-ranks costs, in steps of the trainer with it and without.
-With --targets it also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met.
+Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes, each close in time to its reference. This
+takes up to 20 minutes, or 3 with --quick, which only makes the measurements for the answer. Run nothing else meanwhile. The
+results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to move
+from Horovod to torch.
+--jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
+--targets also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _chosen(flag: str, text: str | None, known: Sequence[str], default: Sequence
 
 
 def _without_groups(jobs: str | None) -> str | None:
-    """Replace the names of groups in ``--jobs`` by those of their jobs."""
+    """Replace names of groups in ``--jobs`` by the names of their jobs."""
     return None if jobs is None else ",".join(",".join(GROUPS.get(name, (name,))) for name in jobs.split(","))
 
 
@@ -140,7 +141,7 @@ def _load() -> str:
 
 
 def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict[str, str]:
-    """Return the facts of the machine and the measurement; ``began``: the time and the load at its beginning."""
+    """Return facts about the machine and the measurement. ``began`` has the time and the load at the start."""
     ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), spec.ranks)
     return {
         "measured": f"{began[0]} to {_now()}, in {results.rounds} round{'s' * (results.rounds != 1)}",
@@ -154,7 +155,7 @@ def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict
 
 
 def _versions() -> Iterator[str]:
-    """Yield the versions of the libraries that are compared, of those that are installed."""
+    """Yield the versions of those compared libraries that are installed."""
     for name in ("torch", "horovod", "accelerate", "lightning-fabric", "pytorch-ignite"):
         with suppress(metadata.PackageNotFoundError):
             yield f"{name} {metadata.version(name)}"
@@ -175,7 +176,7 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], machine: dict[st
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     plain |= {"rounds": results.rounds, "allreduce": sweep_of(results), **dataclasses.asdict(results)}
-    # First, so that no error in a drawing loses it.
+    # Write the JSON file first, so that an error in a chart does not lose it.
     write_whole(folder / "bench.json", json.dumps(plain, indent=1).encode())
     contents = {"bench.html": page(results, rows, machine, targets=targets)}
     reference, groups = chart_groups(results)
@@ -199,7 +200,7 @@ def _run(given: argparse.Namespace) -> int:
     names = _chosen("--contenders", given.contenders, list(ENTRIES), default)
     prefix = _prefix(given.launch)
     folder = _folder(given.out)
-    # Always a new folder, because it is deleted with its contents at the end.
+    # The work folder is always new, because it is deleted with its contents at the end.
     began = (_now(), _load())
     with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
         spec = LaunchSpec(given.nproc, given.device, Path(work), prefix)
@@ -208,7 +209,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str, ...], spec: LaunchSpec) -> Results:
-    """Measure the contenders that can be started as the launch specification says."""
+    """Measure the contenders that can be started with this launch specification."""
     fallbacks = _fallbacks(spec, jobs) if given.contenders is None else {}
     missing = _missing(names, spec)
     names += tuple(fallbacks[name] for name in missing if fallbacks.get(name, name) not in names)
@@ -241,7 +242,7 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the results. Return the exit status.
 
-    0 for success, 1 with --targets if one is not met, 2 for an error that the user can fix, 130 after Ctrl-C.
+    0 for success, 1 if a target of --targets is not met, 2 for an error that the user can fix, 130 after Ctrl-C.
     """
     try:
         return _run(_parse(arguments))

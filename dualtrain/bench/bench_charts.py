@@ -1,4 +1,4 @@
-"""The bench's chart as SVG: the speed of each contender's steps, relative to one of them, by workload."""
+"""The bench's chart as SVG: for each workload, the contenders' steps per second relative to a reference contender."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dualtrain.bench.plan import AGAIN, ENTRIES, LENGTHS, OURS, TRAINER, TUNED
 from dualtrain.bench.statistics import Estimate, estimate
 from dualtrain.report.document import asset, text
 
-WIDE, NARROW = 760, 360  # of the chart in pixels; in the narrow one, names are above the intervals
+WIDE, NARROW = 760, 360  # widths of the chart in pixels; the narrow chart has the names above the intervals
 REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first that was measured is the unit of the axis
-LEFT_OUT = {AGAIN, "alone"}  # the noise, and what no library can do
-SKIPPED = ("empty",)  # a step that computes nothing is no training
-TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # in the order of their importance
+LEFT_OUT = {AGAIN, "alone"}  # the second run of tuned DDP, and the loop without communication
+SKIPPED = ("empty",)  # the empty model does not represent a training
+TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # the most important first
 LABELS, VALUES, EDGE = 250, 130, 12  # widths of the columns beside the intervals, and of the margin
 ROW, HEAD, AXIS = 20, 30, 26  # heights
 
@@ -26,9 +26,9 @@ class Mark:
 
     Attributes:
         label: name of the contender.
-        own: whether it is dualtrain's.
-        found: its steps per second, relative to the reference's.
-        tip: shown under the pointer.
+        own: whether the contender is dualtrain.
+        found: the contender's steps per second divided by those of the reference.
+        tip: text that is shown under the pointer.
     """
 
     label: str
@@ -41,7 +41,7 @@ Groups = dict[str, list[Mark]]  # by workload
 
 
 def chart_groups(results: Results) -> tuple[str, Groups]:
-    """Return the name of the reference, and the lines of the chart by workload; "" and none if there is no reference."""
+    """Return the reference's name, and the lines of the chart by workload; "" and no lines without a reference."""
     reference = next((name for name in REFERENCES if results.count(name)), "")
     groups: Groups = {}
     for job in (job for job in LENGTHS if job not in SKIPPED and reference):
@@ -69,7 +69,7 @@ def _mark(results: Results, name: str, reference: str, job: str) -> Mark | None:
 
 
 def chart(reference: str, groups: Groups, width: int) -> str:
-    """Return the chart as an SVG element of this width, which may be scaled."""
+    """Return the chart as a scalable SVG element of this width."""
     row = ROW if width == WIDE else 2 * ROW
     axis = _Axis.of(groups, width)
     parts: list[str] = []
@@ -93,7 +93,7 @@ def chart(reference: str, groups: Groups, width: int) -> str:
 
 
 def picture(reference: str, groups: Groups) -> str:
-    """Return the chart as an SVG file, which has its style in itself."""
+    """Return the chart as an SVG file, with its own style sheet."""
     head, _, rest = chart(reference, groups, WIDE).partition("\n")
     head = head.replace('class="bars"', f'class="bars" width="{WIDE}"')
     return f"{head}\n<style>\n{asset('page.css')}</style>\n{rest}\n"
@@ -119,7 +119,7 @@ class _Axis:
         return self.left + share * (self.right - self.left)
 
     def ticks(self, bottom: float) -> Iterator[str]:
-        """Yield vertical lines with their numbers, as many as there is room for."""
+        """Yield vertical lines with numbers, as many as there is space for."""
         places: list[float] = []
         for ratio in TICKS:
             x = self(ratio)

@@ -1,4 +1,4 @@
-"""The results as one self-contained HTML page: the answer, a chart, what was measured, and all tables."""
+"""The results as one self-contained HTML page: the answer, a chart, the workloads, the machine, and all tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def page(results: Results, rows: Sequence[Row], machine: Mapping[str, str], *, t
     Args:
         results: all samples.
         rows: the table.
-        machine: facts of the machine and the measurement by name.
+        machine: facts about the machine and the measurement, by name.
         targets: whether to show the developers' targets.
     """
     parts = [
@@ -49,7 +49,7 @@ def _chart(results: Results) -> list[str]:
 
 
 def _workloads(results: Results) -> list[tuple[str, str]]:
-    """Return what each measured job is, in the order of the plan."""
+    """Return the name and the description of each measured job, in the order of the plan."""
     keys = {key for column in results.samples.values() for sample in column if sample for key in sample.seconds}
     sizes = {"sweep" for key in keys if key.startswith("sweep/")}
     return [(name, what) for name, what in ABOUT.items() if name in keys | sizes]

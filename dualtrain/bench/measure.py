@@ -1,4 +1,4 @@
-"""Measurement in rounds: each round starts every contender once, in fresh processes, and keeps its results."""
+"""Measurement in rounds. Each round starts every contender once, in fresh processes, and records its results."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Results:
     """All samples and failures.
 
     Attributes:
-        samples: of each contender, one per round; ``None`` if it failed or no time was left.
-        missing: reason why a contender was left out.
-        failures: messages of all failed starts, also of those that were repeated with success.
-        step_fractions: of each round, the fraction of each workload's steps that it ran.
+        samples: for each contender, one sample per round; ``None`` if the contender failed or no time was left.
+        missing: for each contender that was left out, the reason.
+        failures: messages of all failed starts, including those that succeeded when repeated.
+        step_fractions: for each round, the fraction of each workload's steps that it ran.
     """
 
     samples: dict[str, list[Sample | None]] = field(default_factory=dict)
@@ -72,10 +72,10 @@ class Plan:
     Attributes:
         entries: names of the contenders.
         jobs: names of the jobs.
-        rounds: number of rounds to aim at.
+        rounds: number of rounds, if time permits.
         most: largest fraction of the steps in ``plan.LENGTHS`` that a round runs.
-        seconds: limit for all rounds; after the first, nothing is started that would not end within it.
-        fallbacks: contender that replaces one that cannot run, by the name of the latter.
+        seconds: time limit for all rounds. After the first round, only contenders that would end in time are started.
+        fallbacks: names of contenders → the contenders that replace them if they cannot run.
     """
 
     entries: Sequence[str]
@@ -87,7 +87,7 @@ class Plan:
 
 
 def measure(plan: Plan, spec: LaunchSpec, log: Callable[[str], None]) -> Results:
-    """Run the rounds; ``log`` gets a line for each start. A contender that fails twice in a round is left out then."""
+    """Run the rounds; ``log`` gets a line per start. A contender that fails twice in a round is left out afterwards."""
     return _Rounds(plan, spec, log).run()
 
 
@@ -152,7 +152,7 @@ class _Rounds:
                 return
 
     def _bounded(self, number: int) -> LaunchSpec:
-        """Return the launch specification; after the first round, its timeout is at most the time that is left."""
+        """Return the launch specification. After the first round, limit its timeout to the time that is left."""
         spec = self._spec
         return replace(spec, timeout=min(spec.timeout, max(1.0, self._pace.seconds_left))) if number else spec
 
@@ -161,7 +161,7 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
     if entry.module == IMPORT:
         return Sample({"import": _import_seconds()})
     if not entry.steps and not spec.prefix:
-        # dualtrain.main gives each rank an equal number of cores; the script that it is compared with gets as many.
+        # dualtrain.main gives each rank an equal number of cores, so give the tutorials' script the same number.
         spec = replace(spec, threads=share_of(usable_cores(), spec.ranks))
     if entry.module == MAIN:
         return _main(entry, spec)
@@ -206,7 +206,7 @@ def _import_seconds() -> float:
 
 
 def _main(entry: Entry, spec: LaunchSpec) -> Sample:
-    """Run ``dualtrain.main`` as a user would. The seconds of the epoch are those in the run's summary."""
+    """Run ``dualtrain.main`` as a user would. The time of the epoch is taken from the run's summary."""
     run = spec.folder / f"run-{time.monotonic_ns()}"
     flags = ["--recipe=mnist-convnet", f"--data-dir={spec.folder}", f"--run-dir={run}", "--epochs=1", "--backend=torch"]
     flags += [f"--batch-size={EPOCH_BATCH}", f"--lr={EPOCH_LR}", f"--device={spec.device}", *entry.option.split()]

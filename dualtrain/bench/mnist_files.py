@@ -1,4 +1,4 @@
-"""Generated samples in MNIST's file format, to avoid a download: ten shapes, shifted, dimmed, with noise."""
+"""Generated samples in MNIST's file format, to avoid a download: ten shapes, shifted, dimmed and with noise."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def write_mnist(folder: Path, samples: int, tests: int) -> None:
 
 
 def _write(path: Path, values: np.ndarray) -> None:
-    """Write an idx file: 0, 0, 8 (the type uint8), the number of dimensions, the size of each, and the bytes."""
+    """Write an idx file: 0, 0, 8 (the type uint8), the number of dimensions, their sizes, and the bytes."""
     head = struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
     path.write_bytes(head + values.tobytes())

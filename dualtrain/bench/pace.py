@@ -1,6 +1,6 @@
-"""Number of steps per round, chosen so that enough rounds for a verdict end within the time limit.
+"""Choice of the number of steps per round, so that enough rounds for a verdict end within the time limit.
 
-Many rounds of few steps are better than few rounds of many steps: times differ more between processes than between the
+Many rounds of few steps are better than few rounds of many steps, because times differ more between processes than between
 steps of one process.
 """
 
@@ -12,17 +12,17 @@ from collections.abc import Collection, Mapping
 from dualtrain.bench.plan import steps_of
 
 _LEAST = 0.125
-_USED = 0.97  # planned part of a round's time; the rest is a margin for rounds that take longer than predicted
+_USED = 0.97  # part of a round's time that is planned; the rest is a margin, because rounds may take longer than predicted
 
 
 class Pace:
-    """Chooser of ``step_fraction``: the fraction of each workload's steps (``plan.LENGTHS``) that a round runs.
+    """Chooses ``step_fraction``, the fraction of each workload's steps (``plan.LENGTHS``) that a round runs.
 
     The first of several rounds runs the smallest fraction. It measures the contenders' fixed time (their start) and the
-    time of their steps. Later rounds run the largest fraction that there is time for, at the speed of the round before.
+    time of their steps. Later rounds run the largest fraction for which there is time at the speed of the previous round.
 
     Args:
-        rounds: number of rounds to aim at.
+        rounds: number of rounds, if time permits.
         seconds: time limit for all rounds, from now on.
         most: the largest fraction.
     """
@@ -32,7 +32,7 @@ class Pace:
         self._most = most
         self._left = rounds
         self._ends = time.monotonic() + seconds
-        #: Of each contender, in its last round: fixed seconds, and seconds per step of each workload.
+        #: For each contender, from its last round: fixed seconds, and seconds per step of each workload.
         self._known: dict[str, tuple[float, Mapping[str, float]]] = {}
 
     def note(self, name: str, seconds: float, steps: Mapping[str, float]) -> None:
@@ -49,7 +49,7 @@ class Pace:
             self.step_fraction = max(_LEAST, 0.98 * self.step_fraction)
 
     def fits(self, names: Collection[str]) -> bool:
-        """Return whether these contenders would end in time, at the speed of their last round."""
+        """Return whether these contenders would end in time at the speed of their last round."""
         return self._seconds(names, self.step_fraction) <= self.seconds_left
 
     @property

@@ -3,13 +3,13 @@
 A round starts every contender once, in fresh processes. Each contender measures all its jobs in one start, because starting
 takes longer than the steps. A row of the table compares two contenders; each round gives it one pair of samples.
 
-The order alternates between rounds: A B, B A, A B, … On a machine that becomes steadily slower, the later one of a pair is
-at a disadvantage, which is B in one round and A in the next. The errors of the pairs therefore cancel in the median, and a
-linear drift shows only in the interval's width. Tuned DDP, the reference of most rows, runs twice per round: the ratio of
-these two equal contenders is the noise floor.
+The order alternates between rounds: A B, B A, A B, … On a machine that becomes steadily slower, the later contender of a
+pair is at a disadvantage: B in one round, A in the next. The errors therefore cancel in the median, and a linear drift only
+widens the interval. Tuned DDP, the reference of most rows, runs twice per round: the ratio of these two equal contenders
+is the noise floor.
 
-A contender measures only what a row or the table of allreduces needs, with as few steps as a median allows: the interval
-depends on the number of rounds, and every second of a round is spent seven times.
+A contender measures only what a row or the table of allreduces needs, with as few steps as a median allows, because the
+interval depends on the number of rounds, and every second of a round is spent seven times.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: discarded, timed. The first step is slower; DDP's second, in which it rebuilds its buckets, is
-#: not. A round runs a fraction of the timed steps (``pace.py``), with --quick at most half.
+#: Steps of each workload: (discarded, timed). The first step is slower; DDP's second step, in which it rebuilds buckets, is
+#: not. A round runs a fraction of the timed steps (``pace.py``), at most half with --quick.
 LENGTHS = {
     "tiny": (2, 4),
     "empty": (20, 200),
@@ -51,7 +51,7 @@ QUICK = ("empty", "small", "convnet", "sweep", "trainer")
 #: What each job measures; "large" is part of the sweep.
 ABOUT = {
     "tiny": "a step of a model of 18 weights; for tests",
-    "empty": "a step of a model of 2 weights, batch 1: what a step costs that computes nothing",
+    "empty": "a step of a model of 2 weights, batch 1: the cost of a step without computation",
     "small": "a step of 100 linear layers of 68 × 68 (465,198 weights), batch 32: many small gradients",
     "convnet": "a step of the MNIST ConvNet (29,034 weights), batch 100 images of 28 × 28",
     "resnet18": "a step of ResNet-18 (11.2 M weights), batch 32 images of 3 × 32 × 32",
@@ -69,11 +69,11 @@ ABOUT = {
     "sweep": "an all-reduce of 4 B to 256 MB, of a plain tensor and of the library's own buffer",
     "trainer": "what dualtrain's trainer adds to a step by hand, on the empty model",
     "stall": "how long a checkpoint of ResNet-18 stops the training",
-    "feed": "the delivery of one MNIST sample to the training loop, in batches of 100",
+    "feed": "the loading of one MNIST sample, in batches of 100",
     "epoch": "an epoch of mnist-convnet on 12,000 images, with reading and evaluation",
-    "import": "import dualtrain, beyond import torch",
+    "import": "the time that import dualtrain adds to import torch",
 }
-#: Rounds to aim at, and the number of pairs that a verdict needs.
+#: Number of rounds, if time permits, and of pairs that a verdict needs.
 ROUNDS = 7
 TRAINER_STEPS = 250
 STALL_STEPS = 2
@@ -87,14 +87,14 @@ class Entry:
     Attributes:
         title: its name in tables.
         module: its module in ``contenders``, or ``MAIN`` or ``IMPORT``.
-        option: argument of the module's ``start``; for ``MAIN``, further flags.
-        starter: "ranks" for ranks with torchrun's variables, or the Horovod command that is run or imitated by
-            ``start_contender.py``.
-        jobs: jobs that it measures after the workloads in ``steps``.
-        needs: package that it imports; if the package is missing, the contender is left out.
-        quick: whether it runs with --quick.
-        steps: workloads whose steps it measures.
-        ranks: their number on this host, if it is not the bench's.
+        option: argument of the module's ``start``; for ``MAIN``, more flags.
+        starter: "ranks" for ranks with torchrun's variables, or the Horovod command that ``start_contender.py`` runs or
+            imitates.
+        jobs: jobs that the contender measures after the workloads in ``steps``.
+        needs: package that the contender imports; if it is missing, the contender is left out.
+        quick: whether the contender runs with --quick.
+        steps: workloads whose steps the contender measures.
+        ranks: the number of ranks on this host, if the contender does not use --nproc.
     """
 
     title: str
@@ -114,7 +114,7 @@ OURS = "ours"
 TRAINER = "trainers"
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 
-#: The order is that of a round: contenders that are compared are close to each other.
+#: In the order of a round, with compared contenders close to each other.
 ENTRIES = {
     "alone": Entry("no communication", "alone", quick=False),
     "shm": Entry(
@@ -167,19 +167,19 @@ ENTRIES = {
         ranks=3,
     ),
 }
-#: Contenders that replace those that cannot run here: without shared memory, or because mpirun cannot start Horovod's Gloo.
+#: Replacements for contenders that cannot run: without shared memory, or because mpirun cannot start Horovod's Gloo.
 FALLBACKS = {"shm": "native", "hvd-gloo": "hvd-mpi"}
-#: Command that installs a missing package, by its name; "" stands for all others.
+#: Commands that install a missing package, by name; "" is for all other packages.
 CURES = {"horovod": "bash launch/setup.sh", "": "pip install 'dualtrain[bench]'"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of throughput ratios, ``one`` over ``other``, one for each job that both measure.
+    """Rows of throughput ratios, ``one`` divided by ``other``, one row for each job that both measure.
 
     Attributes:
-        targets: value that the lower end of a job's interval should reach; "*" is for all other workloads.
-        allow_noise: lower the targets by the noise floor, the difference between two equal contenders.
+        targets: for each job, the value that the lower end of the interval should reach; "*" is for other workloads.
+        allow_noise: whether to lower the targets by the noise floor, the difference between two equal contenders.
     """
 
     one: str
@@ -227,7 +227,7 @@ COMPARISONS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """A row with the time of ``job`` in ``one``, minus that in ``other`` if given. It should be at most ``target``."""
+    """A row with ``one``'s time of ``job``, minus ``other``'s time if given. It should be at most ``target``."""
 
     title: str
     one: str

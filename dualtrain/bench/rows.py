@@ -1,7 +1,7 @@
-"""Rows of the result table: throughput ratios and costs, each with its interval, its target and the verdict.
+"""Rows of the result table: throughput ratios and costs, each with its interval, target and verdict.
 
-A target is met if the whole interval reaches it, and not met if none of it does; otherwise neither is shown. A row with
-fewer pairs than ``ROUNDS`` gets no verdict: the interval of so few pairs says little.
+A target is met if the whole interval reaches it, and not met if no part of it does; otherwise the verdict is "not shown".
+Rows with fewer pairs than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Row:
     """One row of the table.
 
     Attributes:
-        group: heading of the rows that it belongs to.
-        job: what was measured.
-        found: the ratio, or the cost.
-        unit: "×" for a ratio, else that of the cost.
-        seconds: of a ratio, the medians of both contenders.
-        weights: whether the final weights are those of the raw script.
+        group: heading above this row.
+        job: the job that was measured.
+        found: the ratio or the cost.
+        unit: "×" for a ratio, else the unit of the cost.
+        seconds: for a ratio, the median times of both contenders.
+        weights: whether the final weights equal those of the raw script.
         target: value that the interval should reach, if there is one.
-        verdict: ``MET``, ``NOT_MET`` or ``NOT_SHOWN``; empty without a target, and if there are too few pairs.
-        note: remark on the verdict, or the reason why there is none.
-        accuracies: of both contenders, in an epoch.
+        verdict: ``MET``, ``NOT_MET`` or ``NOT_SHOWN``; empty without a target or with too few pairs.
+        note: remark on the verdict, or the reason why there is no verdict.
+        accuracies: for an epoch, the accuracies of both contenders.
         one: name of the contender that is measured.
-        other: name of the contender that it is compared with.
+        other: name of the contender with which ``one`` is compared.
     """
 
     group: str
@@ -90,19 +90,19 @@ def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]
 
 
 def _verdict(reached: bool, missed: bool) -> str:
-    """Return the verdict on an interval of which the whole, or nothing, reaches the target."""
+    """Return the verdict: ``reached`` if the whole interval reaches the target, ``missed`` if no part of it does."""
     return MET if reached else NOT_MET if missed else NOT_SHOWN
 
 
 def _unjudged(target: float | None, found: Estimate) -> str:
-    """Return why a row with a target gets no verdict, or an empty string if it gets one."""
+    """Return the reason why a row with a target gets no verdict, or an empty string if it gets a verdict."""
     if target is None or found.pairs >= ROUNDS:
         return ""
     return f"{pairs_of(found.pairs)}: not judged"
 
 
 def _weights(job: str, one: str, other: str, results: Results) -> str:
-    """Compare both contenders' final weights of each round with the raw script's; NONE if a job has nothing to compare."""
+    """Compare both contenders' final weights in each round with the raw script's; NONE if there are none to compare."""
     pair = {one, other} - {"alone"}
     rounds = [_hashes(job, {*RAW, *pair}, results, number) for number in range(results.rounds)]
     if not any(found.keys() & RAW and pair <= found.keys() for found in rounds):
@@ -111,13 +111,13 @@ def _weights(job: str, one: str, other: str, results: Results) -> str:
 
 
 def _hashes(job: str, names: Collection[str], results: Results, number: int) -> dict[str, str]:
-    """Return the hashes of the contenders' final weights in one round; rounds differ in their number of steps."""
+    """Return the hashes of the contenders' final weights in one round. Rounds have different numbers of steps."""
     columns = {name: results.samples[name][number : number + 1] for name in names if name in results.samples}
     return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 
 
 def noise_floor(rows: list[Row], job: str) -> float:
-    """Return the largest distance from 1 of the interval of two equal contenders. Layouts use that of their model."""
+    """Return the largest distance from 1 in the interval of two equal contenders. Layouts use the floor of their model."""
     model = job.partition("-")[0]
     found = [row.found for row in rows if row.one == AGAIN and row.job == model]
     return max(0.0, 1 - found[0].low, found[0].high - 1) if found else 0.0

@@ -1,8 +1,8 @@
 """Start of a contender in fresh processes, and collection of its ranks' output.
 
-To save the launchers' own start-up time, torch's contenders get the variables that torchrun sets, Horovod's over Gloo get
-those that horovodrun sets, and Horovod's over MPI are started by the mpirun command that horovodrun would run. With
---launch, the user's command starts all of them. The launcher does not affect the time of a step.
+To save the start-up time of launchers, ranks of torch contenders get torchrun's variables, and ranks of Horovod over Gloo
+get horovodrun's. Horovod over MPI is started by the mpirun command that horovodrun would run. With --launch, the user's
+command starts all contenders. The launcher does not affect the time of a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPEN_MPI = ["--allow-run-as-root", "-bind-to", "none", "-map-by", "slot", "-mca"
 
 
 class LaunchError(Exception):
-    """A contender did not run. The message is the reason, in one line."""
+    """A contender did not run. The message is the reason in one line."""
 
 
 @dataclass(frozen=True)

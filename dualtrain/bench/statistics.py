@@ -1,4 +1,4 @@
-"""Median of pairs of measurements, with its confidence interval."""
+"""Median of paired measurements, with its confidence interval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEVEL = 0.98  # of the intervals, at least; the smallest and the largest of seven values reach 98.4 %
+LEVEL = 0.98  # least confidence level of intervals; from the smallest to the largest of seven values it is 98.4 %
 
 
 def pairs_of(count: int) -> str:
@@ -21,10 +21,10 @@ class Estimate:
 
     Attributes:
         value: the median.
-        low: the value of the interval's lower end.
-        high: that of its upper end.
+        low: the lower end of the interval.
+        high: the upper end of the interval.
         pairs: number of values.
-        level: probability that such an interval holds the median, whatever the distribution of the values.
+        level: probability that such an interval contains the true median, whatever the distribution of the values.
     """
 
     value: float
@@ -35,10 +35,10 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the median of ``values``, one for each pair, and the narrowest order-statistic interval that has ``LEVEL``.
+    """Return the median of ``values``, one per pair, and the narrowest order-statistic interval of at least ``LEVEL``.
 
-    The interval is from the k-th smallest to the k-th largest value. Of fewer than seven values, it is from the smallest to
-    the largest, and its level is lower.
+    The interval is from the k-th smallest to the k-th largest value. With fewer than seven values, it is from the smallest
+    to the largest value, and its level is lower.
     """
     ordered, count = sorted(values), len(values)
     rank = max([k for k in range(1, (count + 1) // 2 + 1) if level_of(count, k) >= LEVEL], default=1)
@@ -48,6 +48,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 def level_of(count: int, rank: int) -> float:
     """Return the probability that the median lies between the ``rank``-th smallest and largest of ``count`` values.
 
-    It lies outside if fewer than ``rank`` values are on one side of it; each is on either side with probability 1/2.
+    The median is outside if fewer than ``rank`` values are on one side of it. Each value is on either side with probability
+    1/2.
     """
     return 1 - 2 * sum(math.comb(count, below) for below in range(rank)) / (1 << count)

@@ -1,6 +1,6 @@
 """The results as text: the table, remarks, and the answer in the last line.
 
-``targets``: whether the developers' targets and the verdicts on them are shown.
+The argument ``targets`` of these functions chooses whether the developers' targets and their verdicts are shown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cells(row: Row, targets: bool) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time as a number of milliseconds, of short ones with three decimals."""
+    """Format a time in milliseconds, with three decimals below 10 ms."""
     return f"{1e3 * seconds:.3f}" if seconds < 0.01 else f"{1e3 * seconds:.1f}"
 
 
@@ -61,14 +61,14 @@ def _line(parts: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def bytes_of(size: int) -> str:
-    """Format a number of bytes; multiples of a million as "100 MB (10⁶)"."""
+    """Format a number of bytes, and a multiple of a million as "100 MB (10⁶)"."""
     if size % 1_000_000 == 0:
         return f"{size // 1_000_000} MB (10⁶)"
     return size_in_words(size)
 
 
 def sweep_table(results: Results) -> list[list[str]]:
-    """Return the table of the milliseconds of all-reduces by size, the heading first; empty if none was measured."""
+    """Return the table of all-reduce times in ms by size, beginning with its heading; empty if none was measured."""
     found = sweep_of(results)
     sizes = sorted({size for one in found.values() for size in one})
     rows = [[title, *(f"{1e3 * one[s]:.3f}" if s in one else "–" for s in sizes)] for title, one in found.items()]
@@ -117,9 +117,9 @@ def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def answer(results: Results, rows: Sequence[Row]) -> str:
-    """Return one line: whether to move from Horovod to torch, and how much faster that is."""
+    """Return a line that answers whether to move from Horovod to torch, and how much faster torch is."""
     question = "Should we move from Horovod to torch? "
-    ours = max(("shm", "native"), key=results.count)  # the one that ran in more rounds
+    ours = max(("shm", "native"), key=results.count)  # the transport that ran in more rounds
     most = max(map(results.count, ("hvd-gloo", "hvd-mpi")))
     parts, verdicts = [], []
     for horovod in (name for name in ("hvd-gloo", "hvd-mpi") if results.count(name) == most):

@@ -1,7 +1,7 @@
-"""One rank of one contender: joins the world, measures its jobs, and prints one line with the results of each.
+"""One rank of one contender: join the world, measure the jobs, and print one line with the results of each job.
 
-``start_contender.py`` starts it. This module imports no heavy part of dualtrain before the first step, so that it does not
-slow down the start of a raw script.
+``start_contender.py`` starts this module. It imports no large part of dualtrain before the first step, so that raw scripts
+do not start more slowly.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ def main() -> None:
             os.write(sys.stdout.fileno(), f"{MARK}{text}\n".encode())
     contender.close()
     if "mpi4py" not in sys.modules:
-        # Skip the interpreter's shutdown: it takes a second, and torch's Gloo may abort the process in it ("terminate
-        # called without an active exception", torch 2.13, after large allreduces). Horovod has finalized MPI by now;
-        # mpi4py finalizes it in the ordinary shutdown.
+        # Skip the interpreter's shutdown, because it takes a second, and torch's Gloo may abort the process during it
+        # ("terminate called without an active exception", torch 2.13, after large allreduces). Horovod has already
+        # finalized MPI, but mpi4py needs the ordinary shutdown to finalize it.
         os._exit(0)
 
 
 def _loaded(given: Any) -> Contender:
-    """Start the contender, which joins the world, and import what its first step needs."""
+    """Start the contender, which joins the world, and import modules that its first step needs."""
     with loading():
         contender: Contender = import_module(f"dualtrain.bench.contenders.{given.module}").start(
             given.option, _device(given.device)
         )
-        import torch._dynamo  # noqa: F401  # private in torch 2.13: its optimizers import it in their first step
+        import torch._dynamo  # noqa: F401  # private in torch 2.13, whose optimizers import it in their first step
 
     return contender
 

@@ -1,4 +1,4 @@
-"""Workloads: models and batches, the same for every contender, and the timing of steps."""
+"""Workloads: the models and batches, which are the same for every contender, and the timing of steps."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ WORKLOADS = {
 class Task:
     """One workload for one contender: the model, the batches of a rank, and the times of its steps.
 
-    ``step_fraction`` is the fraction of the workload's timed steps to run.
+    ``step_fraction`` is the fraction of the workload's timed steps that is run.
     """
 
     lr = 0.001
@@ -138,7 +138,7 @@ class Task:
         self._total = 0.0
 
     def model(self) -> nn.Module:
-        """Build the model, with the same weights in every process and for every contender."""
+        """Build the model, with equal weights in every process and for every contender."""
         torch.manual_seed(0)
         layout = torch.channels_last if self.workload.channels_last else torch.preserve_format
         return self.workload.build().to(device=self.device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
@@ -148,7 +148,7 @@ class Task:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.workload.bf16)
 
     def batches(self, rank: int) -> Iterator[Tensors]:
-        """Yield the batches of all steps. The time between two batches is the time of a step."""
+        """Yield the batches of all steps. A step's time is that between two batches."""
         ready = self.ready(rank)
         for number in range(self.warmup + self.steps):
             if number == self.warmup:
@@ -163,7 +163,7 @@ class Task:
         self._total = time.perf_counter() - began
 
     def step_seconds(self) -> float:
-        """Return the median of the timed steps; on a GPU their mean, because kernels run asynchronously."""
+        """Return the median time of the timed steps; on a GPU the mean, because kernels run asynchronously."""
         if self.device.type == "cuda":
             return self._total / self.steps
         return statistics.median(self._seconds[self.warmup :])

@@ -1,4 +1,4 @@
-"""Runner for unmodified Horovod scripts on torch.distributed, and a checker that reads them for differences."""
+"""Runner for unmodified Horovod scripts on torch.distributed, and a checker that finds differences in their source."""
 
 from dualtrain.horovodize.imports import install, uninstall
 

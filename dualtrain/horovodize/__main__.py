@@ -1,4 +1,4 @@
-"""Run an unmodified Horovod script on torch.distributed, or list and repair what would differ there.
+"""Run an unmodified Horovod script on torch.distributed, or list and repair what differs there.
 
 usage: torchrun --nproc_per_node=N -m dualtrain.horovodize SCRIPT [ARGUMENT…]
        torchrun --nproc_per_node=N -m dualtrain.horovodize -m MODULE [ARGUMENT…]
@@ -11,11 +11,11 @@ Instead of torchrun you can use mpirun, srun or plain python. --check does not r
 finding, "differs" (works, but not as on Horovod), "trap" (a known mistake, on Horovod too) or "unsupported". Its exit
 status is 0 if all findings are "differs", 1 if there are others, 2 if a file cannot be read.
 
---fix changes the scripts where that is safe, leaves every other byte as it is, and lists what is left; the exit status
-is that of --check for what is left. --diff prints the changes, for patch, and writes nothing.
+--fix makes the safe repairs, changes no other byte, and lists the remaining findings; the exit status is that of --check
+for these. --diff prints the changes, for patch, and writes nothing.
 
 --prove runs the script on Horovod and on torch.distributed, and compares weights and speed (--prove --help). --recorder
-prints the program that records a script where Horovod is and dualtrain is not.
+prints a program that records a script on a machine with Horovod and without dualtrain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dualtrain.launchers import World, detect_world
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line. Return the exit status, unless the script exits with one of its own."""
+    """Run the command line. Return the exit status, unless the script itself calls ``sys.exit``."""
     first, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if first in ("-h", "--help"):
         show(__doc__.strip())
@@ -67,14 +67,14 @@ def _load(first: str, rest: list[str]) -> Program:
         raise UserError("no script was given: name one, or see --help")
     if first.startswith("-") and first != "-m":
         known = "-m, --check, --fix, --prove, --recorder, --help"
-        raise UserError(f"unknown option {first!r}: known are {known}; options of the script follow its name")
+        raise UserError(f"unknown option {first!r}: known are {known}; put options of the script after its name")
     if first == "-m" and not rest:
         raise UserError("-m was given without a module: name one, or see --help")
     wanted = os.environ.get("DUALTRAIN_BACKEND", "")
     if wanted == "horovod":
         raise UserError(
-            "DUALTRAIN_BACKEND=horovod requests Horovod itself, which horovodize replaces: unset it, or start the script "
-            "without horovodize"
+            "DUALTRAIN_BACKEND=horovod requests Horovod itself, which horovodize replaces: unset the variable, or start "
+            "the script without horovodize"
         )
     if wanted in ("", "auto"):
         os.environ["DUALTRAIN_BACKEND"] = "torch"  # under mpirun the default is Horovod

@@ -1,4 +1,4 @@
-"""``python -m dualtrain.horovodize --check SCRIPT…``: print the lines that work differently, or are mistakes."""
+"""``python -m dualtrain.horovodize --check SCRIPT…``: print the lines that differ from Horovod, or are mistakes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(files: Sequence[str]) -> int:
 def findings(source: Source) -> list[Finding]:
     """Return the findings of all rules in one script, sorted by line, without duplicates.
 
-    Lines that run only where Horovod is not used have none.
+    Lines that run only without Horovod have no findings.
     """
     if not source.uses_horovod and not source.wrapped:
         return []
@@ -56,7 +56,7 @@ def status(found: Iterable[Finding]) -> int:
 
 
 def summary(sources: Iterable[Source], found: Iterable[Finding]) -> str:
-    """Return how many files were read, and how many findings of each level there are."""
+    """Return a line with the number of files, and the number of findings of each level."""
     sources, levels = list(sources), Counter[str](finding.level for finding in found)
     read = f"{len(sources)} file{'s' * (len(sources) > 1)} read"
     if not any(source.uses_horovod for source in sources):

@@ -1,4 +1,4 @@
-"""Edits of a script by the positions of its syntax tree: everything outside of them stays as it is."""
+"""Edits of a script at the positions of its syntax tree. All other text stays unchanged."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # the line ends that Python's parser knows
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # with the line ends that Python's parser accepts
 #: Comments that separate cells of an exported notebook.
 _CELL = re.compile(r"#\s*(%%|COMMAND|MAGIC|In\[|\+|-)")
 _COMMENT = re.compile(r"\s*(#.*)?")
 
 
 class Edit(NamedTuple):
-    """Replacement of ``text[start:end]``; an insertion if both are equal."""
+    """Replacement of ``text[start:end]`` by ``new``; an insertion if ``start == end``."""
 
     start: int
     end: int
@@ -31,7 +31,7 @@ def apply(text: str, edits: Iterable[Edit]) -> str:
 
 
 def line_count(text: str) -> int:
-    """Return how many line ends are in ``text``."""
+    """Return the number of line ends in ``text``."""
     return len(re.findall(r"\r\n|\r|\n", text))
 
 
@@ -54,14 +54,14 @@ class Layout:
         self._unit = _indentation(tree)
 
     def start(self, node: ast.AST) -> int:
-        """Return the offset of the first character of ``node``, of its first decorator if it has one."""
+        """Return the offset of the first character of ``node``, or of its first decorator."""
         first = min([node, *getattr(node, "decorator_list", [])], key=lambda part: part.lineno)
-        if first is not node:  # the decorator's expression; the @ is before it
+        if first is not node:  # ``first`` is the decorator's expression, without the @
             return self.text.rindex("@", 0, self._offset(first.lineno, first.col_offset))
         return self._offset(node.lineno, node.col_offset)
 
     def end(self, node: ast.AST) -> int:
-        """Return the offset behind the last character of ``node``."""
+        """Return the offset after the last character of ``node``."""
         return self._offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
     def segment(self, node: ast.AST) -> str:
@@ -75,7 +75,7 @@ class Layout:
     def insert_before(self, statement: ast.stmt, code: str) -> list[Edit]:
         """Insert the simple statement ``code`` before ``statement`` and the comments above it.
 
-        Nothing before ``elif``. Behind ``if x:`` or a semicolon on the same line, it becomes ``code; statement``.
+        After ``if x:`` or a semicolon on the same line, insert ``code; `` instead. Before ``elif``, return no edits.
         """
         start = self.start(statement)
         number, prefix = self._line_of(start)
@@ -88,7 +88,7 @@ class Layout:
         return [] if _is_compound(statement) else [Edit(start, start, f"{code}; ")]
 
     def insert_after(self, statement: ast.stmt, code: str) -> list[Edit]:
-        """Insert a line ``code`` after ``statement``; nothing unless it has its lines for itself."""
+        """Insert a line ``code`` after ``statement``; return no edits if other code is on its lines."""
         _, prefix = self._line_of(self.start(statement))
         last, _ = self._line_of(self.end(statement))
         if not self._has_own_lines(statement) or not self.lines[last].endswith(("\r", "\n")):
@@ -96,7 +96,7 @@ class Layout:
         return [Edit(self._starts[last + 1], self._starts[last + 1], f"{prefix}{code}{self._line_end}")]
 
     def wrap(self, statement: ast.stmt, header: str) -> list[Edit]:
-        """Put ``statement`` into a block under ``header``; nothing unless it has its lines for itself."""
+        """Put ``statement`` into a block under ``header``; return no edits if other code is on its lines."""
         first, prefix = self._line_of(self.start(statement))
         last, _ = self._line_of(self.end(statement))
         if not self._has_own_lines(statement):
@@ -107,7 +107,7 @@ class Layout:
         return [edits[0]._replace(new=f"{prefix}{header}{self._line_end}{unit}"), *edits[1:]]
 
     def add_keywords(self, call: ast.Call, keywords: Sequence[str]) -> list[Edit]:
-        """Add keyword arguments to ``call``; nothing if its end has a shape that is not expected."""
+        """Add keyword arguments to ``call``; return no edits if the end of the call has an unexpected form."""
         given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
         close = self.end(call) - 1
         if not given:
@@ -128,7 +128,7 @@ class Layout:
         return self._starts[line - 1] + len(text.encode("utf-8", "surrogatepass")[:column].decode("utf-8", "surrogatepass"))
 
     def _line_of(self, offset: int) -> tuple[int, str]:
-        """Return the number of the line with this offset, from 0, and the text before it in that line."""
+        """Return the index of the line that contains ``offset``, and that line's text before ``offset``."""
         number = min(bisect_right(self._starts, offset), len(self.lines)) - 1
         return number, self.text[self._starts[number] : offset]
 
@@ -160,7 +160,7 @@ def _is_compound(statement: ast.stmt) -> bool:
 
 
 def _indentation(tree: ast.Module) -> int:
-    """Return the usual width of one indentation in the script."""
+    """Return the most frequent indentation width of the script."""
     widths: Counter[int] = Counter()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

@@ -1,4 +1,4 @@
-"""The calls of a training step, in the order of the script: backward, clip, synchronize, step."""
+"""The calls of a training step (backward, clip, synchronize, step) in source order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = ("step", "scaled step")
 
 
 class Event(NamedTuple):
-    """A call in a training step, and the name and expression of its wrapped optimizer."""
+    """A call in a training step, with the name and the expression of the wrapped optimizer, if it has one."""
 
     kind: Kind
     node: ast.Call
@@ -24,7 +24,7 @@ class Event(NamedTuple):
 
 
 def steps(source: Source) -> Iterator[list[Event]]:
-    """Yield the events of each function in source order, without those that run without Horovod only."""
+    """Yield the events of each function in source order, except those that run only without Horovod."""
     guards = Guards(source)
     for _, nodes in source.scopes:
         found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node))]
@@ -66,7 +66,7 @@ def since_backward(source: Source, events: list[Event], number: int, *, strictly
 
 
 def until_backward(events: list[Event], number: int) -> Iterator[Event]:
-    """Yield the events after this one and before the next backward."""
+    """Yield the events between event ``number`` and the next backward."""
     for event in events[number + 1 :]:
         if event.kind == "backward":
             return
@@ -74,7 +74,7 @@ def until_backward(events: list[Event], number: int) -> Iterator[Event]:
 
 
 def has(events: list[Event] | None, kind: Kind, optimizer: str = "") -> bool:
-    """Return whether there is an event of this kind, of this optimizer or of any."""
+    """Return whether there is an event of this kind; with ``optimizer``, only events of this optimizer count."""
     return any(event.kind == kind and optimizer in ("", event.optimizer) for event in events or ())
 
 

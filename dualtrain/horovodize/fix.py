@@ -1,4 +1,4 @@
-"""``python -m dualtrain.horovodize --fix [--diff] SCRIPT…``: make the changes that are safe, and list what is left."""
+"""``python -m dualtrain.horovodize --fix [--diff] SCRIPT…``: make the safe repairs, and list the remaining findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dualtrain.horovodize.source import Finding, Source
 
 
 class Repaired(NamedTuple):
-    """A repaired script: its new source, what was changed (by its line before), and why other changes were not made."""
+    """A repaired script: its new source, the repaired findings (with original line numbers), and the remaining ones."""
 
     source: Source
     fixed: list[Finding]
@@ -28,7 +28,7 @@ class Repaired(NamedTuple):
 
 
 def fix(arguments: Sequence[str]) -> int:
-    """Repair all files, or with ``--diff`` show how. Return the exit status: that of ``--check`` for what is left."""
+    """Repair all files, or with ``--diff`` print the changes. Return ``--check``'s exit status for what remains."""
     options = [word for word in arguments if word.startswith("-")]
     names = [word for word in arguments if not word.startswith("-")]
     try:
@@ -53,11 +53,11 @@ def fix(arguments: Sequence[str]) -> int:
 
 
 def repair(source: Source, initialized: bool = True) -> Repaired:
-    """Make all safe changes, one after another: each one removes findings and adds none.
+    """Make all safe repairs, one after another. Each repair removes findings and adds none.
 
     Args:
         source: the script.
-        initialized: whether a file of its program calls ``init``.
+        initialized: whether any file of the script's program calls ``init``.
     """
     origins = list(range(1, line_count(source.text) + 2))
     fixed: list[Finding] = []
@@ -80,7 +80,7 @@ def repair(source: Source, initialized: bool = True) -> Repaired:
 
 
 def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[Source, list[Finding]] | None:
-    """Return the script with a finding's edits and its findings; None if a new one would come with them."""
+    """Return the script after the edits of ``finding``, with its findings; None if the edits cause a new finding."""
     try:
         after = Source(apply(source.text, finding.edits), source.wrapped)
         compile(after.text, "script", "exec", dont_inherit=True)
@@ -91,7 +91,7 @@ def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[S
 
 
 def _move_lines(text: str, origins: list[int], edits: Sequence[Edit]) -> None:
-    """Add to ``origins``, the first line number of each line, those that the edits insert."""
+    """Insert entries for the lines that ``edits`` add into ``origins``, which has each line's original number."""
     for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
         index = line_count(text[: edit.start])
         more = line_count(edit.new) - line_count(text[edit.start : edit.end])
@@ -110,11 +110,11 @@ def _write(file: ScriptFile, data: bytes) -> None:
     try:
         rewrite(Path(file.name), data)
     except OSError as error:
-        raise UserError(f"cannot write {file.name!r} ({error.strerror}): it is as it was; check its permissions") from None
+        raise UserError(f"cannot write {file.name!r} ({error.strerror}): it is unchanged; check its permissions") from None
 
 
 def _show_diff(file: ScriptFile, data: bytes) -> None:
-    """Print a unified diff that ``patch`` can apply, so with the script's own bytes."""
+    """Print a unified diff for ``patch``, which therefore has the script's own bytes."""
     before, after = file.data.splitlines(keepends=True), data.splitlines(keepends=True)
     name = file.name.encode("utf-8", "surrogateescape")
     sys.stdout.flush()
@@ -124,7 +124,7 @@ def _show_diff(file: ScriptFile, data: bytes) -> None:
 
 
 def _report(repaired: dict[str, Repaired], *, diff: bool) -> int:
-    """Print what was changed and what is left; beside a diff, on standard error."""
+    """Print repaired and remaining findings, with ``diff`` to standard error."""
     output = sys.stderr if diff else sys.stdout
     for name, result in repaired.items():
         for finding in result.fixed:

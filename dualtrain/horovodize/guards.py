@@ -1,4 +1,4 @@
-"""Conditions of a script: which code runs on some ranks only, and which runs only where Horovod is not used."""
+"""Conditions of a script: which code runs on some ranks only, and which runs only without Horovod."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dualtrain.horovodize.source import Source
 RANKS = ("rank", "local_rank", "cross_rank")
 _HOROVOD = re.compile(r"horovod|hvd", re.IGNORECASE)
 _NO_HOROVOD = re.compile(r"(^|[._])(no|not|disable|without|skip)_?(horovod|hvd)", re.IGNORECASE)
-#: Names of conditions that are true on one rank, as most scripts spell them.
+#: Names that scripts use for conditions that are true on one rank.
 _ONE_RANK = re.compile(r"rank|master|main_?proc|is_?main|chief|primary|leader|is_?root|verbose|coordinator", re.IGNORECASE)
-#: Comparisons with the number of ranks: true or false where there are several.
+#: Comparisons of the number of ranks with a constant, and their values if there are several ranks.
 _SEVERAL: dict[tuple[type[ast.cmpop], Any], bool] = {
     (ast.Gt, 1): True,
     (ast.GtE, 2): True,
@@ -27,7 +27,7 @@ _EXITS = ("sys.exit", "os._exit", "exit", "quit")
 
 
 class Guards:
-    """Conditions on the rank, and on whether the script uses Horovod at all."""
+    """Conditions on the rank, and on whether Horovod is used."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -36,7 +36,7 @@ class Guards:
         self._firsts = {target: value for target, value, _ in source.assignments if self._compares(value)}
 
     def rank(self, value: ast.expr) -> str:
-        """Return which rank ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
+        """Return the kind of rank that ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
         if isinstance(value, ast.Call) and self.source.hvd(value.func) in RANKS:
             return self.source.hvd(value.func)
         return self._ranks.get(ast.unparse(value), "") if isinstance(value, ast.Name | ast.Attribute) else ""
@@ -46,9 +46,9 @@ class Guards:
         return self.signature(test) is not None
 
     def signature(self, test: ast.expr) -> tuple[bool, str] | None:
-        """Return a condition on the rank as (whether it holds on one rank only, what it compares), or None.
+        """Return a condition on the rank as (whether it holds on one rank only, its comparison), or None.
 
-        Two conditions are opposites if they differ in the first element alone.
+        Two conditions are opposites if only the first elements of their signatures differ.
         """
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.signature(test.operand)
@@ -63,7 +63,7 @@ class Guards:
             test = first
         if isinstance(test, ast.Compare) and self._compares(test):
             constants = {ast.unparse(node) for node in self._constants(test.comparators[0])}
-            rank = next(iter(constants - {"-1"}))  # -1: without Horovod
+            rank = next(iter(constants - {"-1"}))  # scripts use -1 for runs without Horovod
             return isinstance(test.ops[0], ast.Eq | ast.In), f"{self.rank(test.left)} == {rank}"
         return (False, f"{self.rank(test)} == 0") if self.rank(test) else None
 
@@ -83,31 +83,31 @@ class Guards:
         return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
     def looks_like_one_rank(self, node: ast.AST) -> bool:
-        """Return whether a condition above ``node``, or an earlier exit, may leave it to some ranks: when in doubt, yes."""
+        """Return whether only some ranks may run ``node``, because of a condition around it or an exit before it."""
         return any(_ONE_RANK.search(ast.unparse(test)) for test, _ in self._conditions(node))
 
     def is_conditional(self, node: ast.AST) -> bool:
-        """Return whether ``node`` may be left out or repeated: by a condition, a loop, or an exception's handler."""
+        """Return whether ``node`` may be skipped or repeated, by a condition, a loop or an exception handler."""
         for above in self.source.above(node):
             if isinstance(above, ast.If) and "__name__" not in ast.unparse(above.test):
                 return True
             if isinstance(above, ast.ExceptHandler | ast.Try | ast.IfExp | ast.BoolOp | ast.While | ast.For):
                 return True
-        # Behind the exit of a run without Horovod.
+        # After an exit that is taken without Horovod, only runs with Horovod reach the node.
         return any(self._is_off(test, not truth) for test, truth in self._conditions(node))
 
     # -- without Horovod --------------------------------------------------------------------------------------------
 
     def is_without_horovod(self, node: ast.AST) -> bool:
-        """Return whether ``node`` runs only where Horovod is not used, or has one rank."""
+        """Return whether ``node`` runs only without Horovod, or with one rank."""
         return any(self._is_off(test, truth) for test, truth in self._conditions(node))
 
     def lines_without_horovod(self) -> set[int]:
-        """Return the lines that run only where Horovod is not used, or has one rank."""
+        """Return the lines that run only without Horovod, or with one rank."""
         return set(self._lines_off(self.source.tree.body))
 
     def _lines_off(self, block: list[ast.stmt]) -> Iterator[int]:
-        off = False  # behind an exit of all who use Horovod
+        off = False  # whether an earlier statement exits in all runs with Horovod
         for statement in block:
             if off:
                 yield from _lines(statement)
@@ -120,7 +120,7 @@ class Guards:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
 
     def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
-        """Yield the conditions under which ``node`` runs, each with the value that it has then."""
+        """Yield the conditions for ``node`` to run, each with the value that it must have."""
         below = node
         for above in self.source.above(node):
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
@@ -134,7 +134,7 @@ class Guards:
             below = above
 
     def leaves(self, block: list[ast.stmt]) -> bool:
-        """Return whether nothing behind ``block`` runs after it."""
+        """Return whether the statement after ``block`` never runs, because ``block`` ends with an exit or a jump."""
         last = block[-1]
         exits = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in _EXITS
         return exits or isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
@@ -149,7 +149,7 @@ class Guards:
         return means is not None and means is not truth
 
     def _means_horovod(self, test: ast.expr, depth: int = 0) -> bool | None:
-        """Return the value of ``test`` where Horovod is used with several ranks; None if that is unknown."""
+        """Return the value of ``test`` when Horovod is used with several ranks; None if unknown."""
         text = ast.unparse(test)
         if text in self._around_wraps:
             return True
@@ -186,7 +186,7 @@ class Guards:
 
     @cached_property
     def _around_wraps(self) -> set[str]:
-        """Conditions under which the script starts Horovod or wraps an optimizer: false means without Horovod."""
+        """Conditions under which the script calls ``init`` or wraps an optimizer; false means without Horovod."""
         found = set()
         for call in self.source.hvd_calls("init", "DistributedOptimizer"):
             below: ast.AST = call
@@ -204,7 +204,7 @@ def _lines(statement: ast.stmt) -> range:
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Yield the blocks directly in ``node``, those of its handlers and cases too."""
+    """Yield the blocks directly in ``node``, including those of exception handlers and cases."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(node, name, None)
         if isinstance(block, list):

@@ -1,4 +1,4 @@
-"""Change of a script's imports from ``horovod.torch`` to ``dualtrain.hvd``: all of them, or none."""
+"""Change of a script's imports from ``horovod.torch`` to ``dualtrain.hvd``: either all of them or none."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dualtrain.horovodize.imports import home
 from dualtrain.horovodize.rules.environment import is_guarded
 from dualtrain.horovodize.source import Finding, Source
 
-_RUNNER = "start it with torchrun -m dualtrain.horovodize"
+_RUNNER = "start the script with torchrun -m dualtrain.horovodize"
 _IGNITE = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
 
 
 def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list[Finding]]:
-    """Return the import lines to change, and the reason if they stay as they are.
+    """Return the import lines to change; if they must not be changed, a finding with the reason instead.
 
     Args:
         source: the script.
-        initialized: whether one of the program's files calls ``init``: the others use the same module.
+        initialized: whether one of the program's files calls ``init``. All files must import the same module.
     """
     imports = (node for node in source.nodes if isinstance(node, ast.Import | ast.ImportFrom) and _imports_horovod(node))
     lines = [node for node in imports if _is_of_torch(node) or not is_guarded(source, node)]
@@ -29,15 +29,15 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     if not lines:
         return [], []
     if any(_IGNITE.match(name) for name in source.imported_names):
-        why = "another library of this script imports Horovod by itself"
+        why = "a library that the script uses imports Horovod itself"
     elif not initialized:
         why = "hvd.init() is called in another file; give all files of the program at once"
     elif stays is not None:
-        why = f"`{ast.unparse(stays)}` has no counterpart of the same names"
+        why = f"dualtrain has no counterpart of `{ast.unparse(stays)}`"
     else:
-        message = "imports dualtrain.hvd, which is Horovod itself under horovodrun; plain torchrun starts the script"
+        message = "imports dualtrain.hvd, which under horovodrun is Horovod itself; start the script with plain torchrun"
         return [Finding(node.lineno, "differs", message, tuple(edits)) for node, edits in changes], []
-    return [], [Finding((stays or lines[0]).lineno, "differs", f"the import of Horovod stays: {why}; {_RUNNER}")]
+    return [], [Finding((stays or lines[0]).lineno, "differs", f"the import of Horovod is not changed: {why}; {_RUNNER}")]
 
 
 def _is_of_torch(node: ast.Import | ast.ImportFrom) -> bool:
@@ -51,7 +51,7 @@ def _imports_horovod(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _edits(source: Source, node: ast.Import | ast.ImportFrom) -> Iterator[Edit]:
-    """Yield the edits of one import; nothing if a name of it has no counterpart."""
+    """Yield the edits of one import; no edits if one of its names has no counterpart."""
     if isinstance(node, ast.ImportFrom):
         yield from _edits_of_from(source, node)
         return

@@ -1,7 +1,8 @@
 """Import hook: ``import horovod…`` in a script loads the modules of ``dualtrain.hvd``.
 
 The table ``HOMES`` maps Horovod's modules to those of dualtrain. A script's child processes (``spawn``, ``forkserver``)
-start without the hook but with the parent's ``sys.path``: a folder on it holds a module ``horovod`` that installs it.
+start without the hook but with the parent's ``sys.path``. So a folder on this path contains a module ``horovod``, which
+installs the hook.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ HOMES = {
 
 
 def run(*_: object, **__: object) -> NoReturn:
-    """Raise UserError: ``horovod.run`` can be imported, because scripts do so without calling it."""
+    """Raise UserError. ``horovod.run`` exists because some scripts import it without calling it."""
     raise UserError(
-        "horovod.run() starts processes, which is the launcher's task here: start the script with "
+        "horovod.run() cannot start processes here, because the launcher does: start the script with "
         "torchrun --nproc_per_node=N -m dualtrain.horovodize script.py, and call the function itself"
     )
 
 
-#: Packages of Horovod without a counterpart in dualtrain, and their names.
+#: Packages of Horovod without a counterpart in dualtrain, and the names that they define.
 PACKAGES: dict[str, dict[str, Any]] = {
     "horovod": {"__version__": "0.28.1", "run": run},
     "horovod.common": {},
@@ -67,7 +68,7 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         try:
-            # importlib returns the module that it finds here.
+            # importlib returns the module from this entry.
             sys.modules[module.__name__] = import_module(self.target)
         except ModuleNotFoundError as error:
             if error.name != self.target:
@@ -104,7 +105,7 @@ class _Finder(MetaPathFinder):
             return ModuleSpec(name, _Package(), origin="dualtrain", is_package=True)
         target_name = home(name)
         if target_name is None:
-            # Don't return None: the next finder might find an installed Horovod.
+            # Don't return None, because the next finder might find an installed Horovod.
             raise ModuleNotFoundError(_missing(name), name=name)
         return ModuleSpec(name, _Alias(target_name), origin="dualtrain", is_package=name == "horovod.torch")
 
@@ -128,13 +129,13 @@ def install() -> None:
         return
     if "horovod" in sys.modules:
         raise UserError(
-            "Horovod itself is already imported and cannot be replaced: install the hook before the first import of it"
+            "Horovod itself is already imported and cannot be replaced: install the hook before horovod is first imported"
         )
     sys.meta_path.insert(0, _FINDER)
     if _CHILDREN not in sys.path:
-        sys.path.insert(1, _CHILDREN)  # behind the script's own folder, before an installed Horovod
+        sys.path.insert(1, _CHILDREN)  # after the script's own folder, before an installed Horovod
     if _ROOT not in sys.path:
-        sys.path.append(_ROOT)  # children must find dualtrain even if this process found it in its current folder
+        sys.path.append(_ROOT)  # children must find dualtrain even if this process found it in the current folder
 
 
 def uninstall() -> None:

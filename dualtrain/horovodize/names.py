@@ -1,4 +1,4 @@
-"""The names of horovod.torch 0.28.1 by kind, for ``--check``, which imports nothing of Horovod."""
+"""The names of horovod.torch 0.28.1 by kind, because ``--check`` does not import Horovod."""
 
 #: Collectives that return a new tensor and do not change their input.
 OUT_OF_PLACE = {
@@ -25,7 +25,7 @@ OBJECTS = {"allgather_object", "broadcast_object"}
 COLLECTIVES = OUT_OF_PLACE | IN_PLACE | ASYNC | OBJECTS
 COLLECTIVES |= {"barrier", "broadcast_optimizer_state", "broadcast_parameters", "join", "shutdown"}
 
-#: Functions that say how Horovod was built.
+#: Functions that return how Horovod was built.
 BUILD = {
     "ccl_built",
     "cuda_built",
@@ -46,5 +46,5 @@ _CLASSES = {"Compression", "DistributedOptimizer", "HorovodInternalError", "Sync
 _MODULES = {"compression", "functions", "mpi_ops", "optimizer", "process_sets", "sync_batch_norm"}
 PUBLIC = COLLECTIVES | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE | _CLASSES | _MODULES
 
-#: Subpackages of horovod for other frameworks than torch.
+#: Subpackages of horovod for frameworks other than torch.
 OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "ray", "spark", "tensorflow"}

@@ -1,4 +1,4 @@
-"""What runs after a statement of a script, as far as its text says."""
+"""Execution order of a script's statements, as far as its source shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dualtrain.horovodize.source import Function, Scope, Source, last_name
 
 
 def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run after ``first``, in functions called later and behind the calls of its function too."""
+    """Yield the nodes that run after ``first``, including functions called later and code after calls of its function."""
     seen: set[Scope] = set()
     for node in _behind_with_callers(source, first, depth=0):
         yield node
@@ -19,7 +19,7 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
 
 
 def called(source: Source, call: ast.Call) -> Function | None:
-    """Return the script's function or method that ``call`` calls, or None: ``model.train()`` is no function ``train``."""
+    """Return the script's function or method that ``call`` calls, or None. ``model.train()`` is no function ``train``."""
     function = source.functions.get(last_name(call.func))
     if function is None:
         return None
@@ -32,7 +32,7 @@ def called(source: Source, call: ast.Call) -> Function | None:
 
 
 def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
-    """Yield the calls of ``function`` in the script; for ``__init__`` those of its class."""
+    """Yield the calls of ``function`` in the script; for ``__init__``, the calls of its class."""
     parent = source.parents.get(function)
     if isinstance(parent, ast.ClassDef) and getattr(function, "name", "") == "__init__":
         yield from (call for call in source.calls if last_name(call.func) == parent.name)
@@ -54,7 +54,7 @@ def _behind_with_callers(source: Source, first: ast.AST, depth: int) -> Iterator
 
 
 def _behind(source: Source, first: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of the same function behind ``first``: of its block only, where that leaves the function."""
+    """Yield the nodes after ``first`` in the same function, up to a block that leaves the function."""
     guards, scope = Guards(source), source.scope(first)
     statement = source.statement(first)
     while statement is not scope:
@@ -80,7 +80,7 @@ def _inside_called(source: Source, call: ast.Call, seen: set[Scope]) -> Iterator
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield ``node`` and what is in it, but nothing of functions that it only defines."""
+    """Yield ``node`` and the nodes in it, except those inside function definitions."""
     yield node
     if isinstance(node, Function | ast.Lambda):
         return

@@ -1,13 +1,13 @@
-"""Record of a Horovod script's optimizer steps: what its weights are after them, and how fast they are.
+"""Record the weights and the speed of a Horovod script's optimizer steps.
 
 usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed SEED] SCRIPT [ARGUMENT...]
 
-Runs the unmodified SCRIPT (or -m MODULE) until each optimizer that it steps has taken STEPS steps, and ends it there, on
-all ranks. Rank R writes FOLDER/rank-R.jsonl: numbers and names only, no code, and of the weights norms, hashes and a few
-values. Compare it, where dualtrain is installed, by: dualtrain horovodize --prove --against FOLDER SCRIPT ...
+Runs the unmodified SCRIPT (or -m MODULE) until each optimizer that it steps has taken STEPS steps, then ends it on all
+ranks. Rank R writes FOLDER/rank-R.jsonl, without code: names and numbers, and the norm, hash and a few values of each
+weight. Where dualtrain is installed, compare: dualtrain horovodize --prove --against FOLDER SCRIPT ...
 
-This file is a program of its own: copy it to the cluster that has Horovod. It needs Python 3.8, torch 1.13 and Horovod, or
-newer ones, and nothing else.
+This file is a complete program: copy it to the cluster that has Horovod. It only needs Python 3.8, torch 1.13 and Horovod,
+or newer versions.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import traceback
 from typing import Any
 
 FORMAT = 1
-#: Steps after which the weights are summarized; 0 is before the first step. Also the last step.
+#: Steps after which the weights are summarized, besides the last step; 0 is before the first step.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
-SAMPLES = 64  # values of each tensor
-MOST_ROUNDS = 4  # in all optimizers together: a script may make a new one in each epoch, and none comes to its last step
-END_SECONDS = 30.0  # to wait for the other ranks after the last step, and for the library's shutdown
-#: Variables that say which rank this is: torchrun's, Horovod's, and those of Open MPI, MPICH, and Slurm.
+SAMPLES = 64  # recorded values of each tensor
+MOST_ROUNDS = 4  # end after 4 * STEPS steps in total: no optimizer may reach STEPS if each epoch creates a new one
+END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
+#: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
 LIBRARIES = ("horovod.torch", "dualtrain.hvd")
 
@@ -49,7 +49,7 @@ class Record:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Append one line, which is in the file when this returns."""
+        """Append one line, which is in the file when this method returns."""
         os.write(self._file, (json.dumps(dict(facts, kind=kind)) + "\n").encode())
 
     def note(self, error: Exception) -> None:
@@ -58,18 +58,18 @@ class Record:
 
 
 class Recorder:
-    """Writes what the optimizers do, and ends the process after the last step.
+    """Records the steps of the optimizers, and ends the process after the last step.
 
     Args:
-        record: where to.
-        steps: how many steps each optimizer takes.
+        record: the file to write to.
+        steps: the number of steps of each optimizer.
     """
 
     def __init__(self, record: Record, steps: int) -> None:
         self.record, self.steps = record, steps
         self.library: Any = None
         self.counts: list[int] = []  # steps of each optimizer
-        self._resumed = 0.0  # when the script went on after the last step; 0 before the first one
+        self._resumed = 0.0  # the time at which the last recorded step returned to the script; 0 before the first one
 
     def patch(self, library: Any) -> None:
         """Observe the optimizers that ``library.DistributedOptimizer`` makes from now on."""
@@ -95,7 +95,7 @@ class Recorder:
         number = len(self.counts)
         self.counts.append(0)
         names = {id(pair[1]): pair[0] for pair in named if isinstance(pair, tuple)}
-        cls = type(optimizer)  # both libraries make a class for each optimizer
+        cls = type(optimizer)  # both libraries create one class per optimizer
         original = cls.step
 
         @functools.wraps(original)
@@ -111,7 +111,7 @@ class Recorder:
         cls.step = step
 
     def _begin(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
-        """Write the form of an optimizer, and its weights before the first step."""
+        """Write an optimizer's type, names and shapes, and its weights before the first step."""
         if not self._resumed:
             import torch
 
@@ -150,7 +150,7 @@ class Recorder:
         self.record.write("weights", optimizer=number, step=step, tensors=tensors, options=options)
 
     def end(self, reason: str, status: int, **more: Any) -> None:
-        """Write the last line: how the script ended, and what it has used."""
+        """Write the last line: how the script ended, and the memory that it used."""
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         torch = sys.modules.get("torch")
         gpu = torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
@@ -160,9 +160,9 @@ class Recorder:
         self.record.write("end", reason=reason, status=status, **dict(facts, **more))
 
     def _leave(self) -> None:
-        """End this process, and with it the script, when all ranks have come as far.
+        """End this process, and so the script, once all ranks have reached this point.
 
-        Not by SystemExit, which a script may catch, and whose ``finally`` blocks may wait for other ranks or write files.
+        Not by SystemExit, because a script may catch it, and ``finally`` blocks may wait for other ranks or write files.
         """
         self._meet()
         self.end("steps", 0)
@@ -179,7 +179,7 @@ class Recorder:
         os._exit(0)
 
     def _meet(self) -> None:
-        """Wait until the other ranks have come as far: a rank that is gone could fail their last step."""
+        """Wait until all ranks have reached this point, because a rank that exits could make the others' last step fail."""
         import torch
 
         try:
@@ -193,7 +193,7 @@ class Recorder:
 
 
 def summary(p: Any) -> list[Any]:
-    """Return a tensor's hash, its norm, and values at fixed places: what stands for its values in the record."""
+    """Return a tensor's hash, its norm, and its values at fixed positions."""
     import torch
 
     flat = _flat(p)
@@ -205,7 +205,7 @@ def summary(p: Any) -> list[Any]:
 
 
 def checksums(params: list[Any]) -> list[int]:
-    """Return the sum of each tensor's values as integers: it differs where bits do, unless their changes cancel out."""
+    """Return each tensor's sum as integers, which differs whenever bits differ, unless the changes cancel out."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -276,7 +276,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         self._loader.exec_module(module)
-        library = sys.modules[module.__name__]  # a loader may put another module there
+        library = sys.modules[module.__name__]  # a loader may replace this entry
         if hasattr(library, "DistributedOptimizer"):
             self._recorder.patch(library)
 
@@ -287,7 +287,7 @@ def _rank() -> int:
 
 
 def _seed(seed: int) -> None:
-    """Seed all random numbers, other ones on each rank."""
+    """Seed all random generators; ``seed`` differs between ranks."""
     random.seed(seed)
     try:
         import numpy
@@ -337,12 +337,12 @@ def _run(given: Any) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script of the command line, and record it. Ends as the script does, or with 0 after the last step."""
+    """Run and record the script of the command line. Exit as the script does, or with 0 after the last step."""
     parser, given = _parse(arguments)
     try:
         record = Record(given.record, _rank())
     except FileExistsError:
-        parser.error(f"{given.record!r} holds the record of an earlier run: name a new folder")
+        parser.error(f"{given.record!r} contains the record of an earlier run: name a new folder")
     except OSError as error:
         parser.error(f"cannot write to {given.record!r} ({error.strerror}): name another folder")
     python = platform.python_version()

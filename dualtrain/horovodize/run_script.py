@@ -1,4 +1,4 @@
-"""Running of a script or module as ``__main__``, with the arguments, path, exit status and traceback that python gives."""
+"""Execution of a script or module as ``__main__``, with the arguments, path, exit status and traceback of python."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dualtrain.files import check_regular
 
 
 class Program(NamedTuple):
-    """Compiled code, and the module ``__main__`` to run it in."""
+    """Compiled code, and the ``__main__`` module in which it runs."""
 
     code: CodeType
     main: ModuleType
 
     def run(self) -> None:
-        """Run the code. SystemExit passes through; the traceback of another exception starts in the program."""
+        """Run the code. Tracebacks of its exceptions start in the program, without the frames of this package."""
         sys.modules["__main__"] = self.main  # pickle and multiprocessing look up the script's functions there
         try:
             exec(self.code, self.main.__dict__)
@@ -37,7 +37,7 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
     """Load the script that ``python path arguments…`` would run, and set ``sys.argv`` and ``sys.path`` for it.
 
     Raises:
-        UserError: there is no such file, or it cannot be read.
+        UserError: the file does not exist or cannot be read.
     """
     if os.path.isdir(path):
         raise UserError(f"{path!r} is a folder: name the script in it, or run a package with -m")
@@ -66,7 +66,7 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
     """Load the module that ``python -m name arguments…`` would run, and set ``sys.argv`` for it.
 
     Raises:
-        UserError: there is no such module, or it cannot be run.
+        UserError: the module does not exist or cannot be run.
     """
     sys.argv[:] = ["-m", *arguments]
     _prepare()
@@ -94,7 +94,7 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
         return _find(f"{name}.__main__")
     code = spec.loader.get_code(spec.name) if isinstance(spec.loader, SourceFileLoader) else None
     if code is None:
-        raise UserError(f"the module {name!r} is not a Python source file and cannot be run: name one that is")
+        raise UserError(f"the module {name!r} cannot be run, because it is not a Python source file: name one that is")
     return spec, code
 
 
@@ -111,7 +111,7 @@ def _prepare() -> None:
 
 
 def _hide_frames_above(code: CodeType | None) -> None:
-    """Make the traceback that python prints at exit start in ``code`` (``None``: the script did not start)."""
+    """Make the traceback that python prints at exit start in ``code``; print no frames if ``code`` is ``None``."""
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

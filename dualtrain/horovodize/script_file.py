@@ -13,7 +13,7 @@ from dualtrain.horovodize.source import Source
 
 
 class ScriptFile(NamedTuple):
-    """A script that was read: ``text.encode(encoding)`` is ``data`` again."""
+    """A script's content: ``data`` is ``text.encode(encoding)``."""
 
     name: str
     data: bytes
@@ -22,7 +22,7 @@ class ScriptFile(NamedTuple):
 
 
 def read_script(name: str) -> ScriptFile:
-    """Read a script. Raises UserError where it cannot be read, or is not text."""
+    """Read a script. Raises UserError if it cannot be read or is not text."""
     try:
         with open_regular(name) as file:
             data = file.read()
@@ -33,17 +33,17 @@ def read_script(name: str) -> ScriptFile:
         text = data.decode(encoding)
     except (SyntaxError, UnicodeDecodeError):
         raise UserError(
-            f"the script {name!r} is not text in UTF-8, nor in an encoding that its first lines declare: name a Python "
+            f"the script {name!r} is not text in UTF-8, or in the encoding that its first lines declare: name a Python "
             "source file"
         ) from None
     return ScriptFile(name, data, encoding, text)
 
 
 def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
-    """Read and parse the scripts of one program: one may wrap the optimizer that another one steps.
+    """Read and parse all scripts of a program; each one gets the names of optimizers that the others wrap.
 
     Raises:
-        UserError: one cannot be read, or is not valid Python.
+        UserError: a script cannot be read, or is not valid Python.
     """
     files = {name: read_script(name) for name in names}
     wrapped = set().union(*(_parse(file).own_wrapped for file in files.values()))

@@ -1,4 +1,4 @@
-"""A script as the rules of ``--check`` see it: a syntax tree with resolved names. The script is never run."""
+"""A script's syntax tree with resolved names, for the rules of ``--check``. The script is never run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dualtrain.horovodize.names import PUBLIC
 
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-#: A block of statements with its own names. Rules about the order of calls look at one scope at a time.
+#: A module or function. Rules about the order of calls check one scope at a time.
 Scope = ast.Module | Function
 
-#: Modules with the names of horovod.torch.
+#: Modules that have the names of horovod.torch.
 HOMES = ("horovod.torch", "dualtrain.hvd")
 _MODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm", "process_sets")
 
 
 class Finding(NamedTuple):
-    """A rule's finding about one line; ``edits`` are its repair, if there is a safe one."""
+    """A rule's finding about one line, with the ``edits`` of its repair if there is a safe one."""
 
     line: int
     level: Level
@@ -48,7 +48,7 @@ class Source:
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self._imported = dict(self._imports())
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
-        #: Names of variables that hold an hvd.DistributedOptimizer: ``optimizer`` also for ``self.optimizer``.
+        #: Names of variables that hold an hvd.DistributedOptimizer; for ``self.optimizer`` this is ``optimizer``.
         self.wrapped = {*self.own_wrapped, *wrapped}
 
     @cached_property
@@ -61,7 +61,7 @@ class Source:
             yield from self._imports_of(node)
 
     def _imports_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
-        """Yield (name in the script, full name) of each import of one statement."""
+        """Yield (name in the script, full name) for each name that an import statement binds."""
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
@@ -72,7 +72,7 @@ class Source:
                 yield from ((alias.asname or name, f"{node.module}.{name}") for name in names)
 
     def name(self, node: ast.AST) -> str:
-        """Resolve ``node`` by the imports to its full dotted name; return an empty string if it is not imported."""
+        """Return the full dotted name of ``node`` according to the imports, or an empty string if it is not imported."""
         if isinstance(node, ast.Name):
             return self._imported.get(node.id, "")
         if isinstance(node, ast.Attribute):
@@ -90,11 +90,11 @@ class Source:
         return ""
 
     def hvd_calls(self, *names: str) -> Iterator[ast.Call]:
-        """Return the calls of these functions of horovod.torch."""
+        """Return the calls of the functions ``names`` of horovod.torch."""
         return (call for call in self.calls if self.hvd(call.func) in names)
 
     def spell(self, name: str, at: ast.AST) -> str:
-        """Return how code at ``at`` writes horovod.torch's ``name``; nothing unless it is imported there for sure."""
+        """Return the expression for horovod.torch's ``name`` at ``at``; "" unless it is certainly imported there."""
         for node in self.nodes:
             if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, at):
                 continue
@@ -106,14 +106,14 @@ class Source:
         return ""
 
     def _is_certain(self, node: ast.stmt, at: ast.AST) -> bool:
-        """Return whether the statement ``node``, an import, runs whenever ``at`` does, and before it."""
+        """Return whether the import statement ``node`` certainly runs before ``at``."""
         scope = self.parents[node]
         if scope is self.tree:
             return self.scope(at) is not self.tree or node.lineno < getattr(at, "lineno", 0)
         return scope is self.scope(at) and node.lineno < getattr(at, "lineno", 0)
 
     def imports_torch(self, at: ast.AST) -> bool:
-        """Return whether ``torch`` is torch at ``at``, for sure."""
+        """Return whether ``torch`` is certainly imported at ``at``, under this name."""
         imports = (node for node in self.nodes if isinstance(node, ast.Import) and self._is_certain(node, at))
         return any(bound == "torch" for node in imports for bound, _ in self._imports_of(node))
 
@@ -124,12 +124,12 @@ class Source:
 
     @property
     def uses_elastic(self) -> bool:
-        """True if the script trains elastically."""
+        """Whether the script uses ``hvd.elastic``."""
         return any(self.hvd(node).startswith("elastic.") for node in self.nodes)
 
     @property
     def uses_horovod(self) -> bool:
-        """True if anything of horovod or dualtrain.hvd is imported."""
+        """Whether the script imports anything from horovod or dualtrain.hvd."""
         return any(name.startswith(("horovod", "dualtrain.hvd")) for name in self._imported.values())
 
     @cached_property
@@ -146,7 +146,7 @@ class Source:
 
     @cached_property
     def values(self) -> dict[str, list[ast.expr]]:
-        """All values that are assigned to each target, by its text."""
+        """Map of each target, as text, to all values that are assigned to it."""
         found: dict[str, list[ast.expr]] = {}
         for target, value, _ in self.assignments:
             found.setdefault(target, []).append(value)
@@ -196,11 +196,11 @@ class Source:
             node = parent
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """Return the innermost statement that contains ``node``, or is it."""
+        """Return ``node`` if it is a statement, else the innermost statement that contains it."""
         return next(above for above in (node, *self.above(node)) if isinstance(above, ast.stmt))
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Return the statements among which ``statement`` is."""
+        """Return the list of statements that contains ``statement``."""
         parent = self.parents[statement]
         blocks = [getattr(parent, name, None) for name in ("body", "orelse", "finalbody")]
         return next(block for block in blocks if isinstance(block, list) and statement in block)
@@ -219,7 +219,7 @@ class Source:
 
 
 def last_name(node: ast.AST) -> str:
-    """Return "optimizer" for ``optimizer`` and ``self.optimizer``, an empty string for anything but a name."""
+    """Return "optimizer" for ``optimizer`` and ``self.optimizer``, and "" for nodes that are not names."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 

@@ -2,8 +2,8 @@
 
 Where Horovod's own launcher or MPI started the process and Horovod is installed, this module is the real
 ``horovod.torch``. Everywhere else the same names run on torch.distributed: calls are matched by name through rank 0
-(``engine.py``, ``coordinator.py``), gradients go directly (``optimizer.py``). DUALTRAIN_BACKEND=torch or =horovod
-decides otherwise. The modules are named as Horovod's, so that imports from them work too.
+(``engine.py``, ``coordinator.py``); gradients are sent without rank 0 (``optimizer.py``). DUALTRAIN_BACKEND=torch or
+=horovod overrides this choice. Modules have the names of Horovod's modules, so that imports from them work too.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ _NO_LENGTH = sys.float_info.min**0.5
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return ``factor`` times ``tensor``, in its dtype: itself where the factor is 1, a new tensor otherwise.
+    """Return ``factor`` times ``tensor``, in the same dtype: ``tensor`` itself if the factor is 1, else a new tensor.
 
-    16-bit floats are multiplied in 32 bits and rounded once; integers exactly, then truncated toward zero.
+    16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied exactly, then truncated toward zero.
     """
     if factor == 1:
         return tensor
@@ -47,7 +47,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         return tensor * int(factor)
     result = (tensor.double() * factor).trunc().to(tensor.dtype)
     if tensor.dtype == torch.int64:
-        # A double has 53 bits: larger numbers one by one, in arithmetic without a limit.
+        # A double has 53 bits, so larger numbers are multiplied one by one as fractions.
         exact = Fraction(factor)
         for index in (tensor.abs() >= _EXACT_IN_DOUBLE).nonzero():
             result[tuple(index)] = int(int(tensor[tuple(index)]) * exact)
@@ -55,7 +55,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch.Tensor:
-    """Return the result of an operation from the sum (or minimum, …) of the ranks, in the wire's dtype."""
+    """Return the result of a reduction, given the sum (or minimum, …) over ranks in the wire dtype."""
     if op != Average:
         return scaled(total, factor)
     if factor == 1:
@@ -69,7 +69,7 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
 
 
 def identity_element(dtype: torch.dtype, shape: list[int], device: torch.device, op: int) -> torch.Tensor:
-    """Return what a rank that has joined contributes: a tensor of the identity element of ``op``."""
+    """Return the contribution of a rank that has joined: a tensor filled with the identity element of ``op``."""
     return torch.full(shape, _identity(dtype, op), dtype=dtype, device=device)
 
 
@@ -87,16 +87,16 @@ def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
 
 
 def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the adaptive sum of one tensor per rank, in a tree over neighbouring ranks; any number of them.
+    """Return the adaptive sum of one tensor per rank, in a tree over neighbouring ranks; any number of ranks.
 
-    Two gradients are added less what they have in common: parallel ones are averaged, orthogonal ones summed.
+    Equal gradients are averaged, orthogonal ones summed; in between, the common component is partly subtracted.
     Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, and Horovod's
-    ``ops/adasum/adasum.h`` for the order and for vectors of length zero.
+    ``ops/adasum/adasum.h`` for the order of additions and for vectors of length zero.
     """
     values = [tensor.to(torch.float64) for tensor in tensors]
     while len(values) > 1:
         pairs = [_adasum_of_two(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
-        values = pairs + values[len(pairs) * 2 :]  # without a neighbour, it goes up as it is
+        values = pairs + values[len(pairs) * 2 :]  # of an odd number, the last one moves up unchanged
     return values[0].to(tensors[0].dtype)
 
 

@@ -1,4 +1,7 @@
-"""Rules of Horovod that hold for every reducer of ``hvd.DistributedOptimizer``, whatever way its gradients are sent."""
+"""Base class of the reducers of ``hvd.DistributedOptimizer``: Horovod's rules that do not depend on the transport.
+
+An exchange is the communication that combines the gradients of one step over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from dualtrain.hvd import basics, compat
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet
 
-_REASON_SECONDS = 0.5  # how long a failed rank's own message may take to arrive after its connections have closed
+_REASON_SECONDS = 0.5  # wait for a failed rank's message, which may arrive after its connections have closed
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
 
@@ -33,7 +36,7 @@ def as_horovod_errors() -> Iterator[None]:
 
 
 def _failure(error: BackendError) -> HorovodInternalError:
-    """Return ``error`` as Horovod's, with the reason if the world has ended: it may arrive a little later."""
+    """Convert ``error`` to a HorovodInternalError; if the world ends meanwhile, add the reason."""
     engine, deadline = basics.engine(), time.monotonic() + _REASON_SECONDS
     while engine.down is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -43,18 +46,18 @@ def _failure(error: BackendError) -> HorovodInternalError:
 
 
 class HorovodReducer(ABC):
-    """Combines the gradients of one optimizer; ``reduce`` waits for them, and backward never does.
+    """Combines the gradients of one optimizer over the ranks. ``reduce`` waits for other ranks; backward never does.
 
     Args:
-        base_name: what is optimized, the same on every rank.
-        process_set: the ranks.
-        passes: backward passes that are summed before the gradients are combined.
+        base_name: name of the set of parameters, the same on every rank.
+        process_set: the ranks whose gradients are combined.
+        passes: number of backward passes that are summed before gradients are combined.
 
     Attributes:
         channel_name: ``base_name`` and a number; empty before the first exchange in a world.
-        name: of its operations.
-        ready: how many parameters have had all their passes.
-        dirty: whether there are gradients that were not synchronized.
+        name: name of the reducer's operations.
+        ready: number of parameters for which all ``passes`` are done.
+        dirty: whether a backward pass has run since gradients were last synchronized.
     """
 
     def __init__(self, base_name: str, process_set: ProcessSet, passes: int) -> None:
@@ -68,25 +71,25 @@ class HorovodReducer(ABC):
 
     @property
     def set_id(self) -> int:
-        """The number of the process set; 0 is the world."""
+        """The id of the process set; 0 is the world."""
         return self.process_set.process_set_id or 0
 
     @property
     @abstractmethod
     def refusals(self) -> Refusals:
-        """The checks before an exchange."""
+        """Checks that can refuse an exchange."""
 
     @abstractmethod
     def slot_ready(self, slot: Slot) -> None:
-        """Handle a gradient after all of its passes; does not block."""
+        """Handle a gradient after all of its passes; do not block."""
 
     @abstractmethod
     def layout_changed(self) -> None:
-        """Agree on the parameters anew before the next exchange: some were added."""
+        """Make the ranks agree on the parameters before the next exchange, because some were added."""
 
     @abstractmethod
     def world_changed(self) -> None:
-        """Drop everything that belongs to an earlier world: ``init`` was called since."""
+        """Discard everything of the previous world, because ``init`` was called again."""
 
     @abstractmethod
     def is_reduced(self) -> bool:
@@ -98,32 +101,32 @@ class HorovodReducer(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Combine the gradients over the ranks, unless they are already. Collective; blocks.
+        """Combine the gradients over the ranks, unless ``is_reduced()``. Collective; blocks.
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
         """
 
-    def rest(self) -> None:
-        """Count backward passes from zero again: the gradients are synchronized."""
+    def reset_passes(self) -> None:
+        """Count backward passes from zero again, because gradients are synchronized."""
         if not self.dirty:
-            return  # no backward since the last time
+            return  # no backward since the last reset
         self.dirty, self.ready = False, 0
         for slot in self.hooks.slots:
             slot.passes = 0
 
-    def drop(self) -> None:
-        """Forget what a failed step left behind."""
+    def discard_step(self) -> None:
+        """Reset the counts and marks of a failed step."""
         self.renew()
-        self.rest()
+        self.reset_passes()
 
     def add(self, named_parameters: Named) -> None:
-        """Combine the gradients of these parameters too, from the next backward on. Every rank adds the same."""
+        """Combine the gradients of these parameters too, from the next backward on. To be called on every rank."""
         self.hooks.add(self, named_parameters)
         self.layout_changed()
 
     def add_unfrozen(self) -> None:
-        """Add the parameters that were frozen and are not any more."""
+        """Add parameters that were frozen and now require gradients."""
         unfrozen = self.hooks.take_unfrozen()
         if unfrozen and compat.enabled():
             compat.note(compat.UNREDUCED)
@@ -131,7 +134,7 @@ class HorovodReducer(ABC):
             self.add(unfrozen)
 
     def fill_frozen(self) -> None:
-        """With Horovod's defects reproduced, give parameters that were frozen after the wrapping gradients of zeros."""
+        """Reproduce a defect of Horovod: parameters frozen after the wrapping get gradients of zeros."""
         if not compat.enabled():
             return
         for slot in self.hooks.slots:
@@ -140,20 +143,20 @@ class HorovodReducer(ABC):
                 compat.note(compat.FROZEN)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to go on once ``optimizer`` has parameters that were not added here."""
+        """Refuse exchanges once ``optimizer`` has parameters that were not added to this reducer."""
         self.refusals.optimizer = optimizer
 
     def close(self) -> None:
-        """Remove the hooks: gradients of later backward passes stay this rank's own. May be called again."""
+        """Remove the hooks: gradients of later backward passes are not combined. May be called again."""
         self.closed = True
         self.hooks.remove()
 
     @staticmethod
     def close_replaced(named: Named, base_name: str, process_set: ProcessSet) -> None:
-        """Close the reducers of earlier optimizers of all these parameters: a new one is made in their place.
+        """Close the reducers of earlier optimizers of exactly these parameters, which a new reducer replaces.
 
-        Both at once cannot work, as on Horovod, where their calls have the same names. An old one may live on: Lightning
-        wraps anew in each ``fit``, and the old optimizer waits for the garbage collector.
+        Two reducers of the same parameters cannot work; on Horovod, their calls would have equal names. An old optimizer
+        may still exist: Lightning wraps the optimizer in each ``fit``, and the old one lives until garbage collection.
         """
         params = {id(p) for _, p in named}
         for old in {reducer for _, p in named for reducer in reducers_of(p) if isinstance(reducer, HorovodReducer)}:
@@ -161,7 +164,7 @@ class HorovodReducer(ABC):
                 old.close()
 
     def enter_world(self) -> None:
-        """Take a name in this world, if it is another one than in the last exchange."""
+        """Get a channel name, if the world has changed since the last exchange."""
         if self._generation != basics.generation():
             self.world_changed()
             self._generation = basics.generation()
@@ -169,17 +172,17 @@ class HorovodReducer(ABC):
             self.name = f"gradients.{self.channel_name}"
 
     def leave_world(self) -> None:
-        """Take another name before the next exchange."""
+        """Get another channel name before the next exchange."""
         self._generation = -1
 
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse to go on while a module has a new parameter in ``place`` instead of ``name``; ``None`` takes it back."""
+        """Refuse exchanges while a module has another parameter than ``name`` in ``place``; ``None`` ends the refusal."""
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:
-        """Count a backward pass of a gradient. Raises AssertionError after too many of them, as Horovod does."""
+        """Count a backward pass of a gradient. Raises AssertionError after too many passes, as Horovod does."""
         self.renew()
         self.dirty = True
         slot.passes += 1

@@ -1,4 +1,4 @@
-"""The world that this process is in: joined by ``init``, left by ``shutdown``, looked up by every other call."""
+"""The world of this process: ``init`` joins it, ``shutdown`` leaves it, and all other calls use it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ _generations = 0
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the world that this process was launched in. Collective; blocks until all have. A second call does nothing.
+    """Join the world that this process was launched in. Collective; blocks until all ranks have joined.
+
+    A second call only adds process sets.
 
     Args:
-        comm: ``None`` or an empty list for all processes; a list of their ranks; an mpi4py communicator; or a
-            connected :class:`dualtrain.Backend`, which Horovod's calls then have to themselves until ``shutdown``.
-        process_sets: sets to make at once, the same on every rank; or ``"dynamic"``, so that some can be added later.
+        comm: ``None`` or an empty list for all processes; a list of ranks; an mpi4py communicator; or a connected
+            :class:`dualtrain.Backend`, which nothing else may use until ``shutdown``.
+        process_sets: sets to make at once, the same on every rank; or ``"dynamic"``, so that sets can be added later.
 
     Raises:
         ValueError: the world cannot be joined, or a process set appears twice.
@@ -69,24 +71,24 @@ def _connect(comm: Any, settings: Settings) -> Backend:
         world = world_of(comm, world)
     elif comm:
         world = _some_of(world, list(comm))
-    # Longer than the coordinator's own limit, whose message names the ranks, so that it comes first.
+    # Longer than the coordinator's limit: its error, which names the missing ranks, must come first.
     timeout = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
-    # Horovod's calls may come in another order on each rank, which the library sorts out in threads of its own.
-    # No GPU is chosen for the script: it chooses its own, and a script for CPUs has more ranks than GPUs.
+    # Native: ranks may use several channels in different orders, and torch runs each channel in threads of its own.
+    # device="cpu": the script itself chooses a GPU, and a script for CPUs may have more ranks than there are GPUs.
     name = "torch" if world.size > 1 else "local"
     return connect(name, world=world, device="cpu", timeout=timeout, transport="native")
 
 
 def _some_of(world: World, ranks: list[int]) -> World:
     if world.rank not in ranks:
-        raise UserError(f"hvd.init(comm={ranks}) was called on rank {world.rank}, which is not in it: call it there only")
+        raise UserError(f"hvd.init(comm={ranks}) was called on rank {world.rank}: call it on the listed ranks only")
     if ranks == list(range(world.size)):
         return world
     return replace(world, rank=ranks.index(world.rank), size=len(ranks), name="-".join(map(str, ranks)))
 
 
 def shutdown() -> None:
-    """Leave the world. Calls of other ranks that need this one fail from now on, as Horovod's do. May be repeated."""
+    """Leave the world. Other ranks' calls fail from now on, as on Horovod. May be repeated."""
     global _current
     if _current is None:
         return
@@ -99,12 +101,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether ``init`` was called, and ``shutdown`` was not since."""
+    """Return whether ``init`` was called, and ``shutdown`` was not called after it."""
     return _current is not None
 
 
 def engine() -> Engine:
-    """Return what carries out collective calls. Raises HorovodInternalError before ``init``."""
+    """Return the engine that carries out collective calls. Raises HorovodInternalError before ``init``."""
     if _current is None:
         raise HorovodInternalError(_NOT_INITIALIZED)
     return _current.engine
@@ -122,7 +124,7 @@ def _world() -> Backend:
 
 
 def rank() -> int:
-    """Return this process's number, from 0. Raises ValueError before ``init``, as all of its kind here."""
+    """Return this process's rank. Raises ValueError before ``init``, as the functions below do."""
     return _world().rank
 
 
@@ -132,7 +134,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number among those on its host."""
+    """Return this process's rank among the processes on its host."""
     return _world().local_rank
 
 
@@ -142,7 +144,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this host's number among those that have a process with this local rank."""
+    """Return this host's index among the hosts that have a process with this local rank."""
     return _world().world.cross_rank
 
 
@@ -158,7 +160,7 @@ def is_homogeneous() -> bool:
 
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the process sets in use, as Horovod's own tests ask for them."""
+    """Return the ranks of each process set in use, by id; Horovod's own tests call this."""
     _world()
     return ids_and_ranks()
 
@@ -191,7 +193,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether ``init`` was called: Gloo sends CPU tensors then."""
+    """Return whether ``init`` was called, because after it Gloo sends CPU tensors."""
     return is_initialized()
 
 

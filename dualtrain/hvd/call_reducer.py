@@ -1,4 +1,4 @@
-"""Gradients of one ``hvd.DistributedOptimizer`` by one ordinary call, where buckets do not know the operation."""
+"""Gradients of one ``hvd.DistributedOptimizer`` by an ordinary call, for operations that buckets do not support."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dualtrain.hvd.process_sets import ProcessSet
 
 
 class CallReducer(HorovodReducer):
-    """Combines gradients by an ordinary call for all of them: for the user's compressors, Min, Max and Product.
+    """Combines all gradients by one ordinary call: for the user's own compressors, Min, Max and Product.
 
     Args:
         named: the parameters, the same on every rank of the set.
-        base_name: what is optimized, the same on every rank.
+        base_name: name of the set of parameters, the same on every rank.
         process_set: the ranks.
-        passes: backward passes that are summed before.
+        passes: number of backward passes that are summed before the call.
         op: the reduction.
         compression: compresses gradients before the call, and decompresses the results.
-        predivide: f: gradients times 1/f before the reduction, f after it.
+        predivide: f; gradients are multiplied by 1/f before the reduction, and by f after it.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class CallReducer(HorovodReducer):
         super().__init__(base_name, process_set, passes)
         self._op, self._compression = op, compression
         self._predivide = predivide
-        self._call: tuple[int, list[Any]] | None = None  # the handle, and what the compressor needs to decompress
+        self._call: tuple[int, list[Any]] | None = None  # the handle, and the compressor's contexts
         self._refusals = Refusals(self.hooks.known)
-        self._checked = False  # whether the refusals know the present parameters
+        self._checked = False  # whether the refusals have the current parameters
         self._reduced = False
         self.add(named)
 
     @property
     def refusals(self) -> Refusals:
-        """The checks before a call."""
+        """Checks that can refuse a call."""
         return self._refusals
 
     def is_reduced(self) -> bool:
@@ -62,15 +62,15 @@ class CallReducer(HorovodReducer):
         self._reduced = False
 
     def layout_changed(self) -> None:
-        """Check the present parameters from the next call on."""
+        """Check the current parameters from the next call on."""
         self._checked = False
 
     def world_changed(self) -> None:
-        """Check the present parameters from the next call on."""
+        """Check the current parameters from the next call on."""
         self._checked = self._reduced = False
 
     def reduce(self) -> None:
-        """Compress, reduce and decompress every gradient; one that is missing counts as zeros. Collective; blocks.
+        """Compress, reduce and decompress every gradient; missing gradients count as zeros. Collective; blocks.
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
@@ -81,20 +81,20 @@ class CallReducer(HorovodReducer):
         handle, contexts = self._submit()
         self._call = None
         for slot, result, ctx in zip(self.hooks.slots, synchronize(handle) or (), contexts, strict=True):
-            # As in buckets, a parameter that was frozen takes part as zeros and gets no gradient.
+            # As in buckets, a frozen parameter contributes zeros and gets no gradient.
             if slot.param.requires_grad or slot.param.grad is not None:
                 slot.param.grad = self._compression.decompress(result, ctx)
         self._reduced = True
 
-    def drop(self) -> None:
-        """Forget what a failed step left behind."""
-        super().drop()
+    def discard_step(self) -> None:
+        """Reset the reducer after a failed step."""
+        super().discard_step()
         self._call = None
 
     def slot_ready(self, slot: Slot) -> None:
         """Start the call once all gradients are ready."""
         if self.ready == len(self.hooks.slots):
-            self.add_unfrozen()  # their gradients may still come
+            self.add_unfrozen()  # after this, gradients of the added parameters may still be missing
         if self.ready == len(self.hooks.slots):
             self._submit()
 
@@ -106,7 +106,7 @@ class CallReducer(HorovodReducer):
         return self._call
 
     def _refuse(self) -> tuple[int, list[Any]] | None:
-        """If something changed here, start a call that fails on every rank with the reason; else return ``None``."""
+        """If this rank cannot combine gradients, start a call that fails on all ranks with the reason; else return None."""
         if not self._checked:
             self._refusals.lay_out([(slot.name, slot.param) for slot in self.hooks.slots], torch.zeros(1))
             self._checked = True

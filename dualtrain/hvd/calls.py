@@ -1,7 +1,7 @@
-"""Each collective operation once: what is checked before anything is sent, and the gradient.
+"""The collective operations: for each one, the checks before anything is sent, and the gradient.
 
-The gradients are Horovod's, which are not the mathematical ones everywhere: ``allgather`` and ``broadcast`` average
-where they would sum, ``reducescatter`` with Sum multiplies by the size.
+The gradients are Horovod's, and some differ from the mathematical ones: those of ``allgather`` and ``broadcast`` are
+averages instead of sums, and that of ``reducescatter`` with Sum is multiplied by the size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Gradients = Sequence[torch.Tensor]
 
 
 def usable_set(process_set: ProcessSet) -> int:
-    """Return the number of a set that this rank may use."""
+    """Return the id of ``process_set``. Raises ValueError if it is not in use, or this rank is not in it."""
     here = engine().backend.rank
     if process_set.process_set_id is None:
         raise ValueError(f"{process_set} is not in use: pass it to hvd.init or hvd.add_process_set first")
@@ -60,7 +60,7 @@ def _check_reducible(tensors: Tensors, op: int) -> None:
 
 def _check_rows(kind: str, tensors: Tensors) -> None:
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{kind} of a tensor without a dimension, which has no rows: reshape it to (1,)")
+        raise ValueError(f"{kind} of a tensor without dimensions, which has no rows: reshape it to (1,)")
 
 
 # -- allreduce ----------------------------------------------------------------------------------------------------------

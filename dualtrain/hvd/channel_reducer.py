@@ -21,51 +21,51 @@ def _are_on_cpu(named: Named) -> bool:
 
 
 class ChannelReducer(HorovodReducer):
-    """Sends gradients in buckets, in backward, on a channel of its own; ``reduce`` waits for them.
+    """Sends gradients in buckets during backward, on a channel of its own; ``reduce`` waits for the sums.
 
-    As Horovod does, and unlike :class:`~dualtrain.gradients.GradientReducer`: backward never waits for another rank, so
-    that ranks may run their backwards in any order and number, and every step has one exchange. The first exchange requests
-    the channel from rank 0; by that all ranks learn that their layouts agree, and which gradients are sparse.
+    As on Horovod, and unlike with :class:`~dualtrain.gradients.GradientReducer`, backward never waits for another rank.
+    So ranks may run any number of backward passes in any order, and every step has one exchange. The first exchange
+    requests the channel from rank 0, which compares the ranks' layouts and collects which gradients are sparse.
 
     Args:
         named: the parameters, the same on every rank of the set.
-        base_name: what is optimized, the same on every rank.
+        base_name: name of the set of parameters, the same on every rank.
         process_set: the ranks.
-        passes: backward passes that are summed before.
+        passes: number of backward passes that are summed before gradients are sent.
         transfer: how gradients are sent.
 
     Attributes:
-        exchanges: how many there were in this world; a rank that has joined counts those that it joins with zeros.
-        exchanging: whether one is under way.
-        announced: exchanges during which this rank knew of one that has joined.
+        exchanges: number of exchanges in this world, including those in which this rank contributed zeros after ``join``.
+        exchanging: whether an exchange is under way.
+        announced: numbers of the exchanges during which this rank knew of a joined rank.
 
     Raises:
-        ValueError: the backend cannot send the transfer's dtype, or the gradient of a parameter cannot be averaged.
+        ValueError: the backend cannot send the transfer's dtype, or a parameter's gradient cannot be averaged.
     """
 
     def __init__(self, named: Named, base_name: str, process_set: ProcessSet, passes: int, transfer: Transfer) -> None:
         super().__init__(base_name, process_set, passes)
         self.backend = basics.engine().backend
         if transfer.dtype is not None and transfer.dtype not in self.backend.narrow:
-            raise ValueError(f"the {self.backend.name} backend does not carry {transfer.dtype}: compress to float16")
+            raise ValueError(f"the {self.backend.name} backend cannot send {transfer.dtype}: compress to float16")
         self.exchanges = 0
         self.exchanging = False
         self.announced: set[int] = set()
         self._opening: Pending | None = None
-        self._agreed = False  # until then the engine's thread may be sending
+        self._agreed = False  # whether the channel is open; before that, the engine's thread may send
         named = list(named)
         self._on_cpu = _are_on_cpu(named)
-        #: The extra scalar: how many ranks have joined and are not counted in the average. It is read and written only
-        #: where a rank may have joined, which saves copies between host and GPU in every step.
+        #: One extra scalar: the number of joined ranks that averages leave out. It is read and written only if a rank
+        #: may have joined, because with a GPU each access is a copy between host and device.
         self._exchange = Exchange(self.hooks, transfer, scalars=1)
-        self._is_left_out = False  # whether this rank is one of them
-        self._traced = False  # whether gradients of this exchange are on the timeline
+        self._is_left_out = False  # whether averages leave out this rank, which has joined
+        self._traced = False  # whether the timeline records this exchange
         self.add(named)
         basics.engine().channels.register(self)
 
     @property
     def refusals(self) -> Refusals:
-        """The checks before an exchange."""
+        """Checks that can refuse an exchange."""
         return self._exchange.refusals
 
     def is_reduced(self) -> bool:
@@ -77,7 +77,7 @@ class ChannelReducer(HorovodReducer):
         self._exchange.reduced = False
 
     def reduce(self) -> None:
-        """Combine the gradients over the ranks, unless they are already. Collective; blocks.
+        """Combine the gradients over the ranks, unless ``is_reduced()``. Collective; blocks.
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
@@ -86,14 +86,14 @@ class ChannelReducer(HorovodReducer):
         if self.is_reduced():
             return
         if self.closed:
-            raise RuntimeError("the reducer was closed, and averages gradients no more: make the optimizer anew")
+            raise RuntimeError("the reducer was closed and averages no gradients: create the optimizer again")
         try:
             with as_horovod_errors():
                 self._run_exchange()
         finally:
             self.exchanging = False
             self._end_lines()
-        # Reading the scalar waits for a GPU: do so only where it may be more than 0.
+        # Reading the scalar waits for a GPU, so do it only if it may be greater than 0.
         if self._on_cpu or self.exchanges in self.announced:
             self._count_active_only()
 
@@ -125,24 +125,24 @@ class ChannelReducer(HorovodReducer):
             self._is_left_out = False
             self._exchange.extra.zero_()
         self.renew()
-        self.rest()
+        self.reset_passes()
         for slot in self.hooks.slots:
             slot.param.grad = None
 
-    def drop(self) -> None:
-        """Forget what a failed step left behind: with an exchange under way, the channel too."""
+    def discard_step(self) -> None:
+        """Reset the reducer after a failed step; if an exchange is under way, discard the channel too."""
         if self.exchanging:
             self.leave_world()
         self.exchanging = False
         self._exchange.schedule.forget_ready()
-        super().drop()
+        super().discard_step()
 
     # -- during backward --------------------------------------------------------------------------------------------
 
     def slot_ready(self, slot: Slot) -> None:
-        """Send the buckets that are complete; before the first exchange, ask for the channel once all gradients are."""
+        """Send complete buckets. Before the first exchange, request the channel once all gradients are ready."""
         timeline = basics.engine().timeline
-        if timeline.active:  # until its bucket is sent; there is no negotiation after the first step
+        if timeline.active:  # NEGOTIATE lasts until the bucket is sent; after the first step, ranks no longer negotiate
             self._traced = True
             timeline.begin(f"allreduce.{slot.name}", "NEGOTIATE_ALLREDUCE")
         if not self._agreed:
@@ -151,7 +151,7 @@ class ChannelReducer(HorovodReducer):
             return
         bucket = slot.bucket
         if bucket is None:
-            return  # sparse: it is sent at the end
+            return  # a sparse gradient is sent after the buckets
         if slot.large:
             slot.copy_to_bucket()
         schedule = self._exchange.schedule
@@ -170,7 +170,7 @@ class ChannelReducer(HorovodReducer):
                 timeline.begin(f"allreduce.{slot.name}", "ALLREDUCE")
 
     def _end_lines(self) -> None:
-        """End the exchange on the lines of the timeline, one for each gradient."""
+        """End the exchange's activities on the timeline."""
         if self._traced and basics.is_initialized():
             for slot in self.hooks.slots:
                 for activity in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE"):
@@ -180,13 +180,13 @@ class ChannelReducer(HorovodReducer):
     def _begin_exchange(self) -> None:
         if not self.exchanging:
             self.exchanges += 1
-            self.exchanging = True  # from now on the engine's thread announces it if a rank joins
+            self.exchanging = True  # from now on the engine's thread announces the exchange if a rank joins
             basics.engine().announce(self)
 
     # -- the channel ------------------------------------------------------------------------------------------------
 
     def world_changed(self) -> None:
-        """Drop the channel and the buckets of an earlier world."""
+        """Discard the channel and the buckets of the previous world."""
         self.backend = basics.engine().backend
         self._exchange.forget()
         self._opening, self._agreed = None, False
@@ -194,12 +194,12 @@ class ChannelReducer(HorovodReducer):
         self.announced.clear()
 
     def layout_changed(self) -> None:
-        """Agree on the parameters anew before the next exchange."""
+        """Make the ranks agree on the parameters again before the next exchange."""
         self._exchange.laid_out = False
         self._opening, self._agreed = None, False
 
     def _open(self, *, start: bool) -> Pending:
-        """Ask for the channel, once; does not block. ``start``: all gradients are ready, to be sent as soon as it opens."""
+        """Request the channel, once; do not block. With ``start``, send all gradients as soon as the channel is open."""
         if self._opening is None:
             slots = self.hooks.slots
             name = f"{self.channel_name}/{len(slots)}"
@@ -214,19 +214,19 @@ class ChannelReducer(HorovodReducer):
         return self._opening
 
     def _describe_transfer(self) -> str:
-        """Return what the layout depends on beside the parameters: HOROVOD_FUSION_THRESHOLD may differ between hosts."""
+        """Describe what the layout depends on besides the parameters. HOROVOD_FUSION_THRESHOLD may differ between hosts."""
         t = self._exchange.transfer
         groups = [len(group) for group in t.groups]
         return f"at most {t.bucket_bytes} bytes at once, groups {groups}, as {t.dtype}, times {t.before}"
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
-        """Lay out and send, in the engine's thread, while this rank may already wait for another optimizer."""
+        """Lay out and send all buckets. Runs in the engine's thread: the main thread may wait for another optimizer."""
         self._adopt(channel, sparse)
         while self._exchange.schedule.has_unsent:
             self._send_next()
 
     def _agree(self) -> None:
-        """Wait until the ranks agree on the layout, and use the channel. Collective; blocks."""
+        """Wait until the ranks have agreed on the layout, then use the channel. Collective; blocks."""
         channel, sparse = self._open(start=False).wait()
         if not self._exchange.laid_out:  # not started by the engine's thread
             self._adopt(channel, sparse)
@@ -239,7 +239,7 @@ class ChannelReducer(HorovodReducer):
 
     @torch.no_grad()
     def _count_active_only(self) -> None:
-        """Divide averages by the ranks that have not joined with ``divide_by="active"``, if there are such."""
+        """If ranks have joined with ``divide_by="active"``, divide averages by the number of the other ranks."""
         self.announced.clear()
         size, left_out = self.backend.size, float(self._exchange.extra)
         if not left_out:

@@ -1,4 +1,4 @@
-"""The channels of one rank: a backend for each process set, and one for each optimizer, which sends gradients on it."""
+"""The channels of a rank: one backend for the calls of each process set, and one for the gradients of each optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MANY_CHANNELS = 16
 
 
 class Exchanger(Protocol):
-    """A reducer that sends gradients without asking rank 0, and so must be informed when a rank has joined."""
+    """A reducer that sends gradients without rank 0, so that the engine must inform it of ranks that have joined."""
 
     base_name: str
     channel_name: str
@@ -24,18 +24,18 @@ class Exchanger(Protocol):
 
     @property
     def set_id(self) -> int:
-        """The number of its process set."""
+        """The id of the reducer's process set."""
 
     def join_with_zeros(self, divide_by: str) -> None:
         """Take part in one exchange with zeros."""
 
 
 class Channels:
-    """The channels that were opened in a world.
+    """The open channels of a world.
 
     Attributes:
-        sets: process set → its backend; 0 is the world.
-        gradients: name of a channel for gradients → its backend, and which gradients are sparse on any rank.
+        sets: process set id → backend; 0 is the world.
+        gradients: channel name → backend, and the gradients that are sparse on any rank.
     """
 
     def __init__(self, world: Backend) -> None:
@@ -43,44 +43,44 @@ class Channels:
         self.gradients: dict[str, tuple[Backend, list[list[int]]]] = {}
         self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._claims: Counter[str] = Counter()
-        self._exchangers: list[weakref.ref[Exchanger]] = []  # in the order in which they were made
+        self._exchangers: list[weakref.ref[Exchanger]] = []  # in order of registration
 
     def claim(self, base_name: str) -> int:
-        """Return how many optimizers of this base name have begun in this world, the caller included."""
+        """Return a number for an optimizer: 1 for the first one of this base name in this world, 2 for the second, …"""
         self._claims[base_name] += 1
         return self._claims[base_name]
 
     def register(self, exchanger: Exchanger) -> None:
-        """Inform ``exchanger`` when a rank has joined; it is not kept alive."""
+        """Inform ``exchanger`` of ranks that join, as long as it exists; only a weak reference is kept."""
         self._exchangers = [ref for ref in self._exchangers if ref() is not None]
         self._exchangers.append(weakref.ref(exchanger))
 
     def exchangers(self) -> list[Exchanger]:
-        """Return those that are alive."""
+        """Return the registered reducers that still exist."""
         return [one for ref in self._exchangers if (one := ref()) is not None]
 
     def exchanger(self, channel_name: str) -> Exchanger | None:
-        """Return the reducer of this channel, or the first of its base name that has not exchanged anything yet."""
+        """Return the channel's reducer; if it has none, the first reducer of its base name without a channel."""
         base, alive = channel_name.rpartition(".")[0], self.exchangers()
         known = [one for one in alive if one.channel_name == channel_name]
         return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
 
     def release_with(self, owner: object, name: str) -> None:
         """Release the channel ``name`` when ``owner`` is freed."""
-        # Only note it: garbage collection may run in any thread, at any moment.
+        # Do not close it here: garbage collection may run in any thread, at any moment.
         weakref.finalize(owner, self._released.put, name)
 
     def close_released(self) -> None:
-        """Close the channels of optimizers that are gone: each has sockets and threads."""
+        """Close the channels of freed optimizers, because each channel has sockets and threads."""
         if len(self.gradients) % _MANY_CHANNELS == _MANY_CHANNELS - 1:
-            gc.collect()  # an optimizer and its hooks are a cycle
+            gc.collect()  # an optimizer and its hooks are a reference cycle
         while not self._released.empty():
             channel, _ = self.gradients.pop(self._released.get(), (None, None))
             if channel is not None:
                 channel.close()
 
     def close(self) -> None:
-        """Close all channels but the world."""
+        """Close all channels except the world."""
         for number, channel in self.sets.items():
             if number:
                 channel.close()

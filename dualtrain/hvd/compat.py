@@ -1,7 +1,7 @@
-"""Horovod's own defects that change numbers, which DUALTRAIN_HVD_COMPAT=1 makes dualtrain reproduce.
+"""Horovod's own defects that change numbers. With DUALTRAIN_HVD_COMPAT=1, dualtrain reproduces them.
 
-``--prove`` distinguishes by it the differences that a defect of Horovod makes from any other. ``hvd.init`` reads the
-variable; the modules that reproduce a defect call :func:`enabled`, and :func:`note` for the script's line that has met it.
+``--prove`` uses this to separate differences that are due to a defect of Horovod from others. ``hvd.init`` reads the
+variable. The modules that reproduce a defect call :func:`enabled`, and :func:`note` to record the script's line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _enabled = False
 
 
 def enable(on: bool) -> None:
-    """Reproduce Horovod's defects from now on, or not."""
+    """Set whether Horovod's defects are reproduced."""
     global _enabled
     _enabled = on
 
@@ -39,7 +39,7 @@ def enabled() -> bool:
 
 
 def note(defect: str) -> None:
-    """Note that the script has met ``defect``, in the line that it is in now; of sums, the first line only."""
+    """Record that the script's current line has met ``defect``; for :data:`HALF`, the first such line only."""
     if defect == HALF and any(known == HALF for known, _, _ in _met):
         return
     frame = sys._getframe(1)
@@ -54,7 +54,7 @@ def met() -> list[tuple[str, str, int]]:
 
 
 def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer over the same parameter groups without the state, and the defaults, of ``optimizer``."""
+    """Return an optimizer of the same class and parameter groups, without the state and defaults of ``optimizer``."""
     if optimizer.state:
         note(DROPPED_STATE)
     kind: Any = type(optimizer)
@@ -86,5 +86,5 @@ def _is_something(value: Any) -> bool:
 
 
 def rounded_sum(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a sum in the wire's dtype as one in 16 bits would be, if the ranks' tensors are of ``dtype`` float16."""
+    """Return a sum in the wire dtype, rounded to 16 bits if ``dtype`` (of the ranks' tensors) is float16."""
     return total.to(dtype).to(total.dtype) if dtype == torch.float16 and enabled() else total

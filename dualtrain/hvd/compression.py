@@ -8,11 +8,11 @@ import torch
 
 
 class Compressor:
-    """The interface: a subclass of the user's own may be passed wherever ``Compression.…`` may."""
+    """Interface of compressors. A subclass of the user's own may be passed wherever ``Compression.…`` may."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor to send, and what ``decompress`` needs to undo it."""
+        """Return the tensor to send, and the ``ctx`` for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
@@ -43,12 +43,12 @@ class _Narrow(Compressor):
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Floating-point tensors in 16 bits; others as they are."""
+        """Return floating-point tensors in 16 bits, and others unchanged."""
         return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @classmethod
     def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor in its own dtype again."""
+        """Return the tensor in its original dtype."""
         return tensor.to(ctx)
 
 
@@ -65,7 +65,7 @@ class BF16Compressor(_Narrow):
 
 
 class Compression:
-    """The choices."""
+    """The compressors that ``compression=`` accepts."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,7 +1,7 @@
 """The control channel: one connection from every rank to rank 0's coordinator.
 
-On rank 0, one thread reads all connections, and this rank's own messages, and lets the coordinator answer. Messages to
-one rank arrive in the order in which they were sent.
+On rank 0, one thread reads all connections and rank 0's own messages, and passes them to the coordinator, which answers.
+Messages to one rank arrive in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _CLOSING_SECONDS = 2.5
 
 
 class Control(Protocol):
-    """One rank's end of the control channel."""
+    """A rank's end of the control channel."""
 
     def send(self, message: Message) -> None:
         """Send a message to the coordinator. Raises OSError if the connection is closed."""
 
     def answers(self) -> Iterator[Message]:
-        """Yield the coordinator's messages to this rank; blocks for the next. The last one is ``{"do": "down", …}``."""
+        """Yield the coordinator's messages to this rank, and block for the next. The last is ``{"do": "down", …}``."""
 
     def close(self) -> None:
         """Close the channel, after everything that was sent has been received. Blocks for up to 5 s."""
@@ -44,10 +44,10 @@ def control(
 
     Args:
         backend: the ranks.
-        address: rank 0's address on the interface that the ranks reach it by.
+        address: rank 0's address on the interface through which the ranks reach it.
         settings: how long calls may wait.
-        note: gets the coordinator's events, on rank 0.
-        cycle: called on rank 0 when it looks for matching calls.
+        note: called on rank 0 with each event of the coordinator.
+        cycle: called on rank 0 whenever it looks for matching calls.
     """
     connections = open_control_channel(backend, address, "hvd")
     return (
@@ -58,7 +58,7 @@ def control(
 
 
 class _WorkerEnd:
-    """Any rank's end but rank 0's."""
+    """The end of any rank except rank 0."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -83,7 +83,7 @@ class _WorkerEnd:
 
 
 class _CoordinatorEnd:
-    """Rank 0's end: the coordinator, and a thread for it."""
+    """Rank 0's end: the coordinator and its thread."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _CoordinatorEnd:
         if rank == 0:
             self._answers.put(message)
             return
-        with suppress(OSError):  # reading from it fails too, and is handled there
+        with suppress(OSError):  # reading from this connection fails too, and _receive handles that
             self._connections[rank].send(message)
 
     def _serve(self) -> None:
@@ -172,7 +172,7 @@ class _CoordinatorEnd:
         connection.socket.close()
 
     def _close_connections(self, selector: selectors.BaseSelector) -> None:
-        """Shut the connections down. The other ends read what was sent, then close: no message is lost."""
+        """Shut the connections down. No message is lost, because the other ends read all messages before they close."""
         for connection in self._connections.values():
             with suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_WR)

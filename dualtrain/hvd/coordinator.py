@@ -1,11 +1,11 @@
-"""Which calls belong together, and in what order they are done.
+"""Rank 0's decisions: which calls belong together, and in what order they are executed.
 
-Horovod matches calls by name, not by order: each rank may submit in its own. So every rank sends rank 0 its requests;
-here, on rank 0, calls that all ranks of a process set have made become one, in a single order that every rank then
-follows. This file is that decision alone, without sockets and without tensors: ``engine.py`` brings the messages.
+Horovod matches calls by name, because each rank may make them in another order. So every rank sends its requests to
+rank 0. Once all ranks of a process set have made a call, rank 0 matches their requests, and appends the call to the one
+order that all ranks follow. This file only decides, without sockets and tensors; ``engine.py`` brings the messages.
 
-Calls with a name match by (process set, kind, name). Calls without one match by (process set, kind), each rank's first
-with the others' first: a rank that made another call in between, or joined, or is not in a set, shifts nothing.
+Named calls match by (process set, kind, name). Unnamed calls match by (process set, kind): the n-th call of each rank
+matches the n-th of the others. Ranks that made other calls in between, joined, or are not in the set do not shift them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dualtrain.hvd.arithmetic import NAMES
 Message = dict[str, Any]
 Key = tuple[int, str, str | None]  # process set, kind, name
 
-#: What must be the same in every rank's call, and its name in a report.
+#: Fields that must be the same in every rank's call, and their names in error messages.
 _EQUAL = {"op": "reduction", "pre": "prescale factor", "post": "postscale factor", "root": "root rank", "ranks": "ranks"}
 #: Kinds in which the first dimension may differ from rank to rank.
 _FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
-#: Kinds that all ranks carry out, though only a set's members call them: the library makes groups that way.
+#: Kinds that all ranks carry out, though only a set's members call them: torch makes process groups collectively.
 _WORLD_WIDE = {"channel", "add_process_set", "remove_process_set"}
-#: Kinds that go on without the ranks that joined.
+#: Kinds that need no call from ranks that have joined.
 _JOINABLE = {"allreduce", "grouped_allreduce", "barrier", "channel"}
 
 
@@ -48,7 +48,7 @@ class Coordinator:
         size: the number of ranks.
         send: sends a message to a rank; the messages to one rank arrive in order.
         settings: how long waits may last.
-        note: writes the timeline: (event, key, rank).
+        note: records an event on the timeline: (event, line, rank).
         clock: seconds.
     """
 
@@ -66,16 +66,16 @@ class Coordinator:
         self._send, self._settings, self._note, self._clock = send, settings, note, clock
         self._table: dict[Key, _Waiting] = {}
         self._joined: dict[int, Message] = {}
-        #: Channel → exchange of gradients → the ranks that have requested zeros from those that joined.
+        #: Channel → number of the exchange of gradients → the ranks that have requested zeros from the joined ranks.
         self._zeros_requested: dict[str, dict[int, set[int]]] = {}
-        #: Ranks that wait for gradients, which are not matched here: what they wait for → rank → when, and the message.
+        #: Waits for gradients, which are not matched here: operation → waiting rank → time of its report, and the report.
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         self._requested: dict[str, float] = {}
         self._reported: set[str] = set()
         self._down = False
 
     def receive(self, rank: int, message: Message) -> None:
-        """Handle a message of ``rank``: send the ranks the resulting messages."""
+        """Handle a message of ``rank``, and send the resulting messages."""
         kind = message["kind"]
         if self._down:
             return
@@ -99,7 +99,7 @@ class Coordinator:
                 self._send(rank, {"do": "down", "why": why})
 
     def look_for_stalls(self) -> None:
-        """Report calls that have waited for too long, and end the world after the limit of the settings."""
+        """Report calls that have waited for too long; end the world if one has waited for ``stall_shutdown`` seconds."""
         limits, waits = self._settings, [*self._unmatched(), *self._unsent_gradients()]
         for title, seconds, there, needed in waits:
             missing = [rank for rank in needed if rank not in there]
@@ -114,7 +114,7 @@ class Coordinator:
         self._reported &= {title for title, *_ in waits}
 
     def _note_wait(self, rank: int, message: Message) -> None:
-        """Note that a rank waits for gradients; whether the others wait too is known once they have answered."""
+        """Note that a rank waits for gradients, and ask all ranks whether they wait too."""
         what, now = message["what"], self._clock()
         if what not in self._waits or all(now - when > 5 for when, _ in self._waits[what].values()):
             self._waits[what], self._requested[what] = {}, now
@@ -131,7 +131,7 @@ class Coordinator:
     def _unsent_gradients(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
         now = self._clock()
         for what, reports in self._waits.items():
-            # A rank that waits reports it every second.
+            # A waiting rank repeats its report every second.
             fresh = {rank: message for rank, (when, message) in reports.items() if now - when < 5}
             if fresh and now - self._requested[what] > 1:
                 yield what, max(m["seconds"] for m in fresh.values()), set(fresh), next(iter(fresh.values()))["members"]
@@ -157,10 +157,10 @@ class Coordinator:
         """Carry out the calls of ``key`` as long as every rank that has not joined has made one."""
         waiting = self._table[key]
         while (needed := self._needed(key)) and all(waiting.calls.get(rank) for rank in needed):
-            # A rank that has joined may have left a call behind, which then takes part.
+            # A rank may have made an asynchronous call before it joined: that call takes part.
             calls = {rank: queue.popleft() for rank, queue in sorted(waiting.calls.items()) if queue}
             waiting.since = self._clock()
-            self._reported.discard(_title(key))  # the next wait for it is another one
+            self._reported.discard(_title(key))  # a later wait for the same key is reported again
             self._note("matched", _line(key), -1)
             self._do(key, calls)
         if not any(waiting.calls.values()):
@@ -192,7 +192,7 @@ class Coordinator:
             self._send(rank, {**facts, "id": calls[rank]["id"] if rank in calls else None})
 
     def _divisor(self, members: list[int], absent: list[int]) -> int:
-        """Return what an average divides by: all members but those that joined with ``divide_by="active"``."""
+        """Return the divisor of averages: the number of members except those that joined with ``divide_by="active"``."""
         left_out = [rank for rank in absent if self._joined[rank]["divide_by"] == "active"]
         return len(members) - len(left_out)
 
@@ -211,8 +211,8 @@ class Coordinator:
     def _request_zeros(self, rank: int, message: Message) -> None:
         """Request zeros for an exchange of gradients from the ranks that joined. Gradients are not matched here.
 
-        Sent only once all other ranks have requested it: each of them then knows, before the exchange can end, that a
-        rank has joined, and reads how many ranks its averages are not divided by.
+        The request goes out once all other ranks have asked for it. So each of them knows, before the exchange can end,
+        that a rank has joined, and reads how many ranks its averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())
@@ -226,7 +226,7 @@ class Coordinator:
     # -- process sets -----------------------------------------------------------------------------------------------
 
     def _change_sets(self, key: Key, calls: dict[int, Message]) -> str | None:
-        """Add or remove a process set; return why not, if that is impossible."""
+        """Add or remove a process set; return the reason if that is impossible."""
         first = next(iter(calls.values()))
         if key[1] == "add_process_set":
             if first["ranks"] in self.sets.values():
@@ -253,7 +253,7 @@ class Coordinator:
 
 
 def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
-    """Return, as text, what the ranks that made ``calls`` do not agree on; ``None`` if they agree."""
+    """Return a message with the first difference between the ranks' ``calls``; ``None`` if they agree."""
     for rank, call in calls.items():
         if call.get("refused") is not None:
             return f"rank {rank}: {call['refused']}"
@@ -261,16 +261,16 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
     for rank, other in others:
         for name, meaning in _EQUAL.items():
             if first.get(name) != other.get(name):
-                ours, theirs = _readable(name, first.get(name)), _readable(name, other.get(name))
-                return f"{title}: {meaning} {ours} on rank {first_rank}, {theirs} on rank {rank}"
+                one, two = _readable(name, first.get(name)), _readable(name, other.get(name))
+                return f"{title}: {meaning} {one} on rank {first_rank}, {two} on rank {rank}"
         if first.get("layout") != other.get("layout"):
             pairs = zip_longest(first["layout"], other["layout"], fillvalue="nothing")
-            mine, its = next((a, b) for a, b in pairs if a != b)
-            return f"{title}: the parameters differ: {mine} on rank {first_rank}, {its} on rank {rank}"
-        ours, theirs = first.get("tensors", []), other.get("tensors", [])
-        if len(ours) != len(theirs):
-            return f"{title}: {len(ours)} tensors on rank {first_rank}, {len(theirs)} on rank {rank}"
-        for (dtype, shape, device), (dtype2, shape2, device2) in zip(ours, theirs, strict=True):
+            one, two = next((a, b) for a, b in pairs if a != b)
+            return f"{title}: the parameters differ: {one} on rank {first_rank}, {two} on rank {rank}"
+        first_tensors, other_tensors = first.get("tensors", []), other.get("tensors", [])
+        if len(first_tensors) != len(other_tensors):
+            return f"{title}: {len(first_tensors)} tensors on rank {first_rank}, {len(other_tensors)} on rank {rank}"
+        for (dtype, shape, device), (dtype2, shape2, device2) in zip(first_tensors, other_tensors, strict=True):
             if dtype != dtype2:
                 return f"{title}: dtype {dtype} on rank {first_rank}, {dtype2} on rank {rank}"
             if device != device2:
@@ -286,7 +286,7 @@ def _readable(name: str, value: Any) -> str:
 
 
 def _line(key: Key) -> str:
-    """Return the line of the timeline."""
+    """Return the name of the call's line on the timeline."""
     return f"channel.{key[2]}" if key[1] == "channel" else _title(key)
 
 

@@ -1,8 +1,8 @@
-"""One rank's part in matching calls by name: requests to rank 0, and the execution of its answers.
+"""A rank's part in matching calls by name: send requests to rank 0, and execute the calls that it has matched.
 
-A call becomes a message to rank 0's coordinator. Its answers come in one order on every rank, and one thread here
-carries them out in that order on channels that nothing else uses. The caller holds a handle meanwhile; poll() tests
-it, synchronize() waits for it. Gradients never come this way: they have channels of their own (``channel_reducer.py``).
+A call becomes a message to rank 0's coordinator. The coordinator's answers arrive in the same order on every rank, and
+one thread here carries them out, on channels that nothing else uses. The caller gets a handle, for poll() and
+synchronize(). Gradients of optimizers have channels of their own (``channel_reducer.py``).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _LEAVING_SECONDS = 10.0
 
 
 class Engine:
-    """Matches calls by name over the ranks of a backend, which is the engine's alone from now on. Collective.
+    """Matches calls by name over the ranks of a backend, which nothing else may use from now on. Collective.
 
     Args:
         backend: the world.
         settings: from the environment.
-        address: rank 0's address on the interface that the ranks reach it by.
+        address: rank 0's address on the interface through which the ranks reach it.
     """
 
     def __init__(self, backend: Backend, settings: Settings, address: str) -> None:
@@ -75,10 +75,10 @@ class Engine:
         then: Callable[[Any, Any], None] | None = None,
         **facts: Any,
     ) -> Pending:
-        """Request a call; does not block.
+        """Request a call; do not block.
 
         Raises:
-            ValueError: a call of this kind and name of this rank is still under way.
+            ValueError: this rank has an unfinished call of the same kind and name.
             HorovodInternalError: the world has ended.
         """
         tensors = [tensor.detach() for tensor in tensors or []]
@@ -104,7 +104,7 @@ class Engine:
         return pending
 
     def join(self, divide_by: str) -> int:
-        """Block until every rank has joined, sending zeros to the others' exchanges of gradients; return the last one."""
+        """Contribute zeros to gradient exchanges until all ranks have joined; return the rank that joined last."""
         if self._executor.gpu is None and torch.cuda.is_initialized():
             self._executor.gpu = torch.device("cuda", torch.cuda.current_device())
         pending = self.submit("join", divide_by=divide_by)
@@ -122,7 +122,7 @@ class Engine:
             self.fail(f"rank {self.backend.rank} has lost its connection to rank 0 ({error})")
 
     def fail(self, why: str) -> None:
-        """End every call under way, and every later one, with ``why``."""
+        """Make all pending and later calls fail with the reason ``why``."""
         with self._lock:
             self.down = self.down or why
             pending, self._pending = list(self._pending.values()), {}
@@ -144,33 +144,33 @@ class Engine:
         sparse: list[list[int]],
         then: Callable[[Backend, list[list[int]]], None] | None = None,
     ) -> Pending:
-        """Request a backend over the ranks of a process set for one caller alone. Collective by name; does not block.
+        """Request a backend over the ranks of a process set for one caller alone. Collective by name; do not block.
 
         Args:
-            name: of the channel.
+            name: the channel's name.
             set_id: the process set.
-            layout: what will be sent, which must be the same on every rank.
-            sparse: what this rank knows of sparse gradients, as pairs of a number and sparse dimensions.
+            layout: descriptions of what will be sent, the same on every rank.
+            sparse: this rank's sparse gradients, as pairs of a parameter's number and its sparse dimensions.
             then: called with the result in the engine's thread, before the call counts as ended.
 
         Returns:
-            A call whose result is the backend, and what all ranks together know of sparse gradients.
+            A call whose result is the backend, and the sparse gradients of all ranks.
         """
-        if name in self.channels.gradients:  # made while this rank had joined
+        if name in self.channels.gradients:  # opened by the others while this rank had joined
             pending = Pending({}, result=self.channels.gradients[name])
             pending.ended.set()
             return pending
         return self.submit("channel", name, set_id, then=then, layout=layout, sparse=sparse)
 
     def announce(self, exchanger: Exchanger) -> None:
-        """Request zeros from the ranks that joined, if there are any, for the exchange that starts, and note it there."""
+        """Request zeros from the ranks that have joined, if any, for the current exchange of ``exchanger``."""
         if self.absent:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
             self.send({"kind": "join_with_zeros", "channel": channel, "exchange": exchange, "set": exchanger.set_id})
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
-        """Raise if the world has ended, and report long waits to rank 0. Called now and then while ``backend`` waits."""
+        """Raise if the world has ended, and report long waits to rank 0. Called repeatedly while ``backend`` waits."""
         if self.down is not None:
             raise HorovodInternalError(f"{what}: {self.down}")
         now = time.monotonic()
@@ -192,7 +192,7 @@ class Engine:
             self.timeline.end(what, activity)
 
     def _work(self) -> None:
-        """Carry out the coordinator's messages, in their order."""
+        """Carry out the coordinator's messages, in order."""
         try:
             for message in self._control.answers():
                 if message["do"] == "down":
@@ -203,7 +203,7 @@ class Engine:
             message = {"why": f"rank {self.backend.rank}: {type(error).__name__}: {error}"}
         watch = self.backend.watch
         if watch is not None and self._pending:
-            watch.wait_for_report(0.5)  # the reason of a failed rank arrives there
+            watch.wait_for_report(0.5)  # a failed rank's reason arrives through the watch
         failure = watch.failure if watch is not None else None
         self.fail(message["why"] if failure is None or failure.quiet else failure.describe())
         if self.backend.rank != 0:
@@ -212,7 +212,7 @@ class Engine:
     def _do_run(self, message: Message) -> None:
         pending = self._pending.get(message["id"]) if message["id"] is not None else None
         if message["id"] is not None and pending is None:
-            return  # everything has failed meanwhile
+            return  # fail() has ended all calls meanwhile
         try:
             result = self._executor.run(message, pending)
         except Exception as error:  # the other ranks may be blocked in this call: end the world
@@ -265,7 +265,7 @@ class Engine:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the world on every rank: calls that were matched are finished, all others fail. Blocks for up to 10 s."""
+        """End the world on every rank: finish the calls that were matched, and fail all others. Blocks for up to 10 s."""
         self.send({"kind": "shutdown"})
         self._worker.join(_LEAVING_SECONDS)
         self.fail("Horovod was shut down on this rank")

@@ -1,4 +1,4 @@
-"""The two errors that Horovod's users catch."""
+"""The two exceptions that Horovod's users catch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dualtrain.errors import BackendError
 class HorovodInternalError(BackendError):
     """A collective operation did not happen: the ranks did not match, one failed, or Horovod was shut down.
 
-    A RuntimeError. Under ``elastic.run`` the committed state is restored and the world is joined anew.
+    It is a RuntimeError. ``elastic.run`` catches it, restores the committed state and joins the world again.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818
-    """The hosts of the job have changed: under ``elastic.run`` the world is joined anew, without restoring anything.
+    """The hosts of the job have changed. ``elastic.run`` catches it and joins the world again, without a restore.
 
-    ``skip_sync`` says that hosts were only removed, so that no newcomer needs the state.
+    ``skip_sync`` is True if hosts were only removed, so that no new rank needs the state.
     """
 
     def __init__(self, skip_sync: bool) -> None:

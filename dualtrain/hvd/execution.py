@@ -1,4 +1,4 @@
-"""Carry out the calls that were matched, in the engine's thread: the same on every rank, in the same order."""
+"""Execution of matched calls, in the engine's thread, in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Executor:
 
     Args:
         backend: the world.
-        channels: of this rank.
-        timeline: gets the start and end of each call.
+        channels: this rank's channels.
+        timeline: records the start and end of each call.
 
     Attributes:
-        gpu: the GPU that the script has chosen, as its tensors say; ``None`` before the first of them.
+        gpu: the GPU of the script's tensors; ``None`` before the first call with a tensor on a GPU.
     """
 
     def __init__(self, backend: Backend, channels: Channels, timeline: Timeline) -> None:
@@ -33,7 +33,7 @@ class Executor:
         self.gpu: torch.device | None = backend.device if backend.device.type == "cuda" else None
 
     def run(self, message: Message, pending: Pending | None) -> Any:
-        """Carry out the call of ``message``, and return its result; without ``pending`` this rank has joined."""
+        """Carry out the call of ``message``, and return its result. ``pending`` is ``None`` if this rank has joined."""
         with self._on_gpu(message):
             return self._dispatch(message, pending)
 
@@ -87,6 +87,6 @@ class Executor:
         return self.gpu if kind == "cuda" and self.gpu is not None else torch.device(kind)
 
     def _on_gpu(self, message: Message) -> AbstractContextManager[Any]:
-        """Make the script's GPU the current one, which every thread has of its own, for a call on tensors of a GPU."""
+        """For a call with GPU tensors, make the script's GPU this thread's current device."""
         gpu = any(device == "cuda" for _, _, device in message.get("tensors", ()))
         return torch.cuda.device(self.gpu) if gpu and self.gpu is not None else nullcontext()

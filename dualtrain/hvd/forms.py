@@ -1,4 +1,4 @@
-"""The forms of an operation: blocking with gradients, or not blocking with a handle; one tensor or several; in place."""
+"""The forms of each operation: blocking and differentiable, or asynchronous with a handle; grouped; in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Options = dict[str, Any]
 
 
 def call_options(name: str | None, process_set: ProcessSet, **more: Any) -> Options:
-    """Return the options of a call: what every operation has, and ``more`` of its own."""
+    """Return the options of a call: those that every operation has, and ``more``."""
     return {**more, "name": name, "process_set": process_set}
 
 
@@ -37,12 +37,12 @@ def reduction_options(
 
 @dataclass(frozen=True)
 class Operation:
-    """What differs between operations.
+    """A kind of collective operation, such as allreduce.
 
     Attributes:
         name: allreduce, …
         start: checks the options and requests the call: (kind, tensors, outputs, options).
-        gradient: Horovod's: (gradients of the results, the call, its options) → gradients of the inputs.
+        gradient: as on Horovod: (gradients of the results, the call, its options) → gradients of the inputs.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Operation:
     gradient: Callable[[Sequence[torch.Tensor], Pending, Options], Sequence[torch.Tensor | None]]
 
     def kind(self, grouped: bool) -> str:
-        """Return the name of the call, in messages between the ranks."""
+        """Return the operation's name in messages between the ranks."""
         return f"grouped_{self.name}" if grouped else self.name
 
 
@@ -59,17 +59,17 @@ _handles: dict[int, tuple[Pending, Callable[[Any], Any]]] = {}
 
 
 def new_handle(pending: Pending, finish: Callable[[Any], Any]) -> int:
-    """Return a number for a call under way; ``finish`` turns its result into what the user gets."""
+    """Return a handle for a pending call; ``synchronize`` returns ``finish`` of the call's result."""
     number = next(_numbers)
     _handles[number] = pending, finish
     return number
 
 
 def poll(handle: int) -> bool:
-    """Return whether the call has ended, so that ``synchronize`` would not block. Does not block.
+    """Return whether the call has ended, so that ``synchronize`` would not block.
 
     Raises:
-        ValueError: there is no such handle, or it was synchronized.
+        ValueError: the handle does not exist, or was synchronized before.
     """
     if handle not in _handles:
         raise ValueError(f"handle {handle} does not exist, or was synchronized before")
@@ -111,7 +111,7 @@ def differentiable(
     grouped: bool = False,
     compression: AnyCompressor = Compression.none,
 ) -> list[torch.Tensor]:
-    """Return the results of a call on new tensors, one after another; autograd goes through it. Collective; blocks."""
+    """Make a differentiable call; return the results as new tensors. Collective; blocks."""
     packed = [compression.compress(tensor) for tensor in _checked(tensors)]
     inputs = [tensor for tensor, _ in packed]
     kind = operation.kind(grouped)
@@ -122,7 +122,7 @@ def differentiable(
 
 
 def first(results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the result of a call on one tensor: the ``finish`` of its handle."""
+    """Return the only result of a call on one tensor; used as ``finish`` of handles."""
     return results[0]
 
 
@@ -135,7 +135,7 @@ def start(
     in_place: bool = False,
     finish: Callable[[list[torch.Tensor]], Any] = tuple,
 ) -> int:
-    """Start a call, and return a handle for ``poll`` and ``synchronize``. Does not block; no gradients.
+    """Start a call without gradients; return a handle for ``poll`` and ``synchronize``. Does not block.
 
     ``synchronize`` returns ``finish`` of the results.
     """
@@ -146,7 +146,7 @@ def start(
 def _checked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     listed = list(tensors)
     if not listed:
-        raise ValueError("an empty list of tensors: pass one at least")
+        raise ValueError("an empty list of tensors: pass at least one")
     for tensor in listed:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"a torch.Tensor is needed, not {tensor!r}: wrap it in torch.tensor(…)")

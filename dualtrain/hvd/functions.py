@@ -22,11 +22,11 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     """Copy the root's values to every rank, in place. Collective; blocks.
 
     Args:
-        params: a ``state_dict()``, or an iterable of tensors or of (name, tensor) pairs. What is no tensor is left out.
-        root_rank: the rank whose values are taken.
+        params: a ``state_dict()``, or an iterable of tensors or of (name, tensor) pairs. Other values are ignored.
+        root_rank: the rank whose values are copied.
 
     Raises:
-        ValueError: it is none of these, or a name appears twice.
+        ValueError: ``params`` is none of these, or a name appears twice.
         HorovodInternalError: the ranks do not match, one failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):
@@ -45,14 +45,14 @@ def broadcast_optimizer_state(
 ) -> None:
     """Send every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
 
-    Never steps: Horovod's steps a fresh optimizer with zero gradients, which moves weights under weight decay, and
-    leaves out the options of stateless ones. As with Horovod, the parameters of a fresh optimizer have gradients of zeros
-    afterwards.
+    This function never calls ``step()``. Horovod's steps an optimizer without state, with gradients of zeros, which
+    changes weights under weight decay; and it does not send the options of stateless optimizers. As with Horovod, the
+    parameters of an optimizer without state have gradients of zeros afterwards.
 
     Args:
-        optimizer: any, distributed or not.
-        root_rank: the rank whose state is taken.
-        model: accepted for Horovod's scripts.
+        optimizer: any optimizer, distributed or not.
+        root_rank: the rank whose state is sent.
+        model: ignored; accepted because Horovod does.
     """
     if compat.enabled():
         compat.step_if_fresh(optimizer)
@@ -73,10 +73,11 @@ def broadcast_object(
 ) -> Any:
     """Return the root's ``obj`` on every rank: plain values, containers, tensors, numpy arrays; never code. Blocks.
 
-    Classes of your own are sent once every rank has named them in ``torch.serialization.add_safe_globals``.
+    Objects of your own classes can be sent once all ranks have passed the classes to
+    ``torch.serialization.add_safe_globals``.
 
     Raises:
-        TypeError: on every rank of the set, if the object holds anything else. Later calls work.
+        TypeError: on every rank of the set, if the object contains anything else. Later calls work.
         ValueError, HorovodInternalError: as :func:`broadcast`.
     """
     set_id = usable_set(process_set)
@@ -89,7 +90,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Return every rank's ``obj`` in rank order, as :func:`broadcast_object`. Blocks."""
+    """Return every rank's ``obj`` in rank order; for objects as in :func:`broadcast_object`. Blocks."""
     set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
     received = engine().submit("objects", name and f"allgather.{name}", set_id, [data], root=None).wait()

@@ -1,7 +1,7 @@
-"""Collective operations but ``allreduce``, under Horovod's names and with Horovod's arguments; for ``mpi_ops``.
+"""Collective operations except ``allreduce``, with Horovod's names and arguments; ``mpi_ops`` exports them.
 
-Without a ``name`` the calls of the ranks match by order. All raise ValueError if an argument is wrong (nothing was sent),
-and HorovodInternalError if the ranks do not match, one failed, or Horovod was shut down.
+Calls without a ``name`` match by order. All functions raise ValueError for a wrong argument, before anything is sent, and
+HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut down.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Splits = Sequence[int] | torch.Tensor | None
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
-    """Return every rank's rows, in rank order. Collective by name; blocks; autograd goes through it.
+    """Return every rank's rows, in rank order. Collective by name; blocks; differentiable.
 
-    Ranks may have different numbers of rows; tensors without a dimension become one of shape (size,). The gradient is the
-    average over ranks of this rank's part.
+    Ranks may have different numbers of rows; tensors without dimensions are gathered to shape (size,). A rank's gradient
+    is the average, over ranks, of the gradients for its rows.
     """
     return differentiable(ALLGATHER, [tensor], call_options(name, process_set))[0]
 
@@ -54,10 +54,10 @@ def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_s
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Return the tensor of ``root_rank`` on every rank. Collective by name; blocks; autograd goes through it.
+    """Return the tensor of ``root_rank`` on every rank. Collective by name; blocks; differentiable.
 
-    ``root_rank`` is a rank of the world, in a process set too. The gradient is the average over ranks at the root, zero
-    elsewhere.
+    ``root_rank`` is a rank of the world, in a process set too. The gradient is the average over ranks on the root, and
+    zero elsewhere.
     """
     return differentiable(BROADCAST, [tensor], call_options(name, process_set, root_rank=root_rank))[0]
 
@@ -91,11 +91,11 @@ def broadcast_async_(
 def alltoall(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Return the rows that every rank has for this one, in rank order. Collective by name; blocks; differentiable.
+    """Send rows to each rank; return the rows received, in rank order. Collective by name; blocks; differentiable.
 
-    The first ``splits[0]`` rows of a tensor go to rank 0, the next ``splits[1]`` to rank 1, …; without splits every rank
-    gets equally many. With splits the result is (rows, how many came from each rank as int32). The gradients go back the
-    way they came.
+    The first ``splits[0]`` rows of a tensor go to rank 0, the next ``splits[1]`` to rank 1, …; without splits, all ranks
+    get the same number. With splits the result is a pair: the rows, and an int32 tensor with the number of rows from each
+    rank. Gradients are sent back to the ranks that the rows came from.
     """
     results = differentiable(ALLTOALL, [tensor], call_options(name, process_set, splits=splits))
     return results[0] if splits is None else tuple(results)
@@ -120,10 +120,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return this rank's rows of the reduction of every rank's tensor. Collective by name; blocks; differentiable.
+    """Return this rank's rows of the reduction over ranks. Collective by name; blocks; differentiable.
 
     Of d rows the first ``d % size`` ranks get ``d // size + 1``, the others ``d // size``. ``op`` is Average or Sum. The
-    gradients are gathered, with Sum times the size.
+    gradient is the ranks' gradients concatenated, multiplied by the size if ``op`` is Sum.
     """
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
     return differentiable(REDUCESCATTER, [tensor], options, compression=compression)[0]
@@ -175,11 +175,11 @@ def grouped_reducescatter_async(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum (``Average``: the average) of sparse tensors, by gathering their indices and values.
+    """Start the sum (or with ``Average`` the average) of sparse tensors, by gathering their indices and values.
 
-    Does not block: returns a function that does, and returns the new sparse tensor. Its indices may repeat.
+    Return a function that blocks and returns the new sparse tensor, in which indices may repeat.
     """
-    # Private in torch 2.5 to 2.15: indices() and values() refuse a tensor that is not coalesced, as gradients are not.
+    # Private in torch 2.5 to 2.15: indices() and values() refuse tensors that are not coalesced, such as gradients.
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 
@@ -192,16 +192,16 @@ def sparse_allreduce_async(
 
 
 def join(device: int = -1, divide_by: str = "initial") -> int:
-    """Join: this rank has no more data. Block until all ranks have joined; return the rank that joined last.
+    """Block until all ranks have joined, because this rank has no more data; return the rank that joined last.
 
-    Meanwhile the others go on: this rank contributes the identity element to reductions (zeros to a sum; Horovod sends
-    zeros to a minimum too), and zeros to the gradients of ``DistributedOptimizer``. Other calls fail on the ranks that
-    make them.
+    Meanwhile this rank contributes the identity element to the other ranks' reductions (zeros to a sum; Horovod sends
+    zeros to a minimum too), and zeros to the gradients of ``DistributedOptimizer``. Other operations fail on the ranks
+    that call them.
 
     Args:
-        device: accepted for Horovod's scripts; nothing is placed there.
-        divide_by: what averages are divided by meanwhile: ``"initial"``, all ranks, as Horovod does; or ``"active"``,
-            those that have not joined with this argument.
+        device: ignored; accepted because Horovod does.
+        divide_by: the divisor of averages meanwhile: ``"initial"``, the number of all ranks, as on Horovod; or
+            ``"active"``, the number of ranks that have not joined with this argument.
 
     Raises:
         ValueError: ``divide_by`` is neither.
@@ -213,5 +213,5 @@ def join(device: int = -1, divide_by: str = "initial") -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until every rank of the set has called it."""
+    """Block until every rank of the set has called this function."""
     engine().submit("barrier", None, usable_set(process_set)).wait()

@@ -1,7 +1,7 @@
-"""The collective operations, under Horovod's names and with Horovod's arguments.
+"""The collective operations, with Horovod's names and arguments.
 
-``allreduce`` is here, the others in ``gather_ops.py``. What an operation checks, and its gradient, is in ``calls.py``;
-what happens once the ranks' calls match is in ``operations.py``.
+``allreduce`` is here, the others are in ``gather_ops.py``. ``calls.py`` has the argument checks and gradients,
+``operations.py`` the execution of matched calls.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the reduction of every rank's ``tensor``. Collective by name; blocks; autograd goes through it.
+    """Return the reduction of every rank's ``tensor``. Collective by name; blocks; differentiable.
 
-    Integers are averaged exactly and truncated toward zero. The gradient is the same reduction of the gradients.
+    Averages of integers are exact, then truncated toward zero. The gradient is the same reduction of the gradients.
 
     Args:
         tensor: of any dtype and shape, the same on every rank.
         average: the deprecated form of ``op``.
-        name: matches the calls of the ranks; without one they match by order.
-        compression: of what is sent; see :class:`Compression`.
+        name: matches the calls of the ranks; calls without a name match by order.
+        compression: compresses what is sent; see :class:`Compression`.
         op: Average (the default), Sum, Adasum, Min, Max or Product.
         prescale_factor: a factor on each rank's tensor.
         postscale_factor: a factor on the result.
@@ -88,7 +88,7 @@ def allreduce(
 
     Raises:
         ValueError: an argument is wrong; nothing was sent.
-        HorovodInternalError: the ranks do not match, one failed, or Horovod was shut down. As in all functions here.
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down. (All functions here.)
     """
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return differentiable(ALLREDUCE, [tensor], options, compression=compression)[0]

@@ -1,7 +1,7 @@
-"""Matched calls on one rank: the tensors are sent, in the same order on every rank.
+"""Communication of matched calls: one function per kind of call, and a table of these functions.
 
-One function a kind, and one table of them. Each gets the facts that all ranks agreed on (sizes included, so that none
-are exchanged again), the channel of its process set, and this rank's tensors.
+Each function gets the facts that all ranks agreed on (including sizes, so that they are not exchanged again), the channel
+of the process set, and this rank's tensors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Task:
 
     @property
     def name(self) -> str:
-        """For reports."""
+        """The call's name in error messages."""
         return f"{self.facts['kind']}.{self.facts['name'] or 'noname'}"
 
 
 def allreduce(task: Task) -> list[torch.Tensor]:
-    """Return the reduction of every rank's tensors, each scaled before and after it."""
+    """Return the reduction over ranks of each tensor, with the prescale and postscale factors applied."""
     facts = task.facts
     inputs = [scaled(tensor, facts["pre"]) for tensor in task.tensors]
     if facts["op"] == Adasum:
@@ -55,7 +55,7 @@ def allreduce(task: Task) -> list[torch.Tensor]:
 
 
 def _summed(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the reduced values of ``inputs``, in the wire's dtypes; tensors of one dtype and device are sent together."""
+    """Return the reduced values of ``inputs``, in wire dtypes; tensors of one dtype and device are sent together."""
     groups: dict[tuple[torch.dtype, torch.device, ReduceOp], list[int]] = {}
     packed = [wire.pack(tensor) for tensor in inputs]
     for i, (tensor, values) in enumerate(zip(inputs, packed, strict=True)):
@@ -63,7 +63,7 @@ def _summed(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         groups.setdefault((values.dtype, values.device, op), []).append(i)
     flats = []
     for (_, _, op), members in groups.items():
-        # Concatenated, so that one call sends all, and the caller's tensors are not overwritten.
+        # Concatenate: one call sends all tensors, and does not overwrite the caller's.
         flat = torch.cat([packed[i].reshape(-1) for i in members])
         flats.append((flat, task.channel.start_allreduce(flat, op, task.name), members))
     for flat, work, members in flats:
@@ -80,7 +80,7 @@ def _adasum(task: Task, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reducescatter(task: Task) -> list[torch.Tensor]:
-    """Return this rank's rows of the reduction; split by rank, then summed in rank order."""
+    """Return this rank's rows of the reduction, which are summed in rank order."""
     return [_reducescatter(task, tensor) for tensor in task.tensors]
 
 
@@ -91,7 +91,7 @@ def _reducescatter(task: Task, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def allgather(task: Task) -> list[torch.Tensor]:
-    """Return every rank's rows, in rank order; a tensor without a dimension counts as one row."""
+    """Return every rank's rows, in rank order; a tensor without dimensions counts as one row."""
     results = []
     for i, tensor in enumerate(task.tensors):
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
@@ -114,7 +114,7 @@ def broadcast(task: Task) -> list[torch.Tensor]:
 
 
 def alltoall(task: Task) -> list[torch.Tensor]:
-    """Return the rows that every rank has for this one, and how many came from each."""
+    """Return the rows received, and the number of rows from each rank."""
     me, splits, [tensor] = task.channel.rank, task.facts["splits"], task.tensors
     received = [of_rank[me] for of_rank in splits]
     rows = task.channel.alltoall_rows(tensor, splits[me], received, task.name)
@@ -122,7 +122,7 @@ def alltoall(task: Task) -> list[torch.Tensor]:
 
 
 def objects(task: Task) -> list[torch.Tensor]:
-    """Return every rank's bytes in rank order, or the root's alone."""
+    """Return every rank's bytes in rank order, or with a root only the root's."""
     [data], lengths = task.tensors, [of_rank[0] for of_rank in task.facts["rows"]]
     if task.facts["root"] is None:
         return task.channel.gather(data, lengths, task.name)
@@ -133,12 +133,12 @@ def objects(task: Task) -> list[torch.Tensor]:
 
 
 def nothing(task: Task) -> list[torch.Tensor]:
-    """Return nothing: all ranks have called, as a barrier needs."""
+    """Return no tensors: a barrier ends once all ranks' calls have matched."""
     return []
 
 
 def _delivered(task: Task, results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``results``, or for a call in place the caller's own tensors with the results in them."""
+    """Return ``results``; for a call in place, copy them into the caller's tensors and return those."""
     if task.outputs is None:
         return results
     for output, result in zip(task.outputs, results, strict=True):

@@ -1,7 +1,7 @@
 """``hvd.DistributedOptimizer``: Horovod's rules for when gradients are combined, around any optimizer.
 
-Gradients are sent in buckets on a channel of the optimizer's own, without a request to rank 0. Rank 0 takes
-part only before the first exchange, which needs the channel, and while a rank has joined, which then sends zeros.
+Each optimizer sends its gradients in buckets, on a channel of its own, without requests to rank 0. Rank 0 is needed only
+to open the channel before the first exchange, and to request zeros from ranks that have joined.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ def DistributedOptimizer(  # noqa: N802
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> _Optimizer:
-    """``optimizer`` with gradients combined over the ranks: an instance of its class, with its groups and state.
+    """Return an optimizer of the same class, groups and state as ``optimizer``, which combines gradients over ranks.
 
-    Backward sends gradients while it runs, and never waits for another rank; ``synchronize()`` or ``step()`` waits, and
-    ``param.grad`` is combined from then on. As with Horovod, what looks at gradients before the step (clipping,
-    unscaling) comes after ``synchronize()``, with the step inside ``skip_synchronize()``.
+    Backward sends gradients while it runs, and never waits for another rank. ``synchronize()`` or ``step()`` waits, and
+    then ``param.grad`` has the combined gradients. As with Horovod, clipping and unscaling must come after
+    ``synchronize()``, and then the step must be inside ``skip_synchronize()``.
 
     Args:
         optimizer: any torch optimizer; its state is kept.
         named_parameters: ``model.named_parameters()``.
-        compression: ``Compression.none``, ``fp16``, ``bf16``, or a compressor of the user's.
+        compression: ``Compression.none``, ``fp16``, ``bf16``, or a compressor of the user's own.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged.
-        op: Average, Sum, Min, Max, Product, or Adasum, which combines the changes of a step of each rank's own.
-        gradient_predivide_factor: f: gradients times 1/f before the sum, f/size after it. Average only.
+        op: Average, Sum, Min, Max, Product; or Adasum, which lets each rank step by itself and combines the changes.
+        gradient_predivide_factor: f; gradients are multiplied by 1/f before the sum, by f/size after it. Average only.
         num_groups: the deprecated form of ``groups``.
-        groups: how many buckets, or lists of the parameters that are sent together.
+        groups: the number of buckets, or lists of the parameters that are sent together.
         sparse_as_dense: whether sparse gradients are sent as dense ones.
-        process_set: the ranks to combine over; outside of them the optimizer steps alone.
+        process_set: the ranks that combine gradients; other ranks step alone.
 
     Raises:
         ValueError: an option is wrong, or parameters lack names or share one.
@@ -97,7 +97,7 @@ class _Optimizer(NativeOptimizer):
         transfer: Transfer,
         process_set: ProcessSet,
     ) -> None:
-        """Initialize. Not as ``__init__``, which has the arguments of the wrapped optimizer's class."""
+        """Initialize. This is not ``__init__``, because that has the arguments of the wrapped optimizer's class."""
         self.optimizer = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
@@ -111,18 +111,18 @@ class _Optimizer(NativeOptimizer):
             self.reducer.follow(optimizer)
 
     def close(self) -> None:
-        """Stop combining gradients: backward gives this rank's own from then on. May be called again."""
+        """Stop combining gradients: from now on each rank keeps its own. May be called again."""
         if self.reducer is not None:
             self.reducer.close()
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
-        ours = {p for group in self.optimizer.param_groups for p in group["params"]}
-        named = [(name, p) for name, p in named if p in ours]
+        wrapped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        named = [(name, p) for name, p in named if p in wrapped]
         place = base_name(named, self.process_set), self.process_set, self.backward_passes_per_step
         HorovodReducer.close_replaced(named, *place[:2])
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
         if half and compat.enabled():
-            compat.note(compat.HALF)  # an ordinary call sums as Horovod does, and buckets do not
+            compat.note(compat.HALF)  # an ordinary call sums in 16 bits as Horovod does; buckets do not
             return CallReducer(named, *place, self.op, compression, predivide=1 / transfer.before)
         if self.op not in (Average, Sum) or compression not in NARROW:
             return CallReducer(named, *place, self.op, compression)
@@ -141,27 +141,27 @@ class _Optimizer(NativeOptimizer):
         """The wrapped optimizer's value; GradScaler.step reads it before it looks for an overflow.
 
         Raises:
-            AssertionError: the gradients are not combined yet: an overflow on one rank would skip the step on it alone.
+            AssertionError: gradients are not combined yet, so that after an overflow one rank alone would skip the step.
         """
         if self.reducer is not None and self.reducer.dirty:
             raise AssertionError(
-                "scaler.step() was called after loss.backward() but before optimizer.synchronize(): each rank would look "
-                "for an overflow in its own gradients; call optimizer.synchronize() first, and scaler.step() inside "
+                "scaler.step() was called after loss.backward() but before optimizer.synchronize(): each rank would check "
+                "its own gradients for overflow; call optimizer.synchronize() first, and scaler.step() inside "
                 "`with optimizer.skip_synchronize():`"
             )
         return self._unscales_itself()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum so many backward passes before their gradients are exchanged, from the next step on."""
+        """Sum ``passes`` backward passes before gradients are exchanged, from the next step on."""
         self.backward_passes_per_step = passes
         if self.reducer is not None:
             self.reducer.passes = passes
-            self.reducer.rest()
+            self.reducer.reset_passes()
 
     def synchronize(self) -> None:
-        """Make every gradient the combination over ranks. Collective; blocks.
+        """Combine every gradient over the ranks. Collective; blocks.
 
-        Called again, it combines ``param.grad`` once more, as Horovod's does: another rank may have run a backward since.
+        Another call combines ``param.grad`` again, as on Horovod, because another rank may have run a backward since.
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
@@ -169,7 +169,7 @@ class _Optimizer(NativeOptimizer):
         if self.reducer is not None:
             self.reducer.renew()
             self.reducer.reduce()
-            self.reducer.rest()
+            self.reducer.reset_passes()
         self._synchronized = True
 
     @contextmanager
@@ -180,7 +180,7 @@ class _Optimizer(NativeOptimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """``step`` inside does not synchronize: for use after ``synchronize()``."""
+        """Make ``step`` inside this context not synchronize; for use after ``synchronize()``."""
         self._should_synchronize = False
         try:
             yield
@@ -190,8 +190,8 @@ class _Optimizer(NativeOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the wrapped optimizer's step, on combined gradients. Collective.
 
-        A ``closure`` may be called several times (LBFGS, which Horovod refuses); the optimizer sees its loss averaged
-        over ranks, with ``op=Sum`` summed, so that every rank takes the same decisions.
+        The optimizer may call ``closure`` several times (LBFGS, which Horovod refuses). It gets the closure's loss
+        averaged over ranks (summed with ``op=Sum``), so that every rank makes the same decisions.
 
         Raises:
             HorovodInternalError: as :meth:`synchronize`.
@@ -208,18 +208,18 @@ class _Optimizer(NativeOptimizer):
             if closure is None:
                 self.synchronize()
         synchronized, self._synchronized = self._synchronized, False
-        result = self.optimizer.step(closure and self._fresh(closure))
-        # Otherwise an exchange is still under way, and zero_grad() and the next backward raise AssertionError.
+        result = self.optimizer.step(closure and self._with_reduction(closure))
+        # Not after skip_synchronize() without synchronize(): then zero_grad() and the next backward raise AssertionError.
         if self.reducer is not None and (synchronized or closure is not None):
             self.reducer.renew()
-            self.reducer.rest()
+            self.reducer.reset_passes()
         return result
 
-    def _fresh(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             if self.reducer is not None:
                 self.reducer.renew()
-                self.reducer.rest()
+                self.reducer.reset_passes()
             with torch.enable_grad():
                 loss = closure()
             if self.reducer is None:
@@ -242,7 +242,7 @@ class _Optimizer(NativeOptimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; its gradients are combined too. On every rank."""
+        """Add a group to the wrapped optimizer, whose gradients are combined too. To be called on every rank."""
         if self.reducer is not None and compat.enabled():
             compat.note(compat.UNREDUCED)
             self.optimizer.add_param_group(param_group)
@@ -253,15 +253,15 @@ class _Optimizer(NativeOptimizer):
             super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, and drop what a failed step left behind."""
+        """Load the wrapped optimizer's state, and reset the reducer, in which a step may have failed."""
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:
-            self.reducer.drop()
+            self.reducer.discard_step()
         self.optimizer.load_state_dict(state_dict)
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """Horovod's name, for programs that import it for isinstance: False for every optimizer, as in Horovod 0.28.1."""
+    """For programs that import this name. isinstance with it is False for all optimizers, as in Horovod 0.28.1."""
 
 
 class _DistributedAdasumOptimizer(torch.optim.Optimizer):
@@ -269,7 +269,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
 
 class _AdasumOptimizer(_Optimizer):
-    """Each rank steps on its own gradients; the changes of the parameters are combined."""
+    """Steps on each rank's own gradients, then combines the parameters' changes."""
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> Any:
         self._compression, self._name = compression, base_name(named, self.process_set)

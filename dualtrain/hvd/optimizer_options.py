@@ -1,4 +1,4 @@
-"""The options of ``hvd.DistributedOptimizer``, checked and turned into what the reducers need."""
+"""The options of ``hvd.DistributedOptimizer``: checked, and translated for the reducers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.util import split_list
 
 Named = list[tuple[str, torch.nn.Parameter]]
-#: The compressors that buckets know, and the dtype that each of them sends.
+#: The compressors that buckets support, and the dtype that each of them sends.
 NARROW: dict[AnyCompressor, torch.dtype | None] = {
     Compression.none: None,
     FP16Compressor: torch.float16,
@@ -27,13 +27,13 @@ NARROW: dict[AnyCompressor, torch.dtype | None] = {
 
 def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
     """Return (name, parameter) for all parameters of ``optimizer``; raise Horovod's ValueErrors for a wrong ``given``."""
-    theirs = [
+    all_params = [
         (f"allreduce.noname.{i}.{j}", p)
         for i, group in enumerate(optimizer.param_groups)
         for j, p in enumerate(group["params"])
     ]
     if given is None:
-        return theirs
+        return all_params
     named = list(given)
     if not all(isinstance(pair, tuple) for pair in named):
         raise ValueError(
@@ -43,7 +43,7 @@ def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | Non
     twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
     if twice:
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    missing = len({p for _, p in theirs} - {p for _, p in named})
+    missing = len({p for _, p in all_params} - {p for _, p in named})
     if missing:
         raise ValueError(f"named_parameters was specified, but {missing} of the optimizer's parameters were not named")
     return named
@@ -58,7 +58,7 @@ def transfer_of(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> Transfer:
-    """Return how gradients are sent, from Horovod's options. Raises ValueError for ``groups`` that make no sense."""
+    """Translate Horovod's options into a ``Transfer``. Raises ValueError for invalid ``groups``."""
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if isinstance(groups, int):
         if groups < 0:
@@ -80,7 +80,7 @@ def transfer_of(
 
 
 def base_name(named: Named, process_set: ProcessSet) -> str:
-    """Return a name for what is optimized, the same on every rank."""
+    """Return a name for these parameters and ranks, the same on every rank."""
     text = f"{process_set.ranks} {[(name, tuple(p.shape)) for name, p in named]}"
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return f"{named[0][0] if named else 'nothing'}-{digest}"

@@ -1,4 +1,4 @@
-"""A collective call under way."""
+"""A pending collective call."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dualtrain.hvd.exceptions import HorovodInternalError
 
 @dataclass
 class Pending:
-    """A call that this rank has made: its tensors, and its result.
+    """A call that this rank has made, with its tensors and, once it has ended, its result.
 
     Attributes:
-        message: what was sent to the coordinator.
+        message: the request that was sent to the coordinator.
         tensors: this rank's inputs.
         outputs: where the results go; ``None`` for new tensors.
         then: called with the result in the engine's thread, before the call counts as ended.
         ended: set once there is a result or an error.
         facts: what all ranks agreed on.
-        streams: GPU events: inputs are ready, then results are.
+        streams: GPU events after which the inputs are ready, and later those for the results.
     """
 
     message: Message
@@ -41,7 +41,7 @@ class Pending:
         """Block until the result can be used on the current stream; return it. Raises HorovodInternalError."""
         self.ended.wait()
         if self.error is not None:
-            # A new one each time: it may be raised in several places.
+            # A new exception each time, because several callers may wait.
             raise HorovodInternalError(*self.error.args) from self.error
         for event in self.streams:
             torch.cuda.current_stream().wait_event(event)

@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, for calls that concern only them."""
+"""Process sets: subsets of the ranks, for calls that only these ranks make."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _attached: list[ProcessSet] = []
 
 
 class ProcessSet:
-    """Some of the ranks. Usable once ``init`` or ``add_process_set`` has given it an id.
+    """A subset of the ranks. It can be used once ``init`` or ``add_process_set`` has given it an id.
 
     Attributes:
-        process_set_id: the set's number; ``None`` while it is not usable.
+        process_set_id: the set's id; ``None`` while the set is not usable.
         ranks: the ranks in ascending order, in the world's numbering.
-        mpi_comm: the mpi4py communicator that the set was made from, if it was.
+        mpi_comm: the mpi4py communicator that the set was made from, or ``None``.
     """
 
     process_set_id: int | None = None
@@ -42,18 +42,21 @@ class ProcessSet:
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this process's rank in the set; ``None`` while the set is not usable. ValueError outside of it.
+        """Return this process's rank in the set; ``None`` while the set is not usable.
 
-        Roots of broadcasts are ranks of the world, though.
+        Roots of broadcasts are ranks of the world instead.
+
+        Raises:
+            ValueError: this process is not in the set.
         """
         if self.process_set_id is None or self.ranks is None:
             return None
         if not self.included():
-            raise ValueError(f"this process is not in {self}: ask included() first")
+            raise ValueError(f"this process is not in {self}: call included() first")
         return self.ranks.index(_connected().backend.rank)
 
     def included(self) -> bool | None:
-        """Return whether this process is in the set; ``None`` where the ranks are not known yet."""
+        """Return whether this process is in the set; ``None`` while the set's ranks are not known."""
         return None if self.ranks is None else _connected().backend.rank in self.ranks
 
     def _invalidate(self) -> None:
@@ -93,7 +96,7 @@ def attach(engine: Engine, sets: Sequence[ProcessSet]) -> None:
 
 
 def detach() -> None:
-    """Make no set usable any more: the world has ended."""
+    """Make all sets unusable, because the world has ended."""
     global _engine
     _engine = None
     for one in _attached:
@@ -114,13 +117,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable and return it. Collective over all ranks; blocks.
 
     Raises:
-        ValueError: there is a set of these ranks already, or a rank that does not exist; or sets may not be added:
-            HOROVOD_DYNAMIC_PROCESS_SETS=1, or ``init(process_sets="dynamic")``, allows it.
+        ValueError: a set of these ranks exists, a rank does not exist, or sets may not be added. They may with
+            HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``init(process_sets="dynamic")``.
     """
     engine = _dynamic("adding")
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if one.ranks is None:
-        raise NotImplementedError("a process set made from an MPI communicator is given to hvd.init(process_sets=…)")
+        raise NotImplementedError("pass a process set made from an MPI communicator to hvd.init(process_sets=…)")
     return _add(engine, one)
 
 
@@ -133,7 +136,9 @@ def _dynamic(what: str) -> Engine:
 
 def _add(engine: Engine, one: ProcessSet) -> ProcessSet:
     if not one.ranks or len(set(one.ranks)) < len(one.ranks) or one.ranks[0] < 0 or one.ranks[-1] >= engine.backend.size:
-        raise ValueError(f"a process set has one or more different ranks from 0 to {engine.backend.size - 1}: {one.ranks}")
+        raise ValueError(
+            f"a process set needs one or more different ranks from 0 to {engine.backend.size - 1}, not {one.ranks}"
+        )
     if one.ranks == global_process_set.ranks or any(one.ranks == other.ranks for other in _attached):
         raise ValueError(f"Attempted to add a duplicate process set: {one}")
     one.process_set_id = engine.submit("add_process_set", ranks=one.ranks).wait()
@@ -142,9 +147,9 @@ def _add(engine: Engine, one: ProcessSet) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set, and return whether there was one. Collective over all ranks; blocks.
+    """Remove a process set, and return whether it existed. Collective over all ranks; blocks.
 
-    The global set cannot be given up. Calls on the set that not all of its ranks have made fail.
+    The global set cannot be removed. Pending calls on the removed set fail.
     """
     number = process_set.process_set_id
     if not number:

@@ -1,4 +1,4 @@
-"""``hvd.SyncBatchNorm``: batch normalization over all ranks' samples; on CPUs too, where Horovod has none."""
+"""``hvd.SyncBatchNorm``: batch normalization over all ranks' samples, on CPUs too (Horovod's needs GPUs)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dualtrain.hvd.mpi_ops import Sum, allgather, allreduce
 
 
 class SyncBatchNorm(batchnorm.SyncBatchNorm):
-    """A BatchNorm layer with the statistics of all ranks in training. ``convert_sync_batchnorm(model)`` converts models."""
+    """BatchNorm layer that uses all ranks' statistics in training. ``convert_sync_batchnorm(model)`` converts models."""
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return every rank's ``row``."""

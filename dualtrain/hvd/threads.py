@@ -1,4 +1,4 @@
-"""The helper of ``horovod.runner.util.threads`` that programs and Horovod's own tests use."""
+"""The function of ``horovod.runner.util.threads`` that programs and Horovod's own tests use."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def in_thread(
     Args:
         target: the function.
         args: its arguments.
-        name: of the thread.
+        name: the thread's name.
         daemon: whether the process may exit before the thread ends.
-        silent: whether an exception in the thread is ignored, and not printed.
+        silent: whether to ignore exceptions in the thread instead of printing them.
 
     Raises:
-        ValueError: ``args`` is no tuple.
+        ValueError: ``args`` is not a tuple.
     """
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple, not {type(args)}, for a single argument use (arg,)")

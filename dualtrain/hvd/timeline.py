@@ -1,7 +1,7 @@
-"""What happened when, as a Chrome trace (chrome://tracing, Perfetto), with the event names of Horovod's timeline.
+"""Timeline of calls: a Chrome trace (chrome://tracing, Perfetto) with the event names of Horovod's timeline.
 
-Rank 0 writes it: it knows when each rank was ready (NEGOTIATE_…), and when it carried the call out itself. The file is
-valid JSON at any moment, also that of a run that was killed.
+Rank 0 writes the file: when each rank was ready (NEGOTIATE_…), and when rank 0 itself carried the call out. The file is
+valid JSON at any moment, even if the run is killed.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, TextIO
 
 
 class Timeline:
-    """A trace file that is being written. While there is none, recording does nothing."""
+    """Writer of a trace file. While no file is open, recording does nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._lines: dict[str, int] = {}  # tensor → line of the chart
-        self._open: set[tuple[str, str]] = set()  # also while there is no file
+        self._open: set[tuple[str, str]] = set()  # activities under way, also while no file is open
         self._start, self._end = 0.0, 0
         self.mark_cycles = False
 
     @property
     def active(self) -> bool:
-        """Whether events are written down."""
+        """Whether a file is open."""
         return self._file is not None
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """Begin a new file at ``path``; an unfinished one is closed first.
+        """Open a new file at ``path``; close the previous one first.
 
         Raises:
             OSError: the file cannot be written.
@@ -48,7 +48,7 @@ class Timeline:
                 self._write(name=activity, ph="B", pid=self._line(what))
 
     def stop(self) -> None:
-        """End the file. Nothing to do where none is open."""
+        """Close the file, if one is open."""
         with self._lock:
             if self._file is None:
                 return
@@ -67,7 +67,7 @@ class Timeline:
                 self._write(name=activity, ph="B", pid=self._line(what))
 
     def end(self, what: str, activity: str) -> None:
-        """Record that ``activity`` ends; nothing if it has not started."""
+        """Record that ``activity`` ends; do nothing if it has not started."""
         with self._lock:
             if (what, activity) not in self._open:
                 return
@@ -76,13 +76,13 @@ class Timeline:
                 self._write(name=activity, ph="E", pid=self._line(what))
 
     def mark(self, what: str, name: str) -> None:
-        """Record a moment: a rank is ready."""
+        """Record the moment at which a rank is ready."""
         with self._lock:
             if self._file is not None:
                 self._write(name=name, ph="X", pid=self._line(what), dur=0)
 
     def cycle(self) -> None:
-        """Record that rank 0 looked for calls that match."""
+        """Record that rank 0 looks for matching calls."""
         with self._lock:
             if self._file is not None and self.mark_cycles:
                 self._write(name="CYCLE_START", ph="i", pid=0, s="g")

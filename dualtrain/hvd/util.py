@@ -1,4 +1,4 @@
-"""The helpers of ``horovod.common.util`` that scripts and tests use."""
+"""The functions of ``horovod.common.util`` that scripts and Horovod's tests use."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dualtrain.backends.collectives import split_sizes
 from dualtrain.rendezvous import hosts
 
 T = TypeVar("T")
-#: Decorator that calls a function once for each set of arguments. Horovod's tests import it by this name.
+#: Decorator that caches results of a function. Horovod's tests import it by this name.
 _cache = cache
 
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Set environment variables for a while; ``None`` unsets one."""
+    """Set environment variables within this context; ``None`` unsets a variable."""
     with hosts.variables(variables):
         yield
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Return ``items`` in ``parts`` runs of nearly equal length, the first ones longer."""
+    """Split ``items`` into ``parts`` consecutive parts of nearly equal length; the first parts are the longer ones."""
     ends = list(accumulate(split_sizes(len(items), parts), initial=0))
     return [items[start:end] for start, end in pairwise(ends)]
 
@@ -35,7 +35,7 @@ def num_rank_is_power_2(ranks: int) -> bool:
 
 
 def is_iterable(value: Any) -> bool:
-    """Return whether one can iterate over ``value``."""
+    """Return whether ``value`` is iterable."""
     return isinstance(value, Iterable)
 
 

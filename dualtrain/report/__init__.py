@@ -1,1 +1,1 @@
-"""Report of runs, finished or not: one page with results, settings and charts."""
+"""Report of finished and unfinished runs: one page with results, settings and charts."""

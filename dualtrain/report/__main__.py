@@ -1,10 +1,10 @@
 """``python -m dualtrain.report RUN [RUN …] [--out PAGE.html] [--watch]``: show the results of runs on one page.
 
 Runs may be finished, running or interrupted. The charts show all runs in the same axes. Without --out, the page is
-report.html, in the run's folder if there is one run, else in the current folder. It is one file that loads nothing.
+report.html, in the run's folder if there is one run, else in the current folder. The page is one file that loads nothing.
 
-With --watch no file is written: the page is served on this host alone, at an address that is printed, and follows the
-runs while they train. Runs that have not logged a step yet are shown once they have. Ctrl-C ends it.
+With --watch no file is written. Instead, the page is served on this host alone, at an address that is printed, and follows
+runs while they train. A run appears in the charts once it has logged a step. Ctrl-C ends the command.
 """
 
 from __future__ import annotations

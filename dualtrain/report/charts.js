@@ -1,10 +1,10 @@
 "use strict";
-// Axes, the values under the pointer, and the legend's switches of the report's charts. The curves are in the page, as SVG.
+// The report's charts: axes, values under the pointer, and the legend's switches. The curves are in the page, as SVG.
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const REFRESH_SECONDS = 2;
-  const LOAD = 20; // pause between two refreshes, in multiples of the time that one takes
-  const off = { run: new Set(), kind: new Set() }; // what the legend has switched off; a refresh keeps it
+  const LOAD = 20; // least pause between two refreshes, in multiples of the time that a refresh takes
+  const off = { run: new Set(), kind: new Set() }; // runs and kinds of curves that the legend has switched off; a refresh keeps this state
   let charts = [];
 
   const make = (name, attributes, content) => {
@@ -94,7 +94,7 @@
     for (const step of columns.found.filter(Number.isInteger)) {
       const x = chart.x(step);
       parts.push(make("line", { x1: x, x2: x, y1: height, y2: height + 5, class: "base" }));
-      const last = x > width - 24; // its number must not leave the page
+      const last = x > width - 24; // the tick's number must not leave the page
       const place = { x: last ? Math.min(x + 24, width + 8) : x, "text-anchor": last ? "end" : "middle" };
       parts.push(make("text", { ...place, y: height + 19 }, label(step, columns.step)));
     }
@@ -116,7 +116,7 @@
     tip.hidden = step === null || !curves.length;
     chart.at = tip.hidden ? null : step;
     if (tip.hidden) return cursor.replaceChildren();
-    // The step of the curve that has a value closest to the pointer; other curves show theirs where they have one near it.
+    // Take the step of the value that is closest to the pointer; other curves show a value if they have one near this step.
     const at = nearest(curves.map(({ points }) => nearest(points, step)), step)[0];
     const reach = 12 / (chart.x(1) - chart.x(0)); // in steps
     const found = curves.map((curve) => ({ ...curve, point: nearest(curve.points, at) }))
@@ -205,7 +205,7 @@
   });
   document.addEventListener("dblclick", (event) => {
     const button = event.target.closest("button[data-run]");
-    if (button) isolate(button.dataset.run); // its two clicks have cancelled each other
+    if (button) isolate(button.dataset.run); // the two clicks of the double-click have cancelled each other
   });
 
   // -- refreshing
@@ -249,7 +249,7 @@
 
   let width = 0;
   addEventListener("resize", () => {
-    if (width !== innerWidth) charts.forEach(draw); // on a phone, scrolling changes the height alone
+    if (width !== innerWidth) charts.forEach(draw); // redraw only for a new width: on a phone, scrolling changes the height
     width = innerWidth;
   });
   setUp();

@@ -1,4 +1,4 @@
-"""The parts that the pages of ``report`` and ``bench`` share: one self-contained HTML document, its style, its tables."""
+"""Common parts of the pages of ``report`` and ``bench``: the self-contained HTML document, its style, its tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 
-#: Nothing is loaded from anywhere; only the page's own script runs, even if a text in the page were not escaped.
+#: The page loads nothing, and only its own script runs, even if some text in it were not escaped.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
 )
@@ -19,10 +19,10 @@ def document(title: str, body: str, script: str = "", refresh: bool = False) -> 
     """Return a self-contained HTML page.
 
     Args:
-        title: as plain text.
+        title: plain text.
         body: HTML.
         script: JavaScript that the page runs.
-        refresh: whether the script loads the page again, from the server that it came from.
+        refresh: whether the script loads the page again from its server.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"{_POLICY}; script-src 'sha256-{digest}'" if script else _POLICY
@@ -41,7 +41,7 @@ def document(title: str, body: str, script: str = "", refresh: bool = False) -> 
 
 @cache
 def asset(name: str) -> str:
-    """Return the text of a file beside this module."""
+    """Return the text of a file in the folder of this module."""
     return (resources.files("dualtrain") / "report" / name).read_text(encoding="utf-8")
 
 
@@ -51,12 +51,12 @@ def text(value: object) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, short: bool = False) -> str:
-    """Return a table of cells that are HTML; where it is too wide for the page, it scrolls.
+    """Return a table of HTML cells, which scrolls if it is too wide for the page.
 
     Args:
-        head: the headings.
-        rows: the others; one of a single cell is the heading of those that follow.
-        short: whether all cells but the first of each row are too short to be broken into lines.
+        head: the column headings.
+        rows: the other rows; a row of one cell is a heading for the rows after it.
+        short: whether to keep each cell on one line, except the first cells of rows.
     """
 
     def line(cells: Sequence[str], tag: str) -> str:

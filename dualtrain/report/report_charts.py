@@ -1,8 +1,8 @@
 """The report's charts: curves of all runs as inline SVG, in the units of the data.
 
-A curve's path holds the steps and the values themselves; a nested SVG element, whose viewBox is the range that is shown,
-stretches them over the chart. charts.js draws the axes, since their ticks depend on the width of the page and on the runs
-that are switched on, and shows the values under the pointer.
+A curve's path has the steps and values as coordinates; a nested SVG element, whose viewBox is the visible range, stretches
+them over the chart. charts.js draws the axes, because ticks depend on the width of the page and on the runs that are
+switched on, and shows the values under the pointer.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from dualtrain.report.document import text
 from dualtrain.report.runs import Points, Run
 
-MOST_POINTS = 600  # of a drawn curve: about one per pixel
-WIDER = 4.0  # pixels by which the first of several equal curves is wider than the last, at most
+MOST_POINTS = 600  # points of a drawn curve at most, about one per pixel
+WIDER = 4.0  # of several equal curves, the first is at most this many pixels wider than the last
 STEP, EPOCH, TRAIN, VAL = "logged steps", "mean so far", "training, epochs", "validation"
 #: CSS class of each kind of curve.
 KINDS = {STEP: "step", EPOCH: "mean", TRAIN: "train", VAL: "val"}
@@ -22,9 +22,9 @@ KINDS = {STEP: "step", EPOCH: "mean", TRAIN: "train", VAL: "val"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: its title, and its curves, each the kind, the kind of line in metrics.jsonl, and the key.
+    """One chart: its title and its curves, given as (kind of curve, kind of line in metrics.jsonl, key).
 
-    ``zero``: whether the axis of values begins at 0.
+    ``zero`` chooses whether the axis of values begins at 0.
     """
 
     title: str
@@ -104,14 +104,14 @@ def _group(number: int, runs: Sequence[Run], drawn: Sequence[_Curve]) -> str:
 
 
 def _wider(curve: _Curve, drawn: Sequence[_Curve]) -> float:
-    """Return by how many pixels a curve is wider than others: equal ones, drawn above it, leave its edges visible."""
+    """Return the additional width of a curve in pixels, so that equal curves drawn above it leave its edges visible."""
     equal = [other.run for other in drawn if (other.kind, other.points) == (curve.kind, curve.points)]
     above = sum(run > curve.run for run in equal)
     return min(3.0, WIDER / max(1, len(equal) - 1)) * above
 
 
 def _kinds(panel: Panel, used: set[str]) -> str:
-    """Return the switches of the kinds of curves, where a chart has several."""
+    """Return the switches for the kinds of curves, if a chart has several kinds."""
     if len(used) < 2:
         return ""
     buttons = (
@@ -125,18 +125,18 @@ def _kinds(panel: Panel, used: set[str]) -> str:
 
 
 def _paths(curve: _Curve, wider: float) -> Iterator[str]:
-    """Yield the line and the dots of a curve. Larger values are further up, so they are written with the opposite sign."""
+    """Yield the line and the dots of a curve. Values are negated, because y grows downward in SVG."""
     places = [f"{step:.9g},{-value:.6g}" for step, value in curve.points]
     style = KINDS[curve.kind]
     width = f' style="--wider:{wider:.2g}px"' if wider else ""
     yield f'<path class="line {style}"{width} data-kind="{style}" data-name="{curve.kind}" d="M{" ".join(places)}"/>'
     if curve.kind != STEP or len(places) == 1:
-        # Lines of length 0 are drawn as dots by their caps, which the stretching does not distort.
+        # Lines of length 0 are drawn as dots by their caps, which are not distorted when the chart is stretched.
         yield f'<path class="dots {style}" data-kind="{style}" d="{"".join(f"M{place}h0" for place in places)}"/>'
 
 
 def _view(panel: Panel, drawn: Sequence[_Curve]) -> str:
-    """Return the range that holds all curves of a chart, for readers without JavaScript."""
+    """Return the viewBox that contains all curves of a chart, for browsers without JavaScript."""
     steps, values = zip(*(point for curve in drawn for point in curve.points), strict=True)
     low, high = min(0.0, *values) if panel.zero else min(values), max(values)
     height = (high - low) or abs(high) or 1.0
@@ -145,7 +145,7 @@ def _view(panel: Panel, drawn: Sequence[_Curve]) -> str:
 
 
 def thinned(points: Points) -> Points:
-    """Return at most ``MOST_POINTS`` of a curve's points: the ends, and the extremes of equal parts of it."""
+    """Return at most ``MOST_POINTS`` of a curve's points: both ends, and the extremes in equal parts of the curve."""
     if len(points) <= MOST_POINTS:
         return points
     inner, parts = points[1:-1], MOST_POINTS // 2 - 1
@@ -158,7 +158,7 @@ def thinned(points: Points) -> Points:
 
 
 def _left_out(curves: Sequence[_Curve], runs: Sequence[Run]) -> str:
-    """Return a note of the values that are not drawn, if there are any."""
+    """Return a note about the values that are not drawn, if any."""
     found = {run.label: sum(curve.left_out for curve in curves if curve.run == number) for number, run in enumerate(runs)}
     parts = [f"{count} of {text(label)}" for label, count in found.items() if count]
     return f'<p class="hint">Not drawn, since they are not finite numbers: {", ".join(parts)}.</p>' if parts else ""

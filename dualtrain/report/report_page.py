@@ -11,7 +11,7 @@ from dualtrain.run_table import as_text
 
 
 def page(runs: Sequence[Run], *, refresh: bool = False) -> str:
-    """Return the report as self-contained HTML; with ``refresh`` it loads itself again while it is shown."""
+    """Return the report as self-contained HTML, which with ``refresh`` reloads itself while it is visible."""
     name, details = title(runs)
     parts = [f"<header><h1>{text(name)}</h1>\n<p>{text(details)}</p></header>", *_sections(runs)]
     live = '\n<p id="live" role="status"></p>' if refresh else ""
@@ -43,7 +43,7 @@ def _sections(runs: Sequence[Run]) -> list[str]:
 
 
 def _about(run: Run) -> list[str]:
-    """Return where a run came from, and its settings."""
+    """Return the sections with a run's origin and settings."""
     origin = [("folder", str(run.folder)), *run.origin.items()]
     parts = [f"<h2>Origin</h2>\n{facts(origin, 'origin')}"]
     if run.config:

@@ -13,13 +13,13 @@ from dualtrain.errors import UserError
 from dualtrain.files import or_nothing, parse_json, read_json, read_text
 from dualtrain.run_table import NONE, as_text, is_finite, read_summary, run_table
 
-COLORS = 8  # of runs; page.css defines them as the classes c0, c1, …
-LARGEST = 1e30  # of the values that are drawn: browsers compute coordinates as 32-bit floats
-#: Names of the facts in config.json and summary.json that say where a run came from.
+COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, …
+LARGEST = 1e30  # larger values are not drawn, because browsers compute coordinates as 32-bit floats
+#: Names of the facts in config.json and summary.json about a run's origin.
 ORIGIN = ("command", "commit", "started", "hosts", "versions")
-COMPARED = ("commit", "hosts", "versions")  # those of which a difference matters
+COMPARED = ("commit", "hosts", "versions")  # those that are compared between runs
 
-#: The heading and the format of each value of a recovery.
+#: For each value of a recovery, its column heading and its format.
 RECOVERY = {
     "cause": ("cause", ""),
     "rank": ("rank", ""),
@@ -36,14 +36,14 @@ class Run:
     """The contents of a run's folder.
 
     Attributes:
-        folder: its path.
-        label: the shortest text that names it among the runs of the report.
-        color: class of its colour in page.css.
-        config: the settings, and the facts of the machine beside them.
+        folder: the folder's path.
+        label: the shortest text that identifies the run in the report.
+        color: the CSS class of the run's colour in page.css.
+        config: the settings, and facts about the machine.
         metrics: the lines of metrics.jsonl.
-        summary: empty if the run has not finished.
+        summary: the contents of summary.json; empty if the run has not finished.
         origin: command, commit and the like.
-        unreadable: number of lines of metrics.jsonl that are not metrics; an incomplete last line does not count.
+        unreadable: number of lines of metrics.jsonl that are not metrics, without an incomplete last line.
     """
 
     folder: Path
@@ -56,9 +56,9 @@ class Run:
     unreadable: int = 0
 
     def curve(self, kind: str, key: str) -> tuple[Points, int]:
-        """Return the points of ``key`` in the lines of a ``kind`` that can be drawn, and the number of the others.
+        """Return the points of ``key`` in lines of this ``kind``, and the number of values that cannot be drawn.
 
-        The points are in the order of their steps; values that are NaN, infinite or no numbers cannot be drawn.
+        Points are ordered by step. Values that are NaN, infinite, too large or not numbers cannot be drawn.
         """
         lines = [line for line in self._lines.get(kind, ()) if key in line]
         points = [(line["step"], line[key]) for line in lines if _is_drawable(line[key])]
@@ -75,14 +75,14 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the table of runs shows: from the summary, or else from the last line that has it, or the settings."""
+        """Values for the table of runs: from the summary, else the last metrics that have the name, else the settings."""
         settings: dict[str, Any] = {name: self.config[name] for name in ("backend", "device", "amp") if name in self.config}
         known = {key: value for line in self.metrics for key, value in line.items()}
         return {**settings, **known, **self.summary, "finished": bool(self.summary)}
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:
-        """The failures that the run went on after, as its summary lists them."""
+        """The failures after which the run continued, as listed in its summary."""
         found = self.summary.get("recoveries")
         return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
@@ -92,14 +92,14 @@ def _is_drawable(value: Any) -> bool:
 
 
 def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
-    """Read the runs in these folders, each once, and give each a label and a colour.
+    """Read the runs in these folders, without duplicates, and give each run a label and a colour.
 
     Args:
         folders: paths of the runs.
-        begun: require metrics; otherwise a run without any is one that has not begun.
+        begun: whether a run without metrics is an error.
 
     Raises:
-        UserError: a folder holds no metrics.
+        UserError: with ``begun``, a folder has no metrics.
     """
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     colors = (f"c{number % COLORS}" for number in range(len(paths)))
@@ -111,7 +111,7 @@ def _read_run(folder: Path, label: str, color: str, begun: bool) -> Run:
     summary = or_nothing(lambda: read_summary(folder))
     last = max((line["step"] for line in metrics if is_finite(line.get("step"))), default=0)
     if is_finite(summary.get("steps")) and last > summary["steps"]:
-        summary = {}  # it is from before the run was resumed
+        summary = {}  # the summary was written before the run was resumed
     written = or_nothing(lambda: read_json(folder / "config.json"))
     origin = written.pop("origin", None)
     facts = {**(origin if isinstance(origin, dict) else {}), **summary}
@@ -119,7 +119,7 @@ def _read_run(folder: Path, label: str, color: str, begun: bool) -> Run:
 
 
 def _read_metrics(folder: Path, begun: bool) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of metrics.jsonl, and the number of those that cannot be read."""
+    """Return the lines of metrics.jsonl, and the number of lines that cannot be read."""
     try:
         text = read_text(folder / "metrics.jsonl", errors="replace")
     except OSError as error:
@@ -135,7 +135,7 @@ def _read_metrics(folder: Path, begun: bool) -> tuple[list[dict[str, Any]], int]
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, and the facts of the machine (``platform``) beside them."""
+    """Return the settings and, at the same level, the facts about the machine (``platform``)."""
     facts = config.get("platform")
     if not isinstance(facts, dict):
         return config
@@ -144,7 +144,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _origin(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return where a run came from as text, by name; the versions by the names of what they are of."""
+    """Return the facts about a run's origin as text, by name."""
     found = {name: facts[name] for name in ORIGIN if facts.get(name)}
     versions, hosts = found.pop("versions", None), found.get("hosts")
     if isinstance(hosts, dict):
@@ -155,7 +155,7 @@ def _origin(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """Return for each folder the shortest end of its path that no other folder has."""
+    """Return, for each folder, the shortest end of its path that no other folder's path has."""
 
     def end(path: Path, parts: int) -> str:
         return " ".join("/".join(path.parts[-parts:]).encode(errors="replace").decode().split())
@@ -171,7 +171,7 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text, the header first. ``names`` maps (row, column) of a cell to the run that it names."""
+    """Rows of text, beginning with the header. ``names`` maps the (row, column) of cells with a run's name to the run."""
 
     rows: list[list[str]]
     names: dict[tuple[int, int], Run]
@@ -195,7 +195,7 @@ def differing_settings(runs: Sequence[Run]) -> Table | None:
 
 
 def recoveries(runs: Sequence[Run]) -> Table | None:
-    """Return a row for each failure that a run went on after; ``None`` if there was none."""
+    """Return a row for each failure after which a run continued; ``None`` if there was none."""
     rows, names = [["run", *(title for title, _ in RECOVERY.values())]], {}
     for run in runs:
         for one in run.recoveries:
@@ -218,7 +218,7 @@ def same_weights(runs: Sequence[Run]) -> str:
 
 
 def title(runs: Sequence[Run]) -> tuple[str, str]:
-    """Return the report's title, and a line with what all runs have in common."""
+    """Return the report's title, and a line with the dataset and model that all runs have in common."""
     shared = [{as_text(run.config.get(name)) for run in runs} for name in ("dataset", "model")]
     what = [values.pop() for values in shared if len(values) == 1]
     name = f"Training report: {runs[0].label if len(runs) == 1 else f'{len(runs)} runs' if runs else 'no run'}"

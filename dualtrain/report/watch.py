@@ -1,6 +1,6 @@
-"""The report of runs that go on, served on the loopback interface; the page loads itself again while it is open.
+"""Server of the report of running runs, on the loopback interface. The page reloads itself while it is open.
 
-Other users of the host can connect to the port too: the path begins with a secret, without which the answer is status 403.
+Other users of the host can connect to the port too. So the path is a secret; other paths get status 403.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not hmac.compare_digest(self.path.encode(errors="replace"), self.server.path.encode()):
             return self._answer(403)
-        # Before the files are read: what is written meanwhile belongs to the next version.
+        # Compute the version before the files are read, so that later changes of files give another version.
         version = self.server.version()
         if self.headers.get("If-None-Match") == version:
             return self._answer(304, version=version)
@@ -45,16 +45,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: overrides the base class, which writes to standard error."""
+        """Log nothing. The base class would write to standard error."""
 
 
 class ReportServer(ThreadingHTTPServer):
     """HTTP server of one page on 127.0.0.1.
 
     Args:
-        folders: of the runs.
+        folders: the runs' folders.
         port: TCP port; 0 for a free one.
-        render: returns the page.
+        render: function that returns the page.
 
     Raises:
         OSError: the port cannot be used.
@@ -77,7 +77,7 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}{self.path}"
 
     def version(self) -> str:
-        """Return a text that changes when a file of a run does."""
+        """Return an ETag that changes when a file of a run changes."""
         found = [_state(path) for path in self._files]
         return f'"{hashlib.sha256(repr(found).encode()).hexdigest()[:32]}"'
 
@@ -91,7 +91,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def server_of(folders: Sequence[str], port: int) -> ReportServer:
-    """Return the server of the report of these runs, which need not have begun. The caller starts and closes it.
+    """Return the server of the report of these runs, which may not have started yet. The caller starts and closes it.
 
     Raises:
         UserError: a folder does not exist, or the port cannot be used.

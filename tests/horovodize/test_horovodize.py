@@ -1,4 +1,4 @@
-"""The runner for unmodified Horovod scripts: imports, start and exit."""
+"""The runner for unmodified Horovod scripts: import hook, start and exit."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def hook(monkeypatch):
     ("old", "new"), [*imports.HOMES.items(), *((f"horovod.torch.{name}", f"dualtrain.hvd.{name}") for name in MODULES)]
 )
 @pytest.mark.usefixtures("hook")
-def test_both_names_are_the_same_module(old, new):
+def test_horovod_torch_is_the_module_dualtrain_hvd(old, new):
     module = importlib.import_module(old)
     assert module is importlib.import_module(new) is sys.modules[old]
     assert module.__name__ == module.__spec__.name == new
 
 
 @pytest.mark.usefixtures("hook")
-def test_intermediate_packages_contain_their_modules():
+def test_packages_of_horovod_contain_their_modules():
     horovod = importlib.import_module("horovod.common.exceptions") and sys.modules["horovod"]
     assert horovod.__version__ == "0.28.1"
     assert horovod.common.exceptions is importlib.import_module("dualtrain.hvd.exceptions")
@@ -68,7 +68,7 @@ def test_intermediate_packages_contain_their_modules():
     "name", ["tensorflow", "keras", "spark.torch", "ray", "common.basics", "torch.mpi_lib_v2", "nothing"]
 )
 @pytest.mark.usefixtures("hook")
-def test_a_module_that_is_not_covered_is_an_import_error(name):
+def test_a_module_without_counterpart_raises_import_error(name):
     with pytest.raises(
         ModuleNotFoundError, match=r"No module named 'horovod\.\S+': dualtrain covers .*horovod\.torch"
     ) as seen:
@@ -86,7 +86,7 @@ def test_every_public_name_exists():
 
 
 @pytest.mark.usefixtures("hook")
-def test_helpers_that_programs_import_work():
+def test_helper_functions_that_programs_import_work():
     seen: list[int] = []
     once = importlib.import_module("horovod.common.util")._cache(seen.append)
     in_thread = importlib.import_module("horovod.runner.util.threads").in_thread
@@ -106,7 +106,7 @@ def test_exceptions_survive_pickling():
     assert type(pickle.loads(pickle.dumps(error))) is type(error)
 
 
-def test_install_twice_then_uninstall(hook):
+def test_the_hook_can_be_installed_twice_and_uninstalled(hook):
     before = list(sys.meta_path)
     imports.install()
     assert sys.meta_path == before
@@ -122,7 +122,7 @@ def test_an_imported_horovod_is_not_replaced(monkeypatch):
         imports.install()
 
 
-def test_the_known_names_are_horovods():
+def test_the_names_for_check_are_those_of_horovod():
     require_horovod()
     tree = ast.parse((Path(find_spec("horovod").origin).parent / "torch" / "__init__.py").read_text())
     nodes = [
@@ -138,7 +138,7 @@ def test_the_known_names_are_horovods():
 
 @pytest.fixture
 def unprepared(monkeypatch):
-    """Replace the preparation of a script by nothing; restore arguments, path, main module and hooks afterwards."""
+    """Skip the preparation of scripts; restore arguments, path, main module and hooks afterwards."""
     monkeypatch.setattr(run_script, "_prepare", lambda: None)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     for name in ("argv", "path"):
@@ -177,15 +177,15 @@ def test_refusals_are_one_line(arguments, says, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("unprepared")
-def test_horovod_cannot_be_requested(monkeypatch, capsys):
+def test_the_backend_horovod_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("DUALTRAIN_BACKEND", "horovod")
     assert main(["script.py"]) == 2
-    assert "unset it" in capsys.readouterr().err
+    assert "unset the variable" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [None, "", "auto"])
 @pytest.mark.usefixtures("unprepared")
-def test_scripts_run_on_torch(monkeypatch, tmp_path, value):
+def test_scripts_run_on_the_torch_backend(monkeypatch, tmp_path, value):
     monkeypatch.delenv("DUALTRAIN_BACKEND")
     if value is not None:
         monkeypatch.setenv("DUALTRAIN_BACKEND", value)
@@ -202,11 +202,11 @@ def test_other_ranks_wait_before_they_print_the_error(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([]) == 2
-    assert waits == [3.0]  # seconds, in which rank 0 prints it and the launcher ends this process
+    assert waits == [3.0]  # seconds for rank 0 to print the error, and for the launcher to end this process
     assert capsys.readouterr().err.startswith("dualtrain: error (rank 1 of 2): no script was given")
 
 
-def test_help_shows_the_ways_to_start(capsys):
+def test_help_shows_the_command_lines(capsys):
     assert main(["--help"]) == 0
     assert "--check SCRIPT" in capsys.readouterr().out
 
@@ -231,7 +231,7 @@ def test_a_script_exits_with_its_own_status(tmp_path, end, status):
 
 
 @pytest.mark.usefixtures("unprepared")
-def test_a_module_is_run_with_its_package(tmp_path):
+def test_a_module_runs_with_its_package(tmp_path):
     package = tmp_path / "hz_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -282,7 +282,7 @@ if __name__ == "__main__":
 """
 
 
-def test_children_of_a_script_find_the_modules_too(tmp_path):
+def test_child_processes_of_a_script_can_import_horovod(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CHILDREN)
     ended = python("-m", "dualtrain.horovodize", script, "a")

@@ -1,4 +1,4 @@
-"""The checker of Horovod scripts: each rule on a script with a finding, and on one without."""
+"""The checker of Horovod scripts: each rule with a script that has a finding, and with one that has none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
-#: (rule, a script with a finding in the line marked with HERE, a script without a finding)
+#: (rule, script with a finding in the line marked HERE, script without findings)
 CASES = [
     ("discarded_result", "hvd.allreduce(x, name='x')  # HERE", "x = hvd.allreduce(x, name='x')\nhvd.allreduce_(x)"),
     ("discarded_result", "hvd.mpi_ops.broadcast(x, 0)  # HERE", "hvd.allreduce(torch.tensor(0), name='barrier')"),
@@ -304,7 +304,7 @@ def source(snippet: str) -> Source:
 
 
 @pytest.mark.parametrize(("rule", "wrong", "right"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
-def test_a_rule_finds_its_line_and_no_other(rule, wrong, right):
+def test_a_rule_finds_only_the_marked_line(rule, wrong, right):
     (finding,) = BY_NAME[rule](source(wrong))
     assert finding.line == 3 + next(i for i, line in enumerate(wrong.splitlines()) if "HERE" in line)
     assert "; " in finding.message  # the cure
@@ -395,13 +395,13 @@ def test_code_that_runs_without_horovod_has_no_findings(test, off):
     assert clips == {"else": [8], "if": [11], "neither": [8, 11]}[off]
 
 
-def test_code_behind_an_exit_without_horovod_has_findings_no_more():
+def test_code_after_an_exit_of_runs_with_horovod_has_no_findings():
     start = "def train():\n    if not args.horovod:\n        torch.save(x, 'x')\n        return\n"
     found = findings(source(f"hvd.init()\n{start}    torch.save(x, 'x')\ntrain()"))
     assert [finding.line for finding in found] == [8]
 
 
-def test_a_clean_script_differs_at_most(tmp_path, capsys):
+def test_a_script_without_mistakes_has_only_differs_findings(tmp_path, capsys):
     script = tmp_path / "clean.py"
     script.write_text(CLEAN)
     assert check([str(script)]) == 0
@@ -409,7 +409,7 @@ def test_a_clean_script_differs_at_most(tmp_path, capsys):
     assert {finding.level for finding in findings(Source(CLEAN))} == {"differs"}
 
 
-def test_findings_are_printed_by_line(tmp_path, capsys):
+def test_findings_are_printed_in_line_order(tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text("import horovod.torch as hvd\nx = hvd.allreduce(x)\nhvd.nothing()\nhvd.allreduce(x)\n")
     assert check([str(script)]) == 1
@@ -440,7 +440,7 @@ def test_a_file_that_is_not_python_is_refused(tmp_path, content, says, capsys):
     assert says in err
 
 
-def test_reading_needs_no_torch(tmp_path):
+def test_check_does_not_import_torch(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CLEAN)
     program = f"import sys; from dualtrain.horovodize.__main__ import main; main(['--check', {str(script)!r}])"

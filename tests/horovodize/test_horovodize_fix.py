@@ -1,4 +1,4 @@
-"""The repairs of Horovod scripts: what changes, what stays byte for byte, and what is left."""
+"""Repairs of Horovod scripts: changed lines, unchanged bytes, and remaining findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = "import torch\nimport dualtrain.hvd as hvd\nhvd.init()\n"
 WRAP = "optimizer = hvd.DistributedOptimizer(base, model.named_parameters())\n"
 START = f"{HEAD}{WRAP}hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
 
-#: (script, the same after --fix); both follow START.
+#: (script, script after --fix); both come after START.
 REPAIRS = [
     (
         "for x in data:\n    loss(x).backward()\n    # Clip.\n    clip_grad_norm_(p, 1)\n    optimizer.step()  # go\n",
@@ -29,7 +29,7 @@ REPAIRS = [
     (
         "def step(self):\n  loss.backward()\n  if clip:\n    for g in groups:\n      clip_grad_norm_(g, 1)\n"
         "  return self.optimizer.step()\n",
-        None,  # not a statement of its own
+        None,  # left: the step is part of another statement
     ),
     (
         "for x in data:\n\tscaler.scale(loss).backward()\n\tscaler.unscale_(optimizer)\n\tif clip: clip_grad_norm_(p, 1)\n"
@@ -45,7 +45,7 @@ REPAIRS = [
     ),
     (
         "with amp():\n    loss.backward()\n    clip_grad_norm_(p, 1)\noptimizer.step()\n",
-        None,  # before the block would be before backward
+        None,  # left: synchronize() before the block would come before backward
     ),
     ("torch.cuda.set_device( hvd.rank() )\n", "torch.cuda.set_device( hvd.local_rank() )\n"),
     ("r = hvd.rank()\nd = 'cuda:%d' % r\n", "r = hvd.rank()\nd = 'cuda:%d' % hvd.local_rank()\n"),
@@ -68,7 +68,7 @@ REPAIRS = [
     ),
     (
         "def load():\n    return torch.utils.data.DataLoader(data, shuffle=True)\n",
-        None,  # the loop over epochs cannot use a sampler of this function
+        None,  # left: the loop over epochs cannot use a sampler that is local to this function
     ),
     (
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): go()\n",
@@ -83,21 +83,21 @@ REPAIRS = [
         "for e in range(2):\n  torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
         "for e in range(2):\n  if hvd.rank() == 0:\n    torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
     ),
-    ("torch.save(x, best)\nx = torch.load(best)\n", None),  # every rank reads it
+    ("torch.save(x, best)\nx = torch.load(best)\n", None),  # left: every rank reads the file
     ("ok = torch.save(x, 'x')\n", None),
     ("hvd.allreduce(total, name='t')\n", "hvd.allreduce_(total, name='t')\n"),
-    ("def f(value):\n    hvd.allreduce(value)\n", None),  # the caller's tensor
+    ("def f(value):\n    hvd.allreduce(value)\n", None),  # left: the tensor is the caller's
     ("hvd.allgather(total, name='t')\n", None),
     ("hvd.allreduce_async_(x.grad)\n", "hvd.synchronize(hvd.allreduce_async_(x.grad))\n"),
     (
         "if args.clip:\n    hvd.shutdown()\ntorch.save(x, 'x')\n",
-        None,  # rank() after shutdown() would be a new finding
+        None,  # left: rank() after shutdown() would be a new finding
     ),
 ]
 
 
 @pytest.mark.parametrize(("before", "after"), REPAIRS)
-def test_a_repair_changes_its_lines_and_no_others(before, after):
+def test_a_repair_changes_only_its_lines(before, after):
     result = repair(Source(START + before))
     assert result.source.text == START + (before if after is None else after)
     assert bool(result.fixed) == (after is not None)
@@ -135,7 +135,7 @@ def test_repairs_outside_of_the_training_step(before, after):
         f"{HEAD}def wrap(optimizer):\n    if args.many:\n        {WRAP}    return optimizer\n",
     ],
 )
-def test_an_optimizer_that_may_lack_synchronize_is_left(start):
+def test_a_step_is_not_repaired_if_its_optimizer_may_lack_synchronize(start):
     text = f"{start}def step():\n    loss.backward()\n    clip_grad_norm_(p, 1)\n    optimizer.step()\n"
     result = repair(Source(text))
     assert result.source.text == text
@@ -163,10 +163,10 @@ IMPORTS = [
 
 
 @pytest.mark.parametrize(("before", "after"), IMPORTS)
-def test_all_imports_of_horovod_change_or_none(before, after):
+def test_either_all_imports_of_horovod_change_or_none(before, after):
     result = repair(Source(before))
     assert result.source.text == (after or before)
-    stays = [finding for finding in result.left if "import of Horovod stays" in finding.message]
+    stays = [finding for finding in result.left if "import of Horovod is not changed" in finding.message]
     assert len(stays) == (after is None)
 
 
@@ -196,7 +196,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_script_of_any_form_keeps_all_other_bytes(tmp_path, form, capsys):
+def test_all_other_bytes_of_a_script_stay_unchanged(tmp_path, form, capsys):
     script = tmp_path / "script.py"
     data = FORMS[form]
     script.write_bytes(data)
@@ -230,7 +230,7 @@ def test_a_script_of_any_form_keeps_all_other_bytes(tmp_path, form, capsys):
 
 
 @pytest.mark.parametrize("form", ["lf", "crlf", "latin-1"])
-def test_a_diff_is_one_for_patch_and_writes_nothing(tmp_path, form, capfdbinary):
+def test_diff_prints_a_patch_and_writes_nothing(tmp_path, form, capfdbinary):
     script = tmp_path / "script.py"
     script.write_bytes(FORMS[form])
     os.chdir(tmp_path)
@@ -245,7 +245,7 @@ def test_a_diff_is_one_for_patch_and_writes_nothing(tmp_path, form, capfdbinary)
     assert script.read_bytes() == patched
 
 
-def test_what_is_fixed_is_listed_by_its_lines_before(tmp_path, capsys):
+def test_repairs_are_listed_with_the_original_line_numbers(tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text(
         f"{START}loss.backward()\nclip_grad_norm_(p, 1)\noptimizer.step()\ntorch.save(x, 'x')\nhvd.nothing()\n"
@@ -253,7 +253,7 @@ def test_what_is_fixed_is_listed_by_its_lines_before(tmp_path, capsys):
     assert main(["--fix", str(script)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("] ")[0] for line in lines[:2]] == [f"{script}:7: [fixed", f"{script}:9: [fixed"]
-    assert lines[2].startswith(f"{script}:13: [unsupported]")  # a line of the new file
+    assert lines[2].startswith(f"{script}:13: [unsupported]")  # line number of the repaired file
     assert lines[3] == "1 file read: 1 unsupported; 2 fixed"
 
 
@@ -286,7 +286,7 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, argume
     assert Path("good.py").read_text() == good
 
 
-def test_a_read_only_script_is_left(tmp_path, monkeypatch, capsys):
+def test_a_read_only_script_is_not_changed(tmp_path, monkeypatch, capsys):
     script = tmp_path / "script.py"
     script.write_text(f"{START}torch.save(x, 'x')\n")
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everything
@@ -295,7 +295,7 @@ def test_a_read_only_script_is_left(tmp_path, monkeypatch, capsys):
     assert script.read_text() == f"{START}torch.save(x, 'x')\n"
 
 
-def test_the_import_of_one_file_of_a_program_stays(tmp_path, capsys):
+def test_the_import_is_not_changed_in_a_file_of_its_own(tmp_path, capsys):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text("import horovod.torch as hvd\nhvd.init()\n")
     other.write_text("import horovod.torch as hvd\nx = hvd.rank()\n")
@@ -306,8 +306,8 @@ def test_the_import_of_one_file_of_a_program_stays(tmp_path, capsys):
     assert "dualtrain.hvd" in other.read_text()
 
 
-def test_repairs_of_shuffled_scripts_compile_and_are_complete():
-    """Random orders of statements: whatever they mean, a repair keeps the script valid, and is not repeated."""
+def test_repaired_scripts_with_shuffled_statements_compile():
+    """In any order of statements, a repair keeps the script valid, and a second repair changes nothing."""
     random_order = random.Random(0)
     parts = [before for before, _ in REPAIRS]
     for _ in range(12):
@@ -321,7 +321,7 @@ def test_repairs_of_shuffled_scripts_compile_and_are_complete():
         assert not [one for one in findings(again.source) if one.edits and one not in findings(once.source)]
 
 
-def test_positions_count_characters_of_lines_that_python_knows():
+def test_positions_are_right_with_non_ascii_text_and_all_line_ends():
     text = "é = 'ü\u2028'; f(\f'ä', x)\r\nß = (1,\r 2)\n"
     source = Source(text)
     layout = Layout(text, source.tree)

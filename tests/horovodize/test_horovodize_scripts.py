@@ -1,4 +1,4 @@
-"""Whole training scripts, similar to Horovod's examples, run by horovodize on ranks with torchrun's variables."""
+"""Complete training scripts, similar to Horovod's examples, run by horovodize on ranks with torchrun's variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.horovodize.test_horovodize import CLEAN_ENV
 
 ENV = {**CLEAN_ENV, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-# Beside the script, as a user keeps it.
+# A module in the script's folder.
 HELPERS = r"""
 import hashlib
 import json
@@ -52,7 +52,7 @@ class Mean:
 
 
 def start(folder, script, *arguments, ranks=2):
-    """Run the script; return the ranks' reports in rank order, and all other printed lines."""
+    """Run the script; return the ranks' reports in rank order, and the other printed lines."""
     (folder / "helpers.py").write_text(HELPERS)
     (folder / "script.py").write_text(script)
     command = ("-m", "dualtrain.horovodize", folder / "script.py", *arguments)
@@ -141,7 +141,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("options", [(), ("--fp16", "--predivide", "2.0"), ("--adasum",)], ids=" ".join)
-def test_pictures(options, tmp_path):
+def test_image_classification_learns(options, tmp_path):
     reports, lines = start(tmp_path, PICTURES, *options)
     learned(reports)
     assert reports[0]["losses"] == reports[1]["losses"]
@@ -149,7 +149,7 @@ def test_pictures(options, tmp_path):
     assert [line.partition(":")[0] for line in lines] == ["epoch 0", "epoch 1", "epoch 2"]
 
 
-def test_pictures_on_one_rank(tmp_path):
+def test_image_classification_learns_on_one_rank(tmp_path):
     reports, _ = start(tmp_path, PICTURES, ranks=1)
     learned(reports)
 
@@ -291,7 +291,7 @@ report(model, losses, one_batch=bool((statistics == statistics[0]).all()))
 """
 
 
-def test_a_benchmark_of_torchvision_with_synchronized_batch_norm(tmp_path):
+def test_a_torchvision_benchmark_runs_with_sync_batch_norm(tmp_path):
     reports, lines = start(tmp_path, BENCHMARK, "--fp16")
     learned(reports)
     assert [report["one_batch"] for report in reports] == [True, True]
@@ -356,7 +356,7 @@ report(model, state.losses, result=result, resets=resets, attempts=attempts, see
 """
 
 
-def test_elastic_goes_on_from_the_last_commit(tmp_path):
+def test_elastic_training_continues_from_the_last_commit(tmp_path):
     reports, _ = start(tmp_path, ELASTIC)
     learned(reports)
     for report in reports:

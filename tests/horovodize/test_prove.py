@@ -1,4 +1,4 @@
-"""``--prove`` without launchers: the recorder, its records, their comparison, and the verdict."""
+"""``--prove`` without launchers: the recorder, its records, their comparison and the verdict."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ STEPS = 6
 
 
 class LeftError(Exception):
-    """In place of the end of the process."""
+    """Raised by the patched ``os._exit``, which must not end the test process."""
 
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """Record a training with two optimizers on some ranks, one after another in this process; return the run's record."""
+    """Return a function that records a training with two optimizers, rank after rank in this process."""
     monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(LeftError))
     count = iter(range(99))
 
@@ -56,7 +56,7 @@ def simulated(tmp_path, monkeypatch):
 
 
 def stub(rank, size):
-    """Return what the recorder uses of Horovod: a wrapping that only makes a class, and a world."""
+    """Return a stub of ``horovod.torch`` whose ``DistributedOptimizer`` only makes a subclass."""
 
     def distributed_optimizer(optimizer, named_parameters=None):
         cls = type("Wrapped", (type(optimizer),), {})
@@ -93,7 +93,7 @@ def add_defects(path, defects):
 
 
 def at(wanted_step, wanted_rank, act):
-    """Return a change that ``act(models, optimizers)`` makes before one step of one rank."""
+    """Return a change that calls ``act(models, optimizers)`` before step ``step`` on one rank."""
 
     def change(rank, step, models, optimizers):
         if (rank, step) == (wanted_rank, wanted_step):
@@ -118,7 +118,7 @@ def other_momentum(models, optimizers):
 # -- the recorder -----------------------------------------------------------------------------------------------------
 
 
-def test_a_record_has_steps_weights_and_the_end(simulated):
+def test_a_record_has_the_steps_the_weights_and_the_end(simulated):
     run = simulated(steps=4)
     assert (run.size, run.steps) == (2, 4)
     assert run.library.startswith("horovod ")
@@ -127,7 +127,7 @@ def test_a_record_has_steps_weights_and_the_end(simulated):
         assert [each.names for each in rank.optimizers] == [["weight", "bias"]] * 2
         assert [each.numels for each in rank.optimizers] == [[12, 3], [6, 2]]
         assert [sorted(each.weights) for each in rank.optimizers] == [[0, 1, 2, 4]] * 2
-        assert [each.steps for each in rank.optimizers] == [4, 4]  # the second one comes to its last step too
+        assert [each.steps for each in rank.optimizers] == [4, 4]  # the second optimizer also takes all its steps
         assert rank.optimizers[0].weights[0].options[0]["lr"] == 0.1
         assert [number for number, _ in rank.seconds] == [0, 1] * 4
     assert run.memory > 1 << 20
@@ -226,10 +226,10 @@ hvd.init()
         ("sys.exit(3)", "exit", 3, "exit status 3"),
         ("sys.exit('no data')", "exit", 1, "no data"),
         ("raise ValueError('on purpose')", "error", 1, "ValueError: on purpose"),
-        ("pass", "return", 0, "before a step of an hvd.DistributedOptimizer"),
+        ("pass", "return", 0, "before an hvd.DistributedOptimizer had taken a step on every rank"),
     ],
 )
-def test_how_a_script_ends_is_recorded(source, reason, status, says, tmp_path):
+def test_the_way_in_which_a_script_ends_is_recorded(source, reason, status, says, tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "record"
     script.write_text(FAILING.format(source))
     command = ["-m", "dualtrain.horovodize", recorder.__file__, "--record", str(folder), str(script)]
@@ -246,7 +246,7 @@ def test_how_a_script_ends_is_recorded(source, reason, status, says, tmp_path):
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def test_equal_runs(simulated):
+def test_equal_runs_have_the_same_bits(simulated):
     one, other = simulated(), simulated()
     assert first_difference(one, other) is None
     assert different_end(one, other) is None
@@ -283,35 +283,35 @@ def test_a_planted_difference_is_found_at_its_step(change, step, optimizer, rank
     assert cause in verdict.line
 
 
-def test_other_ends(simulated):
+def test_different_ends_are_described(simulated):
     short = simulated(until=3)
-    assert different_end(simulated(), short) == f"optimizer 0 of rank 0 takes {STEPS} steps and 3"
+    assert different_end(simulated(), short) == f"optimizer 0 of rank 0 takes {STEPS} and 3 steps"
     assert verdict_of(Evidence([simulated()], [short]), []).status == 1
     verdict = verdict_of(Evidence([short], [], failure="the script failed"), [])
-    assert (verdict.status, verdict.line) == (1, "fails with dualtrain, and not on Horovod: the script failed")
+    assert (verdict.status, verdict.line) == (1, "fails with dualtrain, but not on Horovod: the script failed")
 
 
-def test_a_difference_that_a_defect_of_horovod_makes(simulated):
+def test_a_difference_is_attributed_to_a_defect_of_horovod(simulated):
     met = [("it takes a step", "train.py", 12)]
     evidence = Evidence([simulated(at(1, 0, nudge))] * 2, [simulated()] * 2, simulated(at(1, 0, nudge), defects=met))
     verdict = verdict_of(evidence, ["another cause"])
     assert verdict.status == 0
     assert "once these defects of Horovod are reproduced: it takes a step" in verdict.line
     assert "train.py:12: it takes a step" in verdict.details
-    assert any("without them" in line and "from step 0 on" in line for line in verdict.details)
+    assert any("without these defects" in line and "from step 0 on" in line for line in verdict.details)
     evidence.compat = simulated(at(4, 0, nudge), defects=met)
     verdict = verdict_of(evidence, [])
     assert verdict.status == 1
     assert any("still differ" in line for line in verdict.details)
 
 
-def test_more_than_two_ranks_may_be_added_in_another_order(simulated):
+def test_rounding_is_a_likely_cause_for_more_than_two_ranks(simulated):
     def round_off(models, optimizers):
         with torch.no_grad():
             models[0].weight.mul_(1 + 2e-7)
 
     verdict = verdict_of(Evidence([simulated(ranks=3)], [simulated(at(2, 0, round_off), ranks=3)]), [])
-    assert (verdict.status, "rounding: 3 ranks" in verdict.line) == (1, True)
+    assert (verdict.status, "rounding: sums over 3 ranks" in verdict.line) == (1, True)
 
 
 def scaled_by(factor):
@@ -331,7 +331,7 @@ def scaled_by(factor):
         (0.5, 0.1, 1, "not repeatable, so nothing is proven"),
     ],
 )
-def test_a_script_that_is_not_repeatable(spread, apart, status, begins, simulated):
+def test_a_script_that_is_not_repeatable_is_compared_with_its_own_spread(spread, apart, status, begins, simulated):
     horovod = [simulated(), simulated(scaled_by(1 + spread))]
     evidence = Evidence(horovod, [simulated(scaled_by(1 + apart))])
     assert not needs_compat(evidence)
@@ -354,7 +354,7 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
     assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
 
 
-def test_the_results_as_a_table_a_page_and_values(simulated):
+def test_the_results_are_a_table_a_page_and_json_values(simulated):
     one, other = simulated(), simulated(at(3, 1, nudge))
     evidence = Evidence([one, one], [other], compat=one)
     verdict = verdict_of(evidence, [])
@@ -408,13 +408,13 @@ def record(simulated, tmp_path):
         (["{tmp}/nothing.py"], "no such file"),
         (["--nproc", "0", "{script}"], "--nproc 0 is below 1"),
         (["--steps", "0", "{script}"], "--steps 0 is below 1"),
-        (["--timeout", "0", "{script}"], "--timeout 0 is no number of seconds"),
+        (["--timeout", "0", "{script}"], "--timeout 0 is not a finite number of seconds"),
         (["--fast", "{script}"], "--fast"),
         (["--json", "{tmp}/none/x.json", "{script}"], "no such folder"),
         (["--record", "{tmp}/a", "--against", "{tmp}/b", "{script}"], "give one of them"),
         (["--against", "{tmp}/none", "{script}"], "cannot read the record"),
-        (["--against", "{tmp}/empty", "{script}"], "holds no record"),
-        (["--against", "{record}", "--nproc", "3", "{script}"], "the record is of 2 ranks"),
+        (["--against", "{tmp}/empty", "{script}"], "contains no record"),
+        (["--against", "{record}", "--nproc", "3", "{script}"], "the record has 2 ranks"),
     ],
 )
 def test_refusals_are_one_line(arguments, says, record, tmp_path, capsys):
@@ -429,12 +429,12 @@ def test_refusals_are_one_line(arguments, says, record, tmp_path, capsys):
     assert says in err
 
 
-def test_without_horovod(tmp_path, monkeypatch, capsys):
+def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):
     script = tmp_path / "script.py"
     script.write_text("")
     monkeypatch.setattr(launch, "installed", lambda: False)
     assert main(["--prove", str(script)]) == 2
-    assert "Horovod is not installed here: record the script where it is" in capsys.readouterr().err
+    assert "Horovod is not installed here: record the script on a machine that has it" in capsys.readouterr().err
     monkeypatch.setattr(launch, "installed", lambda: True)
     monkeypatch.setattr(launch.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -447,7 +447,7 @@ def test_without_horovod(tmp_path, monkeypatch, capsys):
     [
         (lambda path: path.write_text("hello\n"), "is not a record"),
         (lambda path: path.write_text("[]\n"), "is not a record"),
-        (lambda path: path.write_text('{"format": 2}\n'), "another format"),
+        (lambda path: path.write_text('{"format": 2}\n'), "has a format that this version cannot read"),
         (lambda path: path.write_text(path.read_text().replace('"sums"', '"other"')), "is not a record"),
         (lambda path: path.write_text(path.read_text().replace('"kind": "step"', '"kind": "leap"')), "is not a record"),
         (lambda path: path.unlink(), "lacks the record of rank 1"),
@@ -459,27 +459,29 @@ def test_a_damaged_record_is_refused(damage, says, record):
         read_record(record)
 
 
-def test_half_a_line_of_a_killed_process_is_left_out(record):
+def test_an_unfinished_line_of_a_killed_process_is_ignored(record):
     path = record / "rank-1.jsonl"
     path.write_text(path.read_text()[:-20])
     run = read_record(record)
     assert run.ranks[1].end is None
     (record / "log").write_text("[1]<stderr>:lost\n-----\n")
-    with pytest.raises(RunError, match=r"^dualtrain: rank 1, after step 6, was killed or left .* \(launcher: 1\): lost$"):
+    with pytest.raises(
+        RunError, match=r"^dualtrain: rank 1, after step 6, was killed, or exited .* \(launcher: 1\): lost$"
+    ):
         launch._check(run, "dualtrain", 1, None, record / "log")
-    with pytest.raises(RunError, match=r"came to no other step within 5 s"):
+    with pytest.raises(RunError, match=r"took no step within 5 s"):
         launch._check(run, "dualtrain", 1, 5.0, record / "log")
 
 
 SLEEPING = "import os, subprocess, sys, time\nsubprocess.Popen(['sleep', '60'], start_new_session=True)\ntime.sleep(60)\n"
 
 
-def test_a_run_without_steps_is_ended_with_all_its_processes(tmp_path, monkeypatch):
+def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING)
     monkeypatch.setattr(launch, "_torchrun", lambda nproc, program: [launch.sys.executable, str(script)])
     marks = []
     monkeypatch.setattr(launch, "_end", lambda process, mark, end=launch._end: (marks.append(mark), end(process, mark)))
-    with pytest.raises(RunError, match=r"^dualtrain: no rank has started within 1 s"):
+    with pytest.raises(RunError, match=r"^dualtrain: no rank started within 1 s"):
         Job((str(script),), 2, 5, None, timeout=1.0).record("dualtrain", tmp_path / "record")
     assert not list(launch._marked(marks[0]))

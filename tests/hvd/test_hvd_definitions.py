@@ -1,4 +1,4 @@
-"""Definitions of ``dualtrain.hvd.mpi_ops``: a search for ``def NAME`` finds every function."""
+"""Definitions of ``dualtrain.hvd.mpi_ops``: a text search for ``def NAME`` finds every function."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def test_allreduce_is_defined_in_the_module_itself(name):
     expected = ["average", "name", "compression", "op", "prescale_factor", "postscale_factor", "process_set"]
     if "async" in name or name.endswith("_"):
         expected.remove("compression")
-    assert list(inspect.signature(functions()[name]).parameters)[1:] == expected  # Horovod's order
+    assert list(inspect.signature(functions()[name]).parameters)[1:] == expected  # the parameters are in Horovod's order

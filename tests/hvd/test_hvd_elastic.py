@@ -1,4 +1,4 @@
-"""``hvd.elastic`` in one process: what is saved, restored, split and retried. Patches stand for other ranks."""
+"""``hvd.elastic`` in one process: save, restore, split and retry. Patches replace the other ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def world(size=1, rank=0, module=sampler):
 
 @pytest.fixture
 def sent():
-    """Objects that this rank, the root of a world of one, broadcasts."""
+    """Record the objects that this rank, the only one, broadcasts."""
     calls = []
 
     def call(name):
@@ -60,7 +60,7 @@ def sent():
 
 @pytest.fixture
 def resets():
-    """The calls of ``shutdown`` and ``init`` that ``run`` makes."""
+    """Record the calls of ``shutdown`` and ``init`` that ``run`` makes."""
     calls = mock.Mock()
     with mock.patch.object(elastic, "shutdown", calls.shutdown), mock.patch.object(elastic, "init", calls.init):
         yield calls
@@ -103,7 +103,7 @@ def assert_same(left, right):
 # -- plain objects ------------------------------------------------------------------------------------------------
 
 
-def test_objects_are_attributes():
+def test_objects_are_attributes_of_the_state():
     held = objects(epoch=3, history=[1])
     held.epoch += 1
     assert (held.epoch, held.history) == (4, [1])
@@ -111,7 +111,7 @@ def test_objects_are_attributes():
     assert held.epoch == 3
 
 
-def test_what_changes_inside_an_object_is_rolled_back_as_often_as_needed():
+def test_changes_inside_an_object_are_rolled_back_repeatedly():
     history = [[1]]
     held = objects(history=history)
     assert held.history is history
@@ -128,7 +128,7 @@ def test_what_changes_inside_an_object_is_rolled_back_as_often_as_needed():
         assert held.history == [[1], 4]
 
 
-def test_what_objects_share_their_copies_share():
+def test_copies_share_what_the_objects_share():
     shared = [1]
     held = objects(a=shared, b={"a": shared}, c=torch.zeros(2))
     held.c += 1
@@ -137,7 +137,7 @@ def test_what_objects_share_their_copies_share():
     assert held.c.tolist() == [0, 0]
 
 
-def test_an_object_that_cannot_be_copied_is_named():
+def test_the_error_names_an_object_that_cannot_be_copied():
     with pytest.raises(TypeError, match=r"^the state's 'loss' cannot be committed.*\(.+\): keep plain values"):
         objects(loss=torch.ones(1, requires_grad=True) * 2)
 
@@ -153,7 +153,7 @@ def test_sync_takes_the_roots_objects_and_saves_them():
     assert (held.epoch, held.seen) == (7, [1, 2])
 
 
-def test_sync_gives_what_the_root_has_now_not_its_last_commit():
+def test_sync_sends_the_roots_current_objects_not_its_last_commit():
     bcast = mock.Mock(side_effect=lambda obj: obj)
     held = elastic.ObjectState(bcast, lambda: 0, batch=0)
     held.batch = 15
@@ -162,7 +162,7 @@ def test_sync_gives_what_the_root_has_now_not_its_last_commit():
     assert held.batch == 15
 
 
-def test_without_objects_nothing_travels():
+def test_without_objects_nothing_is_sent():
     bcast = mock.Mock()
     elastic.ObjectState(bcast, lambda: 0).sync()
     bcast.assert_not_called()
@@ -172,7 +172,7 @@ def test_without_objects_nothing_travels():
 
 
 def interrupted(held):
-    """``skip_sync`` of the interrupt that a check raises, if any."""
+    """Return ``skip_sync`` of the HostsUpdatedInterrupt that a check raises; ``None`` if it raises none."""
     try:
         held.check_host_updates()
     except elastic.HostsUpdatedInterrupt as interrupt:
@@ -196,9 +196,9 @@ UPDATES = common.HostUpdateResult
         ([(0, UPDATES.added)], None),
     ],
 )
-@pytest.mark.parametrize("whose", ["ours", "horovod"])
-def test_a_check_raises_once_what_was_received(updates, skip_sync, whose):
-    if whose == "ours":
+@pytest.mark.parametrize("library", ["dualtrain", "horovod"])
+def test_a_check_raises_once_for_all_received_updates(updates, skip_sync, library):
+    if library == "dualtrain":
         held = objects(a=1)
     else:
         require_horovod()
@@ -208,7 +208,7 @@ def test_a_check_raises_once_what_was_received(updates, skip_sync, whose):
         held = real.ObjectState(lambda obj: obj, lambda: 0, a=1)
     for timestamp, update in updates:
         held.on_hosts_updated(timestamp, update)
-    if whose == "ours":
+    if library == "dualtrain":
         assert interrupted(held) is skip_sync
         assert interrupted(held) is None
     elif skip_sync is not None:
@@ -227,7 +227,7 @@ def test_the_root_decides_whether_hosts_have_changed():
     assert interrupted(held) is None
 
 
-def test_only_plain_values_travel_in_a_check():
+def test_a_check_sends_only_plain_values():
     held = objects(a=1)
     held._bcast_object = mock.Mock(side_effect=lambda obj: obj)
     held.on_hosts_updated(1, UPDATES.mixed)
@@ -246,7 +246,7 @@ def test_commit_saves_before_it_raises():
     assert held.batch == 2
 
 
-def test_a_reset_forgets_updates_and_calls_back_in_order():
+def test_a_reset_drops_updates_and_runs_the_callbacks_in_order():
     held, seen = objects(a=1), []
     held.register_reset_callbacks([lambda: seen.append(1), lambda: seen.append(2)])
     held.register_reset_callbacks([lambda: seen.append(3)])
@@ -261,7 +261,7 @@ def test_a_reset_forgets_updates_and_calls_back_in_order():
 
 
 def recorded(fail_in_sync=()):
-    """A state that records what ``run`` does with it."""
+    """A state that records the methods that ``run`` calls."""
     held = mock.Mock()
     held.sync.side_effect = [*fail_in_sync, *[None] * 9]
     return held
@@ -272,7 +272,7 @@ def did(held):
 
 
 def attempts(*outcomes):
-    """A training that raises the first outcomes and returns the last."""
+    """Return a training that raises all outcomes but the last, one per call, and then returns the last."""
     left = deque(outcomes)
 
     @elastic.run
@@ -310,7 +310,7 @@ def test_the_driver_is_queried_for_updates_before_training(resets, monkeypatch):
     assert order == ["init", "train"]
 
 
-def test_a_sync_that_fails_is_tried_again(resets):
+def test_a_failed_sync_is_repeated(resets):
     held = recorded([elastic.HorovodInternalError("lost")] * 2)
     assert attempts("done")(held) == "done"
     assert did(held) == ["sync", "restore", "on_reset"] * 2 + ["sync", "train"]
@@ -331,7 +331,7 @@ def test_a_failure_after_a_skipped_sync_syncs_again(resets):
     assert did(held) == ["sync", "train", "on_reset", "train", "restore", "on_reset", "sync", "train"]
 
 
-def test_other_errors_go_through(resets):
+def test_other_errors_are_raised_to_the_caller(resets):
     held = recorded()
     with pytest.raises(RuntimeError, match="mine"):
         attempts(RuntimeError("mine"))(held)
@@ -340,7 +340,7 @@ def test_other_errors_go_through(resets):
     assert held not in common.notification_manager._listeners
 
 
-def test_updates_reach_the_state_that_is_trained(resets, sent):
+def test_updates_reach_the_state_of_the_running_training(resets, sent):
     held, epochs = elastic.TorchState(epoch=0), []
 
     @elastic.run
@@ -355,7 +355,7 @@ def test_updates_reach_the_state_that_is_trained(resets, sent):
     train(held)
     assert epochs == [0, 1, 2]
     resets.init.assert_called_once_with()
-    common.notification_manager.handle_hosts_updated(2, UPDATES.added)  # no training listens any more
+    common.notification_manager.handle_hosts_updated(2, UPDATES.added)  # no training is registered any more
     assert interrupted(held) is None
 
 
@@ -363,7 +363,7 @@ def test_updates_reach_the_state_that_is_trained(resets, sent):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_steps_after_a_restore_repeat_those_after_the_commit_bit_for_bit(sent, kind):
+def test_steps_after_a_restore_have_the_bits_of_those_after_the_commit(sent, kind):
     trained = training(kind)
     for _ in range(2):
         step(trained)
@@ -379,7 +379,7 @@ def test_steps_after_a_restore_repeat_those_after_the_commit_bit_for_bit(sent, k
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_saved_before_its_first_step_comes_back_empty(sent, kind):
+def test_an_optimizer_saved_before_its_first_step_is_restored_without_state(sent, kind):
     trained = training(kind)
     start = copy.deepcopy(trained.model.state_dict())
     for _ in range(2):
@@ -399,7 +399,7 @@ def test_options_of_the_optimizer_are_rolled_back(sent):
     assert (group["lr"].item(), group["weight_decay"]) == (pytest.approx(0.1), 0.1)
 
 
-# torch's own SequentialLR calls another scheduler so, before torch 2.9.
+# Before torch 2.9, SequentialLR itself calls other schedulers with an epoch.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_are_rolled_back(sent, kind):
@@ -474,7 +474,7 @@ def test_random_numbers_are_rolled_back(sent):
         assert draw() == second
 
 
-def test_the_gpus_random_numbers_belong_to_it_once_there_is_one(sent):
+def test_the_gpus_random_numbers_are_saved_once_cuda_is_initialized(sent):
     with mock.patch.object(state.torch, "cuda") as cuda:
         cuda.is_initialized.return_value = True
         elastic.TorchState().restore()
@@ -503,7 +503,7 @@ def test_sync_broadcasts_every_kind_from_rank_0(sent):
     assert sent[3][1] == {"epoch": 2}
 
 
-def test_what_was_synced_is_what_a_restore_comes_back_to(sent):
+def test_a_restore_after_a_sync_returns_to_the_synced_state(sent):
     trained = training()
 
     def from_root(parameters, root_rank):
@@ -517,7 +517,7 @@ def test_what_was_synced_is_what_a_restore_comes_back_to(sent):
     assert {value.unique().item() for value in trained.model.state_dict().values()} == {3.0}
 
 
-def test_another_model_takes_the_place_of_the_first(sent):
+def test_a_second_model_replaces_the_first(sent):
     trained = training()
     other = torch.nn.Linear(2, 2)
     weight = other.weight.clone()
@@ -529,7 +529,7 @@ def test_another_model_takes_the_place_of_the_first(sent):
     assert torch.equal(other.weight, weight)
 
 
-def test_a_model_that_comes_later_is_handled_as_one(sent):
+def test_a_model_that_is_assigned_later_gets_a_handler(sent):
     held = elastic.TorchState(epoch=0)
     model = torch.nn.Linear(2, 2)
     held.model = model
@@ -544,7 +544,7 @@ def test_a_model_that_comes_later_is_handled_as_one(sent):
     assert [(name, obj) for name, obj, _ in sent if name == "broadcast_object"][-1][1] == {"epoch": 0, "optimizer": None}
 
 
-def test_a_reset_deals_out_anew_without_a_sync(sent):
+def test_a_reset_splits_the_samples_again_without_a_sync(sent):
     with world(2, 1):
         sampler = elastic.ElasticSampler(range(8), shuffle=False)
         held = elastic.TorchState(sampler=sampler)
@@ -570,7 +570,7 @@ class _NumberHandler(state.StateHandler):
         self.value.value = 42
 
 
-def test_handlers_of_ones_own(sent):
+def test_users_can_register_their_own_handlers(sent):
     before = state.get_handler_registry()
     state.set_handler_registry([(_Number, _NumberHandler), *before])
     try:
@@ -587,11 +587,11 @@ def test_handlers_of_ones_own(sent):
 # -- the sampler --------------------------------------------------------------------------------------------------
 
 
-def deal(kind, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
-    """What each rank of a world of ``size`` gets, and its attributes."""
+def split(kind, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
+    """Return the samples of each rank of a world of ``size``, and the sampler's attributes."""
     found = []
     for rank in range(size):
-        if kind == "ours":
+        if kind == "dualtrain":
             cls, module = elastic.ElasticSampler, sampler
         else:
             import horovod.torch.elastic.sampler as module
@@ -607,19 +607,19 @@ def deal(kind, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_the_order_is_horovods(size, shuffle):
+def test_the_order_of_samples_is_that_of_horovod(size, shuffle):
     require_horovod()
     for samples, seed, epoch, processed in [(10, 0, 0, 0), (11, 5, 2, 4), (23, 1, 1, 12), (8, 0, 3, 8)]:
         case = functools.partial(
-            deal, samples=samples, size=size, shuffle=shuffle, seed=seed, epoch=epoch, processed=processed
+            split, samples=samples, size=size, shuffle=shuffle, seed=seed, epoch=epoch, processed=processed
         )
-        assert case("ours") == case("horovod")
+        assert case("dualtrain") == case("horovod")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_every_sample_is_used_and_all_ranks_get_equally_many(size):
+def test_every_sample_is_used_and_all_ranks_get_the_same_number(size):
     for left in range(20):
-        shares = [share for share, *_ in deal("ours", 20, size, processed=20 - left)]
+        shares = [share for share, *_ in split("dualtrain", 20, size, processed=20 - left)]
         assert {len(share) for share in shares} == {-(-left // size)}
         counts = Counter(sample for share in shares for sample in share).values()
         assert len(counts) == left
@@ -627,22 +627,22 @@ def test_every_sample_is_used_and_all_ranks_get_equally_many(size):
 
 
 def test_fewer_samples_than_ranks_are_repeated():
-    shares = [share for share, *_ in deal("ours", 10, 5, shuffle=False, processed=8)]
+    shares = [share for share, *_ in split("dualtrain", 10, 5, shuffle=False, processed=8)]
     assert shares == [[8], [9], [8], [9], [8]]
 
 
-def test_more_may_be_recorded_than_there_is():
+def test_more_samples_may_be_recorded_than_exist():
     with world(4, 1):
         sampler = elastic.ElasticSampler(range(10))
         assert len(sampler) == 3
-        for number, batch in enumerate((2, 2)):  # the second one records the nominal batch size
+        for number, batch in enumerate((2, 2)):  # the second batch is short, and records the nominal batch size
             sampler.record_batch(number, batch)
-        assert sampler.processed_num == 16  # as Horovod counts
+        assert sampler.processed_num == 16  # of 10 samples: as Horovod counts
         sampler.load_state_dict(sampler.state_dict())
         assert (list(sampler), len(sampler)) == ([], 0)
 
 
-def test_an_epoch_is_gone_through_once_although_the_world_changes():
+def test_an_epoch_uses_each_sample_once_although_the_world_changes():
     samples, seen, saved = 29, [], {"epoch": 3, "processed_num": 0}
     for size, batches in ((4, 2), (3, 1), (2, 99)):
         for rank in range(size):
@@ -665,7 +665,7 @@ def test_the_next_epoch_begins_with_all_samples_in_another_order():
         sampler = elastic.ElasticSampler(range(10))
         first = list(sampler)
         sampler.record_batch(0, 5)
-        assert list(sampler) == first  # nothing is left out before a reset
+        assert list(sampler) == first  # recorded samples are left out only after a reset
         sampler.set_epoch(1)
         assert (sampler.epoch, sampler.processed_num, len(sampler)) == (1, 0, 5)
         assert list(sampler) != first

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#adasum: any number of ranks, against another implementation, as Horovod in tests/launch/."""
+"""dualtrain/hvd/README.md#adasum: any number of ranks, compared with a second implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.hvd.worlds import THEIRS, check, library, same, worlds
 
 
 def reference(vectors):
-    """Horovod's tree: neighbours first; without a neighbour, a vector goes up as it is."""
+    """Return the adaptive sum along Horovod's tree: neighbours first; a vector without neighbour moves up unchanged."""
     if len(vectors) == 1:
         return vectors[0]
     above = []
@@ -21,7 +21,7 @@ def reference(vectors):
 
 
 def vectors(size, what):
-    """One vector of each rank."""
+    """Return one vector per rank."""
     values = np.random.default_rng(7).standard_normal((size, 3, 5))
     if what == "equal":
         values[:] = values[0]
@@ -61,7 +61,7 @@ def test_adasum_equals_another_implementation(real):
 
 
 def steps_of_deltas(backend, optimizer_class, options):
-    """Each rank steps on its own gradient; the changes of the weights are combined. Return result and expectation."""
+    """Step on each rank's own gradient, and combine the changes of the weights. Return the result and the expectation."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         weights = torch.nn.Parameter(torch.linspace(-1, 1, 6))

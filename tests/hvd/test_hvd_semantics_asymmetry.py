@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#matching-and-errors: ranks that use their optimizers in another order or number."""
+"""dualtrain/hvd/README.md#matching-and-errors: ranks that use optimizers in different orders, or not equally often."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def wrapped(hvd, lr=1.0, name="p"):
 
 
 def uneven_backwards(backend, kind):
-    """Some ranks lack a loss, or add two up to one; every step still has one exchange."""
+    """Some ranks run no backward, or two backwards; every step still has one exchange."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
@@ -37,12 +37,12 @@ def uneven_backwards(backend, kind):
 
 @pytest.mark.parametrize("kind", ["some", "alternating", "joint"])
 @EVERY
-def test_ranks_may_run_backward_in_different_numbers(real, kind):
+def test_ranks_may_run_different_numbers_of_backward_passes(real, kind):
     real(uneven_backwards, kind)
 
 
 def any_order(backend):
-    """Ranks run two optimizers in different orders, and make a call before or after backward."""
+    """Run two optimizers in a different order on each rank, with an allreduce before or after backward."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         pairs = [wrapped(hvd, lr=1.0, name=f"order.{i}") for i in range(2)]
@@ -66,12 +66,12 @@ def any_order(backend):
 
 
 @EVERY
-def test_ranks_may_take_turns_in_different_orders(real):
+def test_ranks_may_use_two_optimizers_in_different_orders(real):
     real(any_order)
 
 
 def one_more(backend):
-    """One rank makes an optimizer that it never uses."""
+    """Make a second optimizer on one rank only, and never use it."""
     with library(backend) as hvd:
         if hvd.rank() == 0:
             wrapped(hvd, name="same")
@@ -82,12 +82,12 @@ def one_more(backend):
 
 
 @EVERY
-def test_an_optimizer_of_one_rank_alone_is_in_nobodys_way(real):
+def test_an_optimizer_that_only_one_rank_makes_does_no_harm(real):
     real(one_more)
 
 
 def many_optimizers(backend):
-    """The channels of freed optimizers are closed: each has sockets and threads."""
+    """Make and free many optimizers, whose channels must be closed, because each has sockets and threads."""
     with library(backend) as hvd:
         for _ in range(24):
             p, optimizer = wrapped(hvd, name="passing")
@@ -97,12 +97,12 @@ def many_optimizers(backend):
 
 
 @OURS_2
-def test_channels_of_optimizers_that_are_gone_are_closed(real):
+def test_channels_of_freed_optimizers_are_closed(real):
     assert max(real(many_optimizers)) <= 20
 
 
 def other_threshold(backend):
-    """HOROVOD_FUSION_THRESHOLD is set on one rank only, which would have other buckets."""
+    """Set HOROVOD_FUSION_THRESHOLD on one rank only, whose buckets would differ from the other ranks'."""
     with library(backend, HOROVOD_FUSION_THRESHOLD="0" if backend.rank == 0 else "1000") as hvd:
         p, optimizer = wrapped(hvd, name="threshold")
         p.sum().backward()
@@ -112,5 +112,5 @@ def other_threshold(backend):
 
 
 @OURS_2
-def test_ranks_with_other_buckets_are_told(real):
+def test_different_buckets_are_an_error_on_all_ranks(real):
     real(other_threshold)

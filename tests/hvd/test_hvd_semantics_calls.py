@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#calls: what one call does, on Horovod itself and on ours."""
+"""dualtrain/hvd/README.md#calls: single calls, on Horovod itself and on ``dualtrain.hvd``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def defaults(backend):
         assert hvd.broadcast(x, 0, name="root").item() == 1
         assert torch.equal(x, kept)
         assert hvd.allreduce(x, name="sum", op=hvd.Sum).item() == total
-        assert hvd.allreduce(x, False, "deprecated").item() == total  # positions are Horovod's
+        assert hvd.allreduce(x, False, "deprecated").item() == total  # positional arguments are in Horovod's order
         handle = hvd.allreduce_async(x, True, "positions", None, 2.0, 3.0)
         assert hvd.synchronize(handle).item() == 6 * mean
         assert hvd.allreduce_(x, name="in place").data_ptr() == x.data_ptr()
@@ -72,7 +72,7 @@ def integers(backend):
         check(
             hvd,
             *rows,
-            # Horovod averages in doubles, which have 53 bits.
+            # Horovod computes averages in doubles, which have only 53 bits.
             ("large", average(big, big), [2**60], [big]),
             ("large and negative", average(-big, -big), [-(2**60)], [-big]),
             same("each rank truncates before the sum", average(3, op=hvd.Sum, prescale_factor=0.5), [size]),
@@ -83,16 +83,16 @@ def integers(backend):
 
 
 @EVERY
-def test_defaults_results_and_places(real):
+def test_default_reductions_results_and_ranks(real):
     real(defaults)
 
 
 @EVERY
-def test_integers(real):
+def test_integer_averages_and_factors(real):
     real(integers)
 
 
-def test_integer_averages_are_exact_at_sizes_where_horovods_are_not():
+def test_integer_averages_are_exact_at_world_sizes_where_horovods_are_not():
     def horovods(total, size):
         return int((1 / size) * total)
 
@@ -125,14 +125,14 @@ def without_a_dimension(backend):
             ("allgather", lambda: hvd.allgather(x, name="0"), "IndexError", [r + 1.0 for r in range(size)]),
             same("reducescatter", lambda: hvd.reducescatter(x, name="0"), "ValueError"),
         )
-        if backend.name != "horovod":  # Horovod ends the process here
+        if backend.name != "horovod":  # Horovod's alltoall ends the process with a segmentation fault
             check(hvd, ("alltoall", lambda: hvd.alltoall(x), None, "ValueError"))
             check(hvd, ("alltoall", lambda: hvd.alltoall(x, [1] * size), None, "ValueError"))
         assert hvd.allreduce(torch.ones(0), name="empty").shape == (0,)
 
 
 @EVERY
-def test_tensors_without_a_dimension(real):
+def test_tensors_without_dimensions(real):
     real(without_a_dimension)
 
 
@@ -193,7 +193,7 @@ def halves(backend):
         split = {"op": hvd.Sum, "prescale_factor": 1 / size, "postscale_factor": 1.0}
         check(
             hvd,
-            # Horovod sums in 16 bits; ours in 32, rounded once.
+            # Horovod sums in 16 bits; dualtrain in 32 bits, with one rounding.
             ("fp16", average(f16, "a"), [inf], [60000.0]),
             ("compressed", average(f16.float(), "b", compression=hvd.Compression.fp16), [inf], [60000.0]),
             same("sums overflow", average(f16, "c", op=hvd.Sum), [inf]),
@@ -208,7 +208,7 @@ def halves(backend):
 
 
 @PAIR
-def test_16_bits_do_not_overflow_on_ours(real):
+def test_16_bit_sums_overflow_only_on_horovod(real):
     real(halves)
 
 
@@ -232,7 +232,7 @@ def handles(backend):
         f32, f64 = hvd.grouped_allreduce([x, x.double()], name="mixed", op=hvd.Sum)
         assert (f32.dtype, f64.dtype) == (torch.float32, torch.float64)
         assert f32.tolist() == f64.tolist() == [hvd.size()] * 2
-        # Horovod keeps the tensors of a handle alive, and so must ours.
+        # Horovod keeps the tensors of a handle alive, and dualtrain must do so too.
         handle = hvd.allreduce_async(torch.full((1000,), 2.0), name="alive", op=hvd.Sum)
         assert (hvd.synchronize(handle) == 2.0 * hvd.size()).all()
 

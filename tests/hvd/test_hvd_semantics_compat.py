@@ -1,4 +1,4 @@
-"""With DUALTRAIN_HVD_COMPAT=1, those of Horovod's defects that change numbers have the same bits here."""
+"""DUALTRAIN_HVD_COMPAT=1: the defects of Horovod that change numbers are reproduced, with the same bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model_of(seed=3):
 
 
 def trained(hvd, model, optimizer, steps=3, before=lambda step: None, factor=3):
-    """Train, on other data on each rank; return all weights after the last step."""
+    """Train, with different data on each rank; return all weights after the last step."""
     for step in range(steps):
         before(step)
         x = torch.linspace(-1, 1 + step + hvd.rank(), 20).view(5, 4).to(model[0].weight.dtype)
@@ -29,7 +29,7 @@ def trained(hvd, model, optimizer, steps=3, before=lambda step: None, factor=3):
 
 
 def fresh(hvd, kind, wrapped_first, **options):
-    """Broadcast the state of an optimizer that has none, before or after the wrapping, with another rate on each rank."""
+    """Broadcast the state of an optimizer without state, before or after wrapping; each rank has another learning rate."""
     model = model_of()
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01 * (1 + hvd.rank()), **options)
     if wrapped_first:
@@ -41,7 +41,7 @@ def fresh(hvd, kind, wrapped_first, **options):
 
 
 def resumed(hvd):
-    """Only rank 0 has loaded a checkpoint."""
+    """Load a checkpoint on rank 0 only."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     if hvd.rank() == 0:
@@ -55,7 +55,7 @@ def resumed(hvd):
 
 
 def dropped(hvd):
-    """An optimizer with momentum is wrapped."""
+    """Wrap an optimizer that already has momentum buffers."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 4)).sum().backward()
@@ -65,7 +65,7 @@ def dropped(hvd):
 
 
 def frozen(hvd, **options):
-    """A layer is frozen after the first step."""
+    """Freeze a layer after the first step."""
     model = model_of()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.5)
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
@@ -73,7 +73,7 @@ def frozen(hvd, **options):
 
 
 def unfrozen(hvd):
-    """A layer is frozen until the first step."""
+    """Unfreeze a layer after the first step."""
     model = model_of()
     model[0].requires_grad_(False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -81,7 +81,7 @@ def unfrozen(hvd):
 
 
 def added(hvd):
-    """A layer's group is added after the wrapping, with the rest of its options from the class's defaults."""
+    """Add a layer's group after wrapping; options that it lacks come from the class's defaults."""
     model = model_of()
     inner = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     optimizer = hvd.DistributedOptimizer(inner, model[2].named_parameters())
@@ -90,7 +90,7 @@ def added(hvd):
 
 
 def narrow(hvd, scale, **options):
-    """Gradients are sent as float16; with a small ``scale`` of the weights they have few bits there."""
+    """Send gradients as float16, in which gradients of small weights (``scale``) have few bits."""
     model = model_of()
     with torch.no_grad():
         for p in model.parameters():
@@ -101,14 +101,14 @@ def narrow(hvd, scale, **options):
 
 
 def half(hvd):
-    """Weights are float16, and the sum of two gradients is too large for it."""
+    """Train float16 weights with gradients whose sum overflows float16."""
     model = model_of().half()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return trained(hvd, model, hvd.DistributedOptimizer(optimizer, model.named_parameters()), steps=1, factor=3e5)
 
 
 def sums(hvd):
-    """Ordinary calls with tensors of float16."""
+    """Reduce float16 tensors by ordinary calls."""
     mine = torch.tensor([60000.0, 6e-8 * (1 + hvd.rank()), 1.0009765625 + hvd.rank(), -3e-5]).half()
     return [
         hvd.allreduce(mine, op=hvd.Average, name="a"),
@@ -117,7 +117,7 @@ def sums(hvd):
     ]
 
 
-#: A script for each defect, and what is noted.
+#: Scripts that meet defects, and the defects that must be noted.
 CASES = {
     "fresh sgd": (lambda hvd: fresh(hvd, "SGD", True, momentum=0.9, weight_decay=0.1), {compat.FRESH_STATE}),
     "fresh dampened": (lambda hvd: fresh(hvd, "SGD", True, momentum=0.9, dampening=0.5), {compat.FRESH_STATE}),
@@ -141,7 +141,7 @@ CASES = {
 
 
 def defective(backend, titles, compatible):
-    """Return for each case the tensors, and the defects that were noted, with their files."""
+    """Return, for each case, the resulting tensors and the noted defects with their files."""
     found = {}
     env = {"DUALTRAIN_HVD_COMPAT": "1"} if compatible else {}
     with library(backend, **env) as hvd:
@@ -182,7 +182,7 @@ def equal(one, other):
 
 
 def harmless(backend):
-    """A script that meets none of the defects notes none."""
+    """Run a script that meets none of the defects; return the noted defects."""
     compat._met.clear()
     with library(backend, DUALTRAIN_HVD_COMPAT="1") as hvd:
         model = model_of()
@@ -194,5 +194,5 @@ def harmless(backend):
 
 
 @OURS_2
-def test_no_defect_is_noted_where_none_matters(real):
+def test_no_defect_is_noted_for_a_script_that_meets_none(real):
     assert real(harmless) == [[], []]

@@ -20,7 +20,7 @@ from tests.short_waits import short_waits
 
 
 class Lines(logging.Handler):
-    """Messages of the logger ``dualtrain.hvd``."""
+    """Recorded messages of the logger ``dualtrain.hvd``."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def slow(backend):
             time.sleep(1.0)
         assert hvd.allreduce(torch.ones(1), name="loss", op=hvd.Sum).item() == size
         p.sum().backward()
-        optimizer.step()  # the channel is there
+        optimizer.step()  # the channel is open now
         optimizer.zero_grad()
         if me == 0:
             time.sleep(2.5)
@@ -86,7 +86,7 @@ def too_slow(backend, gradients):
         else:
             what = optimizer.step if gradients else lambda: hvd.allreduce(torch.ones(1), name="loss")
             if gradients:
-                p.sum().backward()  # does not wait
+                p.sum().backward()  # backward must not wait
         with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="STALL_SHUTDOWN") as info:
             what()
         assert ("gradients" if gradients else "allreduce.loss") in str(info.value)
@@ -101,10 +101,10 @@ def too_slow(backend, gradients):
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["call", "gradients"])
 @OURS_3
-def test_waits_that_end_the_world(real, gradients):
+def test_waits_end_the_world_after_the_limit(real, gradients):
     real(too_slow, gradients)
     if gradients:
-        real.leave()  # an exchange of its own was cut off
+        real.leave()  # its exchange was interrupted
 
 
 def one_leaves(backend):
@@ -126,7 +126,7 @@ def one_leaves(backend):
 
 
 @OURS
-def test_a_rank_that_leaves_fails_the_others_calls_and_init_works_again(real):
+def test_after_a_rank_leaves_other_ranks_calls_fail_and_init_works_again(real):
     real(one_leaves)
 
 
@@ -170,7 +170,7 @@ def elastic(backend):
 
 
 @OURS
-def test_elastic_training_goes_on_after_a_failure(real):
+def test_elastic_training_continues_after_a_failure(real):
     results = real(elastic)
     assert results == results[:1] * real.size
     real.leave()
@@ -200,7 +200,7 @@ def traced(backend, folder):
 
 
 @OURS_2
-def test_timelines(real, tmp_path):
+def test_timelines_have_horovods_events(real, tmp_path):
     found = real(traced, str(tmp_path))[0]
     for title, events in found.items():
         names = [event["name"] for event in events]
@@ -219,7 +219,7 @@ def test_timelines(real, tmp_path):
 
 
 def traced_late(backend, folder):
-    """Rank 1 calls before rank 0 starts the timeline; then two steps of an optimizer."""
+    """Make a call on rank 1 before rank 0 starts the timeline, then two optimizer steps."""
     with library(backend) as hvd:
         handle = hvd.allreduce_async(torch.ones(2), name="early") if hvd.rank() else None
         time.sleep(0.3 * (1 - hvd.rank()))  # rank 1's request arrives at rank 0
@@ -240,7 +240,7 @@ def traced_late(backend, folder):
 
 
 @OURS_2
-def test_a_timeline_has_calls_under_way_at_its_start_and_a_line_for_each_gradient(real, tmp_path):
+def test_a_timeline_has_calls_that_began_before_it_and_a_line_per_gradient(real, tmp_path):
     events = real(traced_late, str(tmp_path))[0]
     lines = {event["args"]["name"]: event["pid"] for event in events if "name" in event.get("args", ())}
     for line, times in {"allreduce.early": 1, "allreduce.weight": 2, "allreduce.bias": 2}.items():
@@ -252,7 +252,7 @@ def test_a_timeline_has_calls_under_way_at_its_start_and_a_line_for_each_gradien
 
 
 def initializes_for_cpus(backend, port):
-    """``init`` on a host with one GPU for both ranks, of which the script uses none."""
+    """Call ``init`` on a host with one GPU for two ranks, in a script that does not use the GPU."""
     hvd, rank = ours(), str(backend.rank)
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#gradients-of-collectives: on Horovod itself and on ours."""
+"""dualtrain/hvd/README.md#gradients-of-collectives, on Horovod itself and on ``dualtrain.hvd``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.hvd.worlds import EVERY, OURS_3, library, mean_of_ranks, sum_of_ranks
 
 @pytest.fixture
 def fresh(real):
-    """Backward makes unnamed calls, which Horovod matches by a counter, and other tests may have left it unequal."""
+    """Restart Horovod: backward's unnamed calls match by a counter, which other tests may have left unequal on ranks."""
     if real.name == "horovod":
         real.leave()
     return real
 
 
 def gradient(call, x, mine):
-    """The gradient of ``x`` where each output has the gradient ``mine``."""
+    """Return the gradient of ``x`` if each element of the output has the gradient ``mine``."""
     x = x.clone().requires_grad_()
     results = call(x)
     results = list(results) if isinstance(results, list | tuple) else [results]
@@ -76,7 +76,7 @@ def table(backend):
             if found != pytest.approx(expected):
                 wrong[title] = found, expected
         assert not wrong
-        if backend.name != "horovod":  # Horovod's gradient lacks the rows that were not sent
+        if backend.name != "horovod":  # Horovod's gradient lacks rows that were not sent
             kept = gradient(lambda x: hvd.alltoall(x, [1] * size)[0], torch.ones(size + 2), me + 1.0)
             assert kept == [*rows, 0, 0]
             assert gradient(hvd.allgather, torch.tensor(1.0), me + 1.0) == mean
@@ -119,7 +119,7 @@ def test_gradients_in_a_process_set(real):
 
 
 def through_a_model(backend):
-    """Autograd goes through a call in the middle of a model, but not through integer results."""
+    """Differentiate through a call in the middle of a model; integer results have no gradient."""
     with library(backend) as hvd:
         size = hvd.size()
         weight = torch.ones(2, 2, requires_grad=True)

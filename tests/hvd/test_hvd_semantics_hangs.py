@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#matching-and-errors: calls that hang or crash Horovod (tests/launch/test_hangs.py), not ours."""
+"""dualtrain/hvd/README.md#matching-and-errors: calls that hang or crash only Horovod (tests/launch/test_hangs.py)."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def each_in_a_world_of_its_own(backend):
 
 
 @OURS_2
-def test_ours_ends(real):
+def test_calls_that_hang_horovod_end(real):
     real(each_in_a_world_of_its_own)
     real.leave()

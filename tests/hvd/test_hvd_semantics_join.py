@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#join: a rank that has no more data joins; the others go on."""
+"""dualtrain/hvd/README.md#join: a rank without more data joins, and the other ranks continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAILS = "HorovodInternalError"
 
 
 def identities(backend):
-    """The last rank joins; return the results of the others, whose inputs are 5, 6, …"""
+    """Join on the last rank; return the results on the other ranks, whose inputs are 5, 6, …"""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         if me == size - 1:
@@ -55,12 +55,12 @@ def identities(backend):
                 same("grouped gather", lambda: hvd.grouped_allgather([x]), FAILS),
                 same("objects", lambda: hvd.allgather_object(1), FAILS),
             )
-            hvd.barrier()  # of those who are left
+            hvd.barrier()  # a barrier of the remaining ranks
         return hvd.join()
 
 
 @EVERY
-def test_joined_ranks_contribute_what_changes_nothing(real):
+def test_joined_ranks_contribute_the_identity_element(real):
     last = real(identities)
     assert last == last[:1] * real.size
     assert last[0] < real.size - 1
@@ -69,7 +69,7 @@ def test_joined_ranks_contribute_what_changes_nothing(real):
 
 
 def afterwards(backend):
-    """Several rounds of joining: the last rank, unnamed calls afterwards, and the divisor of averages."""
+    """Join several times; check the rank that joined last, later unnamed calls, and the divisor of averages."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.tensor([me + 1.0])
@@ -79,7 +79,7 @@ def afterwards(backend):
             last = hvd.join()
             assert hvd.allgather(torch.tensor([last])).tolist() == [last] * size
             assert hvd.allreduce(x, op=hvd.Sum).item() == sum_of_ranks(size)
-        # A pending call of a rank that joins takes part when the others make theirs.
+        # A pending call of a rank that has joined takes part once the other ranks make the call.
         if me == 0:
             handle = hvd.allreduce_async(x, op=hvd.Sum)
             hvd.join()
@@ -106,7 +106,7 @@ def test_calls_after_join(real):
 
 
 def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
-    """Rank r has 2 + r batches; the others' steps go on with zeros from those that have none."""
+    """Train with 2 + r batches on rank r; ranks without batches contribute zeros to the other ranks' steps."""
     # On GPUs the host reads the extra scalar only if a rank has joined.
     with library(backend) as hvd, mock.patch("dualtrain.hvd.channel_reducer._are_on_cpu", return_value=on_cpu):
         me, size = hvd.rank(), hvd.size()
@@ -131,7 +131,7 @@ def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
         assert last == size - 1 if size == 2 else last in range(size)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
         hvd.broadcast_parameters([("p", p), ("q", q)], last)
-        # And all step together again.
+        # Then all ranks step together again.
         (p.sum() * 0 + q.sum()).backward()
         optimizer.step()
         assert hvd.allgather(p.detach()[None]).std(0).max() == 0
@@ -153,7 +153,7 @@ def test_optimizers_step_while_a_rank_has_joined(real, divide_by, op, passes, on
 
 
 def before_any_step(backend):
-    """A rank without data joins before the first exchange of the others, in which layouts are compared."""
+    """Join on a rank without data before the other ranks' first exchange, which compares layouts."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         p = torch.nn.Parameter(torch.zeros(3))
@@ -166,5 +166,5 @@ def before_any_step(backend):
 
 
 @OURS_3
-def test_a_rank_that_joins_before_its_first_step(real):
+def test_a_rank_may_join_before_its_first_step(real):
     real(before_any_step)

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#matching-and-errors: which calls belong together, and what happens when they do not match."""
+"""dualtrain/hvd/README.md#matching-and-errors: matching of calls, and errors if calls do not match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def any_order(backend):
         handles = {n: hvd.allreduce_async(torch.full((2,), float(n[1:])), name=n, op=hvd.Sum) for n in mine}
         for name in names[::-1]:
             assert hvd.synchronize(handles[name]).tolist() == [size * float(name[1:])] * 2
-        # One name of different kinds, also grouped ones and members of groups, are different calls.
+        # Calls of different kinds (allreduce, allgather, grouped) may have the same name.
         x = torch.ones(size)
         several = [
             lambda: hvd.allreduce_async(x, name="x", op=hvd.Sum),
@@ -46,7 +46,7 @@ def test_names_match_in_any_order(real):
 
 
 def pending(backend):
-    """Rank 0 makes calls alone, passes a barrier, and only then the others make them."""
+    """Make calls on rank 0 first, and on the other ranks only after a barrier."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.full((size, 2), me + 1.0)
@@ -76,7 +76,7 @@ def pending(backend):
         assert results[3][1].tolist() == [1] * size
         assert results[4].tolist() == [[total, total]]
         assert results[5][1].flatten().tolist() == [total] * size * 2
-        # The names are free again, and poll becomes true.
+        # The names can be used again, and poll becomes true.
         handle = calls[0]()
         deadline = time.monotonic() + 10
         while not hvd.poll(handle) and time.monotonic() < deadline:
@@ -86,7 +86,7 @@ def pending(backend):
 
 
 @EVERY
-def test_a_pending_call_is_completed_when_the_others_make_it(real):
+def test_a_pending_call_completes_when_the_other_ranks_make_it(real):
     real(pending)
 
 
@@ -142,7 +142,7 @@ def mismatches(backend):
                 f"alltoall {what}": lambda t=t: hvd.alltoall(t, [0] * size, name="m"),
                 f"reducescatter {what}": lambda t=t: hvd.reducescatter(t, name="m", op=hvd.Sum),
             }
-        if backend.name != "horovod":  # Horovod waits for ever for the rest of a group of another size
+        if backend.name != "horovod":  # If groups have different sizes, Horovod waits forever for the missing tensors
             cases["number of tensors"] = lambda: hvd.grouped_allreduce([x] * (2 + first), name="m", op=hvd.Sum)
         wrong = []
         for title, call in cases.items():
@@ -157,12 +157,12 @@ def mismatches(backend):
 
 
 @EVERY
-def test_calls_that_do_not_match_fail_on_every_rank_and_leave_the_group_usable(real):
+def test_calls_that_do_not_match_fail_on_every_rank_and_later_calls_work(real):
     real(mismatches)
 
 
 def local_mistakes(backend):
-    """On rank 0 alone: nothing was sent, so the others need not know."""
+    """Make mistakes on rank 0 alone, which raise there before anything is sent."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.ones(4, 3)
@@ -195,7 +195,7 @@ def local_mistakes(backend):
 
 
 @EVERY
-def test_mistakes_of_one_rank_are_said_to_it_alone(real):
+def test_mistakes_of_one_rank_raise_only_there(real):
     real(local_mistakes)
 
 
@@ -211,18 +211,18 @@ def not_initialized(backend):
         hvd.allreduce(torch.ones(1))
     hvd.shutdown()
     with library(backend) as hvd:
-        hvd.init()  # does nothing
+        hvd.init()  # shutdown before init does nothing
         assert hvd.size() == backend.size
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == backend.size
 
 
 @OURS_3
-def test_before_init(real):
+def test_calls_before_init_raise(real):
     real(not_initialized)
 
 
 def asymmetric(backend):
-    """Real Horovod hangs after each of these: its unnamed calls are numbered by one counter a process."""
+    """Make calls after which Horovod's unnamed calls would hang, because it numbers them by one counter per process."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.full((2,), me + 1.0)
@@ -233,17 +233,17 @@ def asymmetric(backend):
             hvd.allgather(x, process_set=alone)
             hvd.barrier(process_set=alone)
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == total
-        # One rank makes a call of a different kind, which stays pending while the others go on.
+        # One rank makes a call of another kind, which stays pending while the other ranks continue.
         handle = hvd.allgather_async(x) if me == 0 else None
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == total
         assert hvd.broadcast(x, 1).tolist() == [2, 2]
         hvd.barrier()
         handle = hvd.allgather_async(x) if handle is None else handle
         assert hvd.synchronize(handle).shape == (2 * size,)
-        # Two unnamed calls of a kind are in order, each rank's own.
+        # Unnamed calls of one kind match by each rank's own order.
         several = [hvd.allreduce_async(x * i, op=hvd.Sum) for i in range(3)]
         assert [hvd.synchronize(h).tolist() for h in several[::-1]] == [[i * total[0]] * 2 for i in (2, 1, 0)]
-        # A local mistake on one rank, a mismatch on all, a call that fails while a rank has joined.
+        # A mistake on one rank, a mismatch on all ranks, and a call that fails because a rank has joined.
         if me == 0:
             check(hvd, same("splits", lambda: hvd.alltoall(x, [9] * size), "ValueError"))
         with pytest.raises(hvd.mpi_ops.HorovodInternalError):
@@ -259,7 +259,7 @@ def asymmetric(backend):
         assert hvd.allgather(x).shape == (2 * size,)
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == total
         if me == size - 1:
-            lonely = hvd.reducescatter_async(torch.ones(size))  # left behind: shutdown fails it
+            lonely = hvd.reducescatter_async(torch.ones(size))  # still pending: it fails at shutdown
         hvd.barrier()
         if me == size - 1:
             hvd.shutdown()
@@ -268,5 +268,5 @@ def asymmetric(backend):
 
 
 @OURS
-def test_unnamed_calls_survive_asymmetric_ones(real):
+def test_unnamed_calls_match_after_calls_that_only_some_ranks_made(real):
     real(asymmetric)

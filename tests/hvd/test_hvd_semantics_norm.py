@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#syncbatchnorm: on CPUs, against one process's BatchNorm on everyone's samples."""
+"""dualtrain/hvd/README.md#syncbatchnorm: on CPUs, compared with BatchNorm in one process on all ranks' samples."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def against_one_process(backend):
 
 
 @OURS
-def test_equals_one_process_on_all_samples(real):
+def test_the_layer_equals_batchnorm_in_one_process_on_all_samples(real):
     real(against_one_process)
 
 
@@ -64,7 +64,7 @@ def converted(backend):
         assert isinstance(model[1], hvd.SyncBatchNorm)
         assert isinstance(model[2][0], hvd.SyncBatchNorm)
         assert dict(model.named_parameters()) == weights
-        # Two layers in a trained model: Horovod's fixed names would mix their statistics.
+        # A model with two layers, whose statistics Horovod's fixed names would mix.
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), 0)
         for _ in range(2):
@@ -79,7 +79,7 @@ def converted(backend):
 
 
 @OURS
-def test_converted_models(real):
+def test_a_converted_model_trains_like_batchnorm_in_one_process(real):
     real(converted)
 
 
@@ -89,5 +89,5 @@ def not_on_cpus(backend):
 
 
 @THEIRS
-def test_horovods_needs_a_gpu(real):
+def test_horovods_sync_batch_norm_needs_a_gpu(real):
     real(not_on_cpus)

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#distributedoptimizer: it trains as Horovod's does, with every option."""
+"""dualtrain/hvd/README.md#distributedoptimizer: training as with Horovod's optimizer, with every option."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 4
 
 
 class Net(nn.Module):
-    """Dense layers, an embedding, one parameter that is used on rank 0 only, one that is never used, a frozen one."""
+    """Dense layers, an embedding, and parameters that are frozen, used on rank 0 only, or never used."""
 
     def __init__(self, sparse):
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Halved:
-    """A compressor of the user's."""
+    """A compressor of the user's own."""
 
     @staticmethod
     def compress(tensor):
@@ -60,7 +60,7 @@ def optimizer_of(hvd, model, kind, sparse, **options):
     return hvd.DistributedOptimizer(inner, named_parameters=named, **options)
 
 
-#: Options, and how near ours must be to Horovod's: 0 is the same bits.
+#: Options, and the allowed difference between dualtrain's and Horovod's weights (0: the same bits).
 CASES = {
     "average": ({}, 0),
     "weight decay of unused parameters": ({"kind": "decay"}, 0),
@@ -79,7 +79,7 @@ CASES = {
 
 
 def train(backend, cases):
-    """The weights after a few steps with each set of options.
+    """Return the weights after a few steps with each set of options.
 
     Horovod hangs if only some ranks use a parameter of a group, so with groups all ranks use all parameters.
     """
@@ -104,7 +104,7 @@ def train(backend, cases):
                 scheduler.step()
                 optimizer.zero_grad()
             found[title] = {name: p.detach().clone() for name, p in model.named_parameters()}
-            assert list(model.state_dict()) == list(Net(sparse).state_dict())  # no prefix (2.21)
+            assert list(model.state_dict()) == list(Net(sparse).state_dict())  # no prefix such as DDP's module.
         return found
 
 
@@ -117,7 +117,7 @@ def test_training_gives_horovods_weights(real, pool):
     RESULTS[real.name] = found = real(train, cases)
     for title in CASES:
         for name, p in found[0][title].items():
-            torch.testing.assert_close(found[1][title][name], p, rtol=0, atol=0)  # the ranks are alike
+            torch.testing.assert_close(found[1][title][name], p, rtol=0, atol=0)  # all ranks have the same weights
     if real.name == "horovod":
         our = RESULTS.get("torch") or Spmd("torch", 2, pool)(train, cases)
         for title, (_, near) in CASES.items():
@@ -149,7 +149,7 @@ def test_every_option_on_three_ranks(real):
 
 
 def adversaries(backend):
-    """Two networks that train in turns: in each step one is frozen, and only the other gets gradients."""
+    """Train two networks in turns: in each step, one of them is frozen and gets no gradients."""
     with library(backend) as hvd:
         me = hvd.rank()
         torch.manual_seed(0)
@@ -173,7 +173,7 @@ def adversaries(backend):
 
 
 @PAIR
-def test_dynamic_requires_grad(real, pool):
+def test_requires_grad_may_change_in_each_step(real, pool):
     RESULTS["gan", real.name] = found = real(adversaries)
     if real.name == "horovod":
         our = RESULTS.get(("gan", "torch")) or Spmd("torch", 2, pool)(adversaries)
@@ -183,7 +183,7 @@ def test_dynamic_requires_grad(real, pool):
 
 
 def frozen_later(backend):
-    """A parameter that is frozen after a step, under momentum and weight decay: its weight after each step."""
+    """Freeze a parameter after a step, under momentum and weight decay; return its weight after each step."""
     with library(backend) as hvd:
         frozen, trained = (nn.Parameter(torch.ones(1)) for _ in range(2))
         inner = torch.optim.SGD([frozen, trained], 0.1, momentum=0.5, weight_decay=0.5)
@@ -199,17 +199,17 @@ def frozen_later(backend):
 
 
 @PAIR
-def test_a_parameter_that_is_frozen_later_stays(real):
+def test_a_parameter_that_is_frozen_later_does_not_change(real):
     first, second = real(frozen_later)
     assert first == second
     if real.name == "torch":
         assert first == [0.75, 0.75, 0.75]
-    else:  # gradients of zeros: momentum and weight decay go on
+    else:  # Horovod: gradients of zeros, so momentum and weight decay change it
         assert first == pytest.approx([0.75, 0.5875, 0.476875], abs=1e-6)
 
 
 def recognized(backend):
-    """Ways in which programs recognize a wrapped optimizer, and a name of the elastic sampler."""
+    """Return the results of checks by which programs recognize a wrapped optimizer or an elastic sampler."""
     with library(backend) as hvd:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
         return {
@@ -238,7 +238,7 @@ def test_a_wrapped_optimizer_is_recognized_as_on_horovod(real):
 
 
 def wrapped_anew(backend):
-    """A model that is trained on with a second optimizer, while the first one waits for the garbage collector."""
+    """Continue training with a second optimizer while the first one waits for the garbage collector."""
     with library(backend) as hvd:
         torch.manual_seed(0)
         model = nn.Linear(2, 2)
@@ -251,12 +251,12 @@ def wrapped_anew(backend):
                 new.step()
         with pytest.raises(RuntimeError, match="closed"):
             old.step()
-        other.step()  # of another model with the same names and shapes
+        other.step()  # the optimizer of another model with the same names and shapes
         return model.weight.tolist()
 
 
 @OURS_2
-def test_an_optimizer_that_is_made_anew_replaces_the_old_one(real):
+def test_a_second_optimizer_of_the_same_parameters_replaces_the_first(real):
     first, second = real(wrapped_anew)
     assert first == second
     torch.manual_seed(0)
@@ -264,7 +264,7 @@ def test_an_optimizer_that_is_made_anew_replaces_the_old_one(real):
 
 
 def scaled(backend, overflow):
-    """Mixed precision, as Horovod's documentation has it; the gradient of rank ``overflow`` is infinite in one step."""
+    """Train in mixed precision as Horovod documents it; one gradient of rank ``overflow`` becomes infinite."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.ones(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)])
@@ -285,7 +285,7 @@ def scaled(backend, overflow):
 
 
 @PAIR
-def test_the_right_way_to_scale_losses(real):
+def test_loss_scaling_as_documented_by_horovod(real):
     results = real(scaled, 1)
     step = 2 * 0.5**0.5
     for weights, scales in results:

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#distributedoptimizer: what it allows, keeps and refuses, on Horovod itself and on ours."""
+"""dualtrain/hvd/README.md#distributedoptimizer: its rules and errors, on Horovod itself and on ``dualtrain.hvd``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refusals(backend):
 
 
 @PAIR
-def test_refusals(real):
+def test_wrong_options_are_refused(real):
     real(refusals)
 
 
@@ -58,12 +58,12 @@ def rules(backend):
         check(
             hvd,
             same("zero_grad too early", optimizer.zero_grad, "AssertionError"),
-            same("a backward too many", lambda: p.sum().backward(), "AssertionError"),
+            same("too many backward passes", lambda: p.sum().backward(), "AssertionError"),
         )
         optimizer.step()
         check(hvd, ("set_to_none", lambda: optimizer.zero_grad(set_to_none=True), "TypeError", None))
         optimizer.zero_grad()
-        # Clipping between synchronize and step; the one warning.
+        # Clipping between synchronize and step, and the warning without skip_synchronize.
         (p.sum() * (me + 1)).backward()
         optimizer.synchronize()
         assert p.grad.tolist() == [mean_of_ranks(size)] * 2
@@ -80,7 +80,7 @@ def rules(backend):
         assert len(caught) == 1
         assert "optimizer.step() called without optimizer.skip_synchronize()" in str(caught[0].message)
         optimizer.zero_grad()
-        # Fewer passes than agreed on, and another number of them.
+        # Fewer backward passes than backward_passes_per_step, and another number of passes.
         q, patient = wrapped(hvd, name="q", backward_passes_per_step=3)
         (q.sum() * (me + 1)).backward()
         patient.step()
@@ -102,15 +102,15 @@ def rules(backend):
         assert again.defaults["lr"] == (0.001 if theirs else 0.5)
         assert again.param_groups[0]["lr"] == 0.5
         assert again.param_groups[0] is adam.param_groups[0]
-        # A group that is added later.
+        # A group that is added after wrapping.
         r = nn.Parameter(torch.zeros(1))
         optimizer.add_param_group({"params": [r], "lr": 1.0})
         ((p.sum() + r.sum()) * (me + 1)).backward()
         optimizer.step()
         assert r.item() == (
             -me - 1 if theirs else -mean_of_ranks(size)
-        )  # Horovod's ranks get different values, without an error
-        # Weight decay applies to a parameter that no rank uses, too.
+        )  # with Horovod, ranks get different values without an error
+        # Weight decay also applies to a parameter that no rank uses.
         s, t = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
         decay = hvd.DistributedOptimizer(torch.optim.SGD([s, t], 0.1, weight_decay=1.0), [("s", s), ("t", t)])
         s.sum().backward()
@@ -120,12 +120,12 @@ def rules(backend):
 
 
 @PAIR
-def test_rules(real):
+def test_rules_for_correct_use(real):
     real(rules)
 
 
 def broken_rules(backend):
-    """A second synchronization, on gradients that one rank has changed; and a step with none at all."""
+    """Synchronize twice, after one rank has changed its gradients; and step without synchronizing at all."""
     with library(backend) as hvd, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         me, size = hvd.rank(), hvd.size()
@@ -152,17 +152,17 @@ def broken_rules(backend):
             same("zero_grad", optimizer.zero_grad, "AssertionError"),
             same("backward", lambda: q.sum().backward(), "AssertionError"),
         )
-        optimizer.synchronize()  # which ends the exchange
+        optimizer.synchronize()  # synchronize() ends the exchange
 
 
 @PAIR
-def test_broken_rules_end_as_with_horovod(real):
+def test_incorrect_use_has_the_same_effect_as_with_horovod(real):
     real(broken_rules)
     real.leave()
 
 
 def mixed_precision_trap(backend):
-    """``scaler.step`` without ``synchronize``: one rank's gradient is infinite."""
+    """Call ``scaler.step`` without ``synchronize``, when one rank's gradient is infinite."""
     with library(backend) as hvd:
         p, optimizer = wrapped(hvd, name="trap")
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -175,12 +175,12 @@ def mixed_precision_trap(backend):
 
 
 @THEIRS
-def test_scaling_losses_without_synchronize_is_horovods_trap(real):
+def test_scaling_losses_without_synchronize_lets_horovods_ranks_diverge(real):
     assert real(mixed_precision_trap) == [(0, 2), (float("-inf"), 4)]  # weights and loss scales differ between the ranks
 
 
 def scaled_too_early(backend):
-    """The same with ours, before and after the weights' first exchange; with a fused step, and unscaled before."""
+    """Call ``scaler.step`` too early: before and after the first exchange, with a fused step, and after ``unscale_``."""
     with library(backend) as hvd:
         me = hvd.rank()
         for fused, unscaled in ((False, False), (True, False), (False, True)):
@@ -205,12 +205,12 @@ def scaled_too_early(backend):
 
 
 @OURS_2
-def test_scaling_losses_without_synchronize_is_refused_by_ours(real):
+def test_scaling_losses_without_synchronize_is_refused(real):
     real(scaled_too_early)
 
 
 def mixed_precision(backend):
-    """``synchronize`` first: every rank sees the infinity."""
+    """Call ``synchronize`` first, so that every rank sees the infinite gradient."""
     with library(backend) as hvd:
         p, optimizer = wrapped(hvd, name="scaled")
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -229,7 +229,7 @@ def mixed_precision(backend):
 
 
 @PAIR
-def test_scaling_losses_after_synchronize(real):
+def test_scaling_losses_after_synchronize_works(real):
     results = real(mixed_precision)
     assert results == results[:1] * 2
     assert results[0][0] == (0, 2)
@@ -237,7 +237,7 @@ def test_scaling_losses_after_synchronize(real):
 
 
 def fused(backend):
-    """A fused step unscales and skips by itself; one rank's gradient overflows in the second step."""
+    """Train with a fused step, which unscales and skips by itself; one rank's gradient overflows in the second step."""
     found = {}
     with library(backend) as hvd:
         mean = mean_of_ranks(hvd.size())
@@ -268,14 +268,14 @@ def fused(backend):
 
 
 @PAIR
-def test_loss_scaling_with_a_fused_optimizer(real):
+def test_loss_scaling_works_with_a_fused_optimizer(real):
     first, *others = real(fused)
     assert others == [first] * len(others)
     assert {scale for _, scale in first.values()} == {512}
 
 
 def line_search(backend):
-    """LBFGS tries several points a step: the ranks must try the same ones, whatever their own losses say."""
+    """Step with LBFGS, which evaluates several points per step. All ranks must evaluate the same points."""
     with library(backend) as hvd:
         me, size, found = hvd.rank(), hvd.size(), []
         for op, divisor in ((hvd.Average, size), (hvd.Sum, 1)):
@@ -285,7 +285,7 @@ def line_search(backend):
             single = torch.optim.LBFGS([alone], **options)
 
             def loss_of(x, rank):
-                # Not convex, and different on each rank.
+                # A loss that is not convex, and differs between ranks.
                 values = (x - rank * 2).square() * torch.tensor([1.0, 10.0 + rank, 100.0]) + (4 * x).cos()
                 return values.sum() * (rank + 1)
 
@@ -312,11 +312,11 @@ def line_search(backend):
 
 
 @PAIR
-def test_lbfgs_searches_by_the_loss_of_all_ranks(real):
+def test_lbfgs_uses_the_loss_averaged_over_ranks(real):
     first, *others = real(line_search)
     assert others == [first] * len(others)
     if real.name == "horovod":
-        real.leave()  # Horovod refused the second evaluation while gradients were in flight
+        real.leave()  # Horovod has refused the second evaluation while gradients were being reduced
 
 
 def only_ours(backend):
@@ -332,7 +332,7 @@ def only_ours(backend):
         assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
         state = optimizer.state_dict()
         optimizer.zero_grad()
-        # A scheduler from before the wrapping goes on; state loads after it.
+        # A scheduler that was made before wrapping still works; state can be loaded after wrapping.
         inner = torch.optim.SGD([p], 1.0, momentum=0.9)
         earlier = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
         late = hvd.DistributedOptimizer(inner, [("own", p)])
@@ -345,7 +345,7 @@ def only_ours(backend):
         assert "momentum_buffer" in next(iter(late.state.values()))
         late.zero_grad()
         optimizer.load_state_dict(state)
-        # A step that failed is dropped by loading.
+        # Loading a state discards a failed step.
         p.sum().backward()
         optimizer.load_state_dict(state)
         optimizer.zero_grad()
@@ -366,7 +366,7 @@ def only_ours(backend):
             warnings.simplefilter("always")
             hvd.DistributedOptimizer(torch.optim.SGD([q], 0.1), [("q", q)], num_groups=1)
         assert [w.category for w in caught] == [DeprecationWarning]
-        # Without names.
+        # An optimizer without named_parameters.
         nameless = hvd.DistributedOptimizer(torch.optim.SGD([q], 1.0))
         nameless.zero_grad()
         before = q.detach().clone()
@@ -376,12 +376,12 @@ def only_ours(backend):
 
 
 @OURS_2
-def test_what_horovods_cannot(real):
+def test_features_that_horovod_lacks(real):
     real(only_ours)
 
 
 def alone(backend):
-    """Without others every rule is kept, and nothing is sent."""
+    """Check the rules in a world of one rank, in which nothing is sent."""
     import dualtrain.hvd as hvd
 
     hvd.init(comm=backend)
@@ -403,7 +403,7 @@ def alone(backend):
         hvd.shutdown()
 
 
-def test_a_world_of_one():
+def test_the_rules_hold_in_a_world_of_one_rank():
     from dualtrain import connect
     from tests.hvd.worlds import ours
 

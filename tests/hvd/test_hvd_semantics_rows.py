@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#rows-and-groups: calls that gather, split or exchange rows, and calls of several tensors."""
+"""dualtrain/hvd/README.md#rows-and-groups: calls that gather, split or exchange rows, and grouped calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.hvd.worlds import EVERY, OURS_3, check, library, mean_of_ranks, same,
 def gathers(backend):
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
-        # As many rows as the rank: rank 0 has none.
+        # Rank r has r rows, so rank 0 has none.
         x = torch.full((me, 2), me + 1.0)
         wanted = [[r + 1.0] * 2 for r in range(size) for _ in range(r)]
         two = [wanted, [[2 * row[0]] for row in wanted]]
@@ -36,7 +36,7 @@ def test_allgather_of_unequal_rows(real):
 def deals(backend):
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
-        # Rank r sends r + 1 rows to everyone, marked (from, to).
+        # Rank r sends r + 1 rows to each rank; each row is (sender, receiver).
         splits = [me + 1] * size
         x = torch.tensor([[me, to] for to in range(size) for _ in range(me + 1)])
         wanted = [[r, me] for r in range(size) for _ in range(r + 1)]
@@ -44,7 +44,7 @@ def deals(backend):
         int32 = torch.tensor(splits, dtype=torch.int32)
         rows = torch.arange(size) + 10 * me
         mine = [10 * r + me for r in range(size)]
-        # Nothing is sent to the last rank; every rank keeps one row.
+        # No rows go to the last rank, and one row of each rank is not sent.
         partial = [1] * (size - 1) + [0]
         some = [10 * r + me for r in range(size)] if me < size - 1 else []
         check(
@@ -93,7 +93,7 @@ def scatters(backend):
             same("no rows", lambda: hvd.reducescatter(torch.ones(0, 2), name="c"), []),
             same("sum", lambda: hvd.reducescatter(rows(size), name="d", op=hvd.Sum), [size * me + total]),
             same("group", lambda: list(hvd.grouped_reducescatter([five, x], name="e", op=hvd.Sum)), twice),
-            # Horovod scales in its fusion buffer, which is off where equal bits are wanted (2.22).
+            # Horovod needs its fusion buffer for scaling, which is off in worlds that compare bits.
             ("before", lambda: scaled(prescale_factor=0.5), "HorovodInternalError", [1.5 * size]),
             same("after", lambda: scaled(postscale_factor=4.0), [12.0 * size]),
             same(
@@ -124,7 +124,7 @@ def groups(backend):
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         mean, total = mean_of_ranks(size), sum_of_ranks(size)
-        tensors = [torch.full((n, 2), me + 1.0) for n in range(4)]  # the first has no element
+        tensors = [torch.full((n, 2), me + 1.0) for n in range(4)]  # the first tensor is empty
         for op, wanted in [(hvd.Average, mean), (hvd.Sum, total), (hvd.Min, 1), (hvd.Max, size)]:
             kept = [t.clone() for t in tensors]
             results = hvd.grouped_allreduce(tensors, name=f"{op}", op=op)
@@ -171,7 +171,7 @@ def test_sparse_allreduce(real):
 
 
 def in_a_set(backend):
-    """Roots are ranks of the world; rows are split by the ranks in the set."""
+    """Make every call in a process set: roots are ranks of the world, but rows are split by ranks in the set."""
     with library(backend) as hvd:
         me = hvd.rank()
         pair = hvd.add_process_set([2, 0])

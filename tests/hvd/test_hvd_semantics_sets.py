@@ -49,9 +49,9 @@ def life_of_a_set(backend):
 
 
 @PAIR
-def test_a_set_from_its_making_to_its_end(real):
+def test_a_set_is_added_used_and_removed(real):
     if real.name == "horovod":
-        real.leave()  # other tests' sets
+        real.leave()  # without the sets of other tests
     real(life_of_a_set)
 
 
@@ -65,7 +65,7 @@ def more_of_sets(backend):
             hvd.ProcessSet("ab")
         sets = [hvd.add_process_set(ranks) for ranks in ([2, 0], [0, 1], [1, 2])]
         assert [s.process_set_id for s in sets] == [1, 2, 3]
-        # All at once, and named alike: sets do not disturb each other.
+        # Calls of all sets at the same time, with the same name, are independent.
         x = torch.tensor([me + 1.0])
         mine = [s for s in sets if s.included()]
         mine = mine[::-1] if me == 1 else mine
@@ -74,10 +74,10 @@ def more_of_sets(backend):
         for s in mine:
             assert hvd.synchronize(made[s.process_set_id]).item() == sum(r + 1 for r in s.ranks)
             assert hvd.synchronize(unnamed[s.process_set_id]).tolist() == [r + 1 for r in s.ranks]
-        # Ranks that disagree on a set make none.
+        # If ranks disagree on a set, it is not added.
         with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="ranks"):
             hvd.add_process_set([me])
-        # A call that some ranks have not made fails when the set is removed.
+        # A pending call fails when the set is removed.
         handle = hvd.allreduce_async(x, name="left", process_set=sets[0]) if me == 0 else None
         assert hvd.remove_process_set(sets[0])
         if handle is not None:
@@ -85,7 +85,7 @@ def more_of_sets(backend):
                 hvd.synchronize(handle)
             with pytest.raises(ValueError, match="not in use"):
                 hvd.allreduce(x, process_set=sets[0])
-        assert hvd.add_process_set([0, 2]).process_set_id == 1  # numbers are used again
+        assert hvd.add_process_set([0, 2]).process_set_id == 1  # ids are used again
         one = hvd.ProcessSet([2])
         hvd.init(process_sets=[one])
         assert one.process_set_id == 4
@@ -97,14 +97,14 @@ def more_of_sets(backend):
 
 
 @OURS_3
-def test_several_sets(real):
+def test_several_sets_are_independent(real):
     real(more_of_sets)
 
 
 def at_init(backend):
     hvd = ours()
     sets = [hvd.ProcessSet([0]), hvd.ProcessSet([1])]
-    for _ in range(2):  # the same objects in the next world
+    for _ in range(2):  # the same ProcessSet objects are used in the next world
         hvd.init(comm=backend, process_sets=sets)
         assert [s.process_set_id for s in sets] == [1, 2]
         if sets[0].included():
@@ -115,12 +115,12 @@ def at_init(backend):
 
 
 @OURS
-def test_sets_given_to_init(real):
+def test_sets_can_be_given_to_init(real):
     real(at_init)
 
 
 def barriers(backend):
-    """A set's barrier waits for its members, and for nobody else."""
+    """A set's barrier waits for members of the set only."""
     with library(backend) as hvd:
         me = hvd.rank()
         pair = hvd.add_process_set([0, 1])
@@ -138,7 +138,7 @@ def barriers(backend):
 
 
 @OURS_3
-def test_barriers_of_sets(real):
+def test_a_barrier_waits_only_for_members_of_its_set(real):
     times = real(barriers)
     assert all(0.1 < within < 0.45 for within, _ in times[:2])
     assert all(total > 0.45 for _, total in times)
@@ -154,7 +154,7 @@ def optimizer_of_a_set(backend):
             optimizer.zero_grad()
             (p.sum() * (me + 1)).backward()
             optimizer.step()
-        assert p.tolist() == [-4.0, -4.0]  # (1 + 3) / 2 in the set, 2 outside of it; twice
+        assert p.tolist() == [-4.0, -4.0]  # for each of two steps: (1 + 3) / 2 in the set, 2 outside
         factor = hvd.DistributedOptimizer(
             torch.optim.SGD([p], 1.0), [("p", p)], gradient_predivide_factor=2.0, process_set=pair
         )
@@ -162,9 +162,9 @@ def optimizer_of_a_set(backend):
         (p.sum() * (me + 2)).backward()
         factor.step()
         assert p.tolist() == [-7.0, -7.0]
-        hvd.barrier()  # all ranks make groups together, so none may leave before
+        hvd.barrier()  # all ranks make process groups together, so no rank may leave before
 
 
 @OURS_3
-def test_an_optimizer_in_a_set(real):
+def test_an_optimizer_combines_gradients_in_its_set_only(real):
     real(optimizer_of_a_set)

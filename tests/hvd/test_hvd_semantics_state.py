@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#state-of-one-rank-for-all: parameters, optimizer states, objects; Horovod's and ours."""
+"""dualtrain/hvd/README.md#state-of-one-rank-for-all: broadcasts of parameters, optimizer states and objects."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ ARRAYS = [
 
 
 class OfTheUser:
-    """What nobody has allowed."""
+    """A class that is not registered with add_safe_globals."""
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_values_come_back_as_they_went(value):
+def test_decoded_values_equal_the_encoded_ones(value):
     found = objects.decode(objects.encode([value]))[0]
     assert type(found) is type(value)
     assert found == value
 
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: str(array.dtype))
-def test_arrays_come_back_as_they_went(array):
+def test_decoded_arrays_equal_the_encoded_ones(array):
     found = objects.decode(objects.encode({"x": array}))["x"]
     assert (found.dtype, found.shape) == (array.dtype, array.shape)
     assert np.array_equal(found, array)
 
 
 @pytest.mark.parametrize("value", [print, OfTheUser(), OfTheUser, lambda: 0, [eval], nn.Linear(1, 1), ...])
-def test_code_is_refused_where_it_is_sent(value):
+def test_code_is_refused_on_the_sending_rank(value):
     with pytest.raises(TypeError, match="cannot be sent"):
         objects.encode(value)
 
 
-def test_classes_that_the_user_allowed_stay_allowed():
+def test_classes_that_the_user_registered_stay_registered():
     mine = argparse.Namespace
     with torch.serialization.safe_globals([mine, OfTheUser]):
         assert isinstance(objects.decode(objects.encode([OfTheUser()]))[0], OfTheUser)
@@ -84,7 +84,7 @@ def sent_objects(backend):
         assert array.tolist() == [0, 2, 4]
         mine = argparse.Namespace(rank=me, text="x" * me)
         assert hvd.allgather_object(mine, name="all") == [argparse.Namespace(rank=r, text="x" * r) for r in range(size)]
-        # An object that one rank cannot send is an error on all ranks: none is left waiting, and later calls work.
+        # An object that one rank cannot send is an error on all ranks, so that no rank waits; later calls work.
         code, optimizer = OfTheUser() if me == 1 else 1, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
         optimizer.param_groups[0]["own"] = code
         check(
@@ -101,7 +101,7 @@ def sent_objects(backend):
 
 
 @EVERY
-def test_objects_travel(real):
+def test_objects_are_broadcast_and_gathered(real):
     real(sent_objects)
 
 
@@ -133,14 +133,14 @@ def parameters(backend):
 
 
 @EVERY
-def test_parameters_of_one_rank(real):
+def test_parameters_of_the_root_are_broadcast(real):
     if real.name == "horovod":
         real.leave()
     real(parameters)
 
 
 def fresh_states(backend):
-    """What a broadcast does to weights, options and gradients of optimizers that have not stepped."""
+    """Return weights, options and gradients after a broadcast of optimizers that have not stepped."""
     with library(backend) as hvd:
         me, found = hvd.rank(), {}
         for kind, options in [("SGD", {"momentum": 0.9}), ("AdamW", {}), ("SGD", {})]:
@@ -159,15 +159,15 @@ def test_states_of_fresh_optimizers(real):
     if real.name == "torch":
         assert first == second == dict.fromkeys(("SGD", "AdamW", "SGD stateless"), (1, 0.1))
         return
-    # Horovod steps, each rank with its own learning rate: the weights change, and differ.
+    # Horovod steps with each rank's own learning rate, so that the weights change, and differ.
     assert first["SGD"][0] == pytest.approx(0.99)
     assert second["SGD"][0] == pytest.approx(0.98)
     assert second["AdamW"] == pytest.approx((0.98, 0.1))
-    assert second["SGD stateless"][1] == 0.2  # and does not send the options of an optimizer without state
+    assert second["SGD stateless"][1] == 0.2  # Horovod does not send the options of an optimizer without state
 
 
 def resumed(backend):
-    """Only the root has loaded a checkpoint, after the weights were broadcast: the documented way."""
+    """Load a checkpoint on the root only, after a broadcast of the weights, as Horovod documents it."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -183,14 +183,14 @@ def resumed(backend):
 
 
 @PAIR
-def test_a_state_that_only_the_root_has(real):
+def test_a_state_that_only_the_root_has_is_broadcast(real):
     first, second = real(resumed)
     assert first[1:] == second[1:]
     assert (first[0] == second[0]) == (real.name == "torch")
 
 
 def other_dtypes(backend):
-    """States of another dtype than the parameter's."""
+    """Broadcast states whose dtype differs from that of the parameter."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
@@ -219,7 +219,7 @@ def every_optimizer(backend):
                     optimizer.step(lambda m=model: m(torch.ones(1, 3)).sum())
                 before = model.weight.detach().clone()
                 hvd.broadcast_optimizer_state(optimizer, 1)
-                assert torch.equal(model.weight, before)  # no step
+                assert torch.equal(model.weight, before)  # no step was taken
                 states = hvd.allgather_object(optimizer.state_dict(), name=f"{title} {when}")
                 for state in states:
                     assert repr(state) == repr(states[1]), (title, when)
@@ -230,5 +230,5 @@ def every_optimizer(backend):
 
 
 @OURS
-def test_the_state_of_every_optimizer(real):
+def test_the_state_of_every_optimizer_is_broadcast(real):
     real(every_optimizer)

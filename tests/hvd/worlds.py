@@ -1,4 +1,4 @@
-"""The same test body on Horovod itself and on ``dualtrain.hvd``, in the pool's worlds."""
+"""Runs of the same test body on Horovod itself and on ``dualtrain.hvd``, in the pool's worlds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import torch
 
 
 def worlds(*chosen: tuple[str, int]) -> pytest.MarkDecorator:
-    """Runs a test in these worlds: its argument ``real`` runs a body there."""
+    """Run a test once in each of these worlds. The test's argument ``real`` runs a body in the world."""
     return pytest.mark.parametrize("real", chosen, ids=[f"{name}-{size}" for name, size in chosen], indirect=True)
 
 
+#: Worlds of ``dualtrain.hvd`` alone (OURS), of both libraries (EVERY, PAIR), and of Horovod itself alone (THEIRS).
 OURS = worlds(("torch", 2), ("torch", 3))
 OURS_2 = worlds(("torch", 2))
 OURS_3 = worlds(("torch", 3))
@@ -28,16 +29,15 @@ THEIRS = worlds(("horovod", 2))
 
 
 def ours() -> Any:
-    """``dualtrain.hvd`` on torch, whatever world this process was in before."""
-    with mock.patch.dict(
-        os.environ, {"DUALTRAIN_BACKEND": "torch"}
-    ):  # the import sets HOROVOD_RANK and the like: undo that
+    """Return ``dualtrain.hvd`` on torch, even if this process has used another backend before."""
+    # patch.dict also undoes what the import does to HOROVOD_RANK and the like.
+    with mock.patch.dict(os.environ, {"DUALTRAIN_BACKEND": "torch"}):
         return importlib.import_module("dualtrain.hvd")
 
 
 @contextmanager
 def library(backend: Any, **env: str) -> Iterator[Any]:
-    """Horovod's API in the world of ``backend``: Horovod itself in its own worlds, ours in torch's."""
+    """Return Horovod's API for the world of ``backend``: Horovod itself, or ``dualtrain.hvd`` in torch's worlds."""
     if backend.name == "horovod":
         import horovod.torch as theirs
 
@@ -53,19 +53,19 @@ def library(backend: Any, **env: str) -> Iterator[Any]:
 
 
 def is_horovod(hvd: Any) -> bool:
-    """Whether this is the real library."""
+    """Return whether ``hvd`` is Horovod itself."""
     return bool(hvd.__name__.startswith("horovod"))
 
 
 def plain(value: Any) -> Any:
-    """Tensors as lists, so that they can be compared, and returned by the pool."""
+    """Convert tensors to lists, which can be compared and returned by the pool."""
     if isinstance(value, torch.Tensor):
         return value.detach().tolist()
     return type(value)(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns, or the name of what it raises."""
+    """Return the result of ``call``, or the name of the exception that it raises."""
     try:
         return plain(call())
     except Exception as error:
@@ -73,7 +73,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def check(hvd: Any, *rows: tuple[str, Callable[[], Any], Any, Any]) -> None:
-    """Check rows: a title, a call, its outcome with Horovod, its outcome with ours."""
+    """Check rows of (title, call, outcome with Horovod, outcome with ``dualtrain.hvd``)."""
     wrong = []
     for title, call, theirs, our in rows:
         found, wanted = outcome(call), theirs if is_horovod(hvd) else our
@@ -83,16 +83,16 @@ def check(hvd: Any, *rows: tuple[str, Callable[[], Any], Any, Any]) -> None:
 
 
 def same(*row: Any) -> tuple[str, Callable[[], Any], Any, Any]:
-    """A row of :func:`check` with one expectation for both libraries."""
+    """Return a row of :func:`check` with the same outcome for both libraries."""
     title, call, wanted = row
     return title, call, wanted, wanted
 
 
 def mean_of_ranks(size: int) -> float:
-    """The mean of 1, 2, …, size."""
+    """Return the mean of 1, 2, …, size."""
     return (size + 1) / 2
 
 
 def sum_of_ranks(size: int) -> int:
-    """1 + 2 + … + size."""
+    """Return 1 + 2 + … + size."""
     return math.comb(size + 1, 2)

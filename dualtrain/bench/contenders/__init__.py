@@ -1,4 +1,4 @@
-"""The contenders: one training loop for each library, written as its users would write it.
+"""The contenders: for each library, a training loop as its users would write it.
 
 Each module has a function ``start(option, device)``, which joins the world and returns a :class:`Contender`. Apart from the
 backends, only these modules import torch.distributed and Horovod.
@@ -35,7 +35,7 @@ class Contender:
         self.allreduce(tensor)
 
     def buffer(self, numbers: int) -> torch.Tensor | None:
-        """Allocate float32 numbers in memory that the library reduces fastest; ``None`` if it has no such memory."""
+        """Allocate float32 numbers in the memory that the library reduces fastest; ``None`` if all memory is equal."""
         return None
 
     def feed(self, folder: str, batch: int) -> int:
@@ -43,7 +43,7 @@ class Contender:
         raise NotImplementedError
 
     def stall(self, task: Task, folder: Path) -> float:
-        """Return the additional seconds of some steps with a checkpoint."""
+        """Return the seconds that a checkpoint adds to a few steps."""
         raise NotImplementedError
 
     def trainer(self, steps: int) -> dict[str, float]:

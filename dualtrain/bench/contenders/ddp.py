@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel: with its defaults, or tuned as its documentation advises for static models."""
+"""torch's DistributedDataParallel, with its defaults or tuned as its documentation advises for static models."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Ours(Contender):
         return stalled
 
     def trainer(self, steps: int) -> dict[str, float]:
-        """See the base class. Both loops run in one process, in alternating blocks, since processes differ in speed."""
+        """See the base class. Both loops run in one process, in alternating blocks, because processes differ in speed."""
         batch = torch.ones(1, 1, device=self.device), torch.zeros(1, dtype=torch.int64, device=self.device)
         ways = {"by hand": _by_hand(self.backend), "trainer": _by_trainer(self.backend)}
         times: dict[str, list[float]] = {name: [] for name in ways}
@@ -131,7 +131,7 @@ def connected(name: str, transport: str, device: torch.device) -> Backend:
     """Connect to the other ranks. Collective.
 
     Raises:
-        UserError: they cannot share memory, which ``transport`` asks for.
+        UserError: ``transport`` requests shared memory, which these ranks or this device cannot use.
     """
     backend = dualtrain.connect(name, device=device, groups=False, transport=transport)
     if device.type == "cpu":

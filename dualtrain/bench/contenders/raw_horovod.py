@@ -1,4 +1,4 @@
-"""Horovod, used as in its documentation. Its launcher chooses the controller, Gloo or MPI."""
+"""Horovod, used as in its documentation. The launcher chooses Gloo or MPI."""
 
 from __future__ import annotations
 

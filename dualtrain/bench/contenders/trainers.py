@@ -1,4 +1,4 @@
-"""dualtrain's ``Trainer``, with virtual ranks and without: what one result on any number of ranks costs."""
+"""dualtrain's ``Trainer`` with and without virtual ranks, to measure their cost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dualtrain.bench.workloads import Task
 
 
 class OfTrainer(Contender):
-    """A step of the trainer: ``parts`` batches on each rank, as backward passes of one part, or as virtual ranks.
+    """Steps of the trainer with ``parts`` batches per rank, either accumulated or as virtual ranks.
 
     Args:
-        option: "backend/transport", then "/virtual" or "/", then "/" and the number of batches if it is not 1.
-        device: of the rank.
+        option: "BACKEND/TRANSPORT", "BACKEND/TRANSPORT/virtual", or with ``parts``: "BACKEND/TRANSPORT/virtual/PARTS" and
+            "BACKEND/TRANSPORT//PARTS".
+        device: the rank's device.
     """
 
     def __init__(self, option: str, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """The MNIST script of the tutorials: torchvision's dataset and transforms, torch's DataLoader, DistributedDataParallel.
 
-It has the tutorials' ConvNet, and the optimizer and batch size of the recipe ``mnist-convnet``.
+It trains the tutorials' ConvNet with the optimizer and batch size of the recipe ``mnist-convnet``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tutorial(Contender):
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
 
     def loader(self, folder: str, batch: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
-        """Make the loader of this rank's part of the training samples."""
+        """Return the loader of this rank's part of the training samples."""
         vision = torchvision()
         data = vision.datasets.MNIST(folder, train=True, transform=vision.transforms.ToTensor())
         sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=self.size, rank=self.rank)

@@ -1,1 +1,1 @@
-"""Folder on ``sys.path`` of a script's child processes, which find ``horovod`` here."""
+"""Folder that is put on ``sys.path``, so that a script's child processes find the module ``horovod`` here."""

@@ -1,4 +1,4 @@
-"""The module ``horovod`` in a script's spawned processes: it installs the import hook, which then replaces it."""
+"""The module ``horovod`` in a script's spawned processes. It installs the import hook, which replaces this module."""
 
 import sys
 from importlib import import_module

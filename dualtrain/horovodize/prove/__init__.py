@@ -1,1 +1,1 @@
-"""``--prove``: a script's first steps on Horovod and on dualtrain, recorded, compared and timed."""
+"""``--prove``: record, compare and time a script's first steps on Horovod and on dualtrain."""

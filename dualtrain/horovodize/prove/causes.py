@@ -1,4 +1,4 @@
-"""Lines of the script that may explain a difference: the findings of ``--check`` about what changes numbers."""
+"""Lines of the script that may explain a difference: those findings of ``--check`` that can change numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dualtrain.files import read_text
 from dualtrain.horovodize.rules import Rule, ranks, single_calls, steps, wrapping
 from dualtrain.horovodize.source import Source
 
-#: Rules whose findings change numbers, the likeliest cause first.
+#: Rules whose findings can change numbers, the likeliest cause first.
 CAUSES: tuple[Rule, ...] = (
     steps.clip_before_synchronize,
     steps.scaler_before_synchronize,
@@ -28,9 +28,9 @@ CAUSES: tuple[Rule, ...] = (
 
 
 def likely_causes(script: Path) -> list[str]:
-    """Return the lines of ``script`` that may give other numbers on the two libraries, the likeliest first.
+    """Return the lines of ``script`` that may give different numbers on the two libraries, the likeliest first.
 
-    None where it cannot be read as Python: the comparison does not need them.
+    Return an empty list if it cannot be read as Python, because the comparison does not need the lines.
     """
     try:
         source = Source(read_text(script, "utf-8-sig"))

@@ -1,12 +1,12 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
-It runs the unmodified script under real Horovod and under torchrun with dualtrain, in turns, each for some optimizer steps,
-then ends it; compares the weights after each step on each rank, the number of steps and the exit status; and measures both
-sides. The exit status is 0 if the script gives the same bits (or stays within its own spread, if two runs on Horovod
-differ), 1 if not, and 2 if it cannot be run.
+The unmodified script runs under real Horovod and under torchrun with dualtrain, in turns, for a number of optimizer steps.
+The command compares the weights after each step on each rank, the number of steps and the exit status, and measures both
+sides. The exit status is 0 if the script gives the same bits (or, if two runs on Horovod differ, stays within this spread),
+1 if not, and 2 if it cannot be run.
 
-Where Horovod is on another machine, --record FOLDER records it there and --against FOLDER compares with that here. Without
-dualtrain there, the recorder is one file: dualtrain horovodize --recorder > record.py
+If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If dualtrain is not installed there,
+copy one file to it, the recorder: dualtrain horovodize --recorder > record.py
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def prove(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _ending_by_signals() -> Iterator[None]:
-    """Inside the block, SIGTERM and SIGHUP end this process as Ctrl-C does: the runs are ended first."""
+    """Inside the block, make SIGINT, SIGTERM and SIGHUP raise SystemExit, so that the runs are ended first."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -91,9 +91,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         if value is not None and value < least:
             raise UserError(f"--{name} {value} is below {least}: give {least} or more")
     if not 0 < given.timeout < float("inf"):
-        raise UserError(f"--timeout {given.timeout:g} is no number of seconds: give one above 0")
+        raise UserError(f"--timeout {given.timeout:g} is not a finite number of seconds above 0: give one")
     if given.record is not None and given.against is not None:
-        raise UserError("--record runs on Horovod alone and --against without it: give one of them")
+        raise UserError("--record runs only Horovod and --against only dualtrain: give one of them")
     if not given.module and not os.path.isfile(given.script):
         raise UserError(f"cannot read the script {given.script!r} (no such file): check its path")
     for path in (given.json, given.html):
@@ -123,9 +123,9 @@ def _job(given: argparse.Namespace, recorded: RunRecord | None) -> Job:
     if recorded is not None:
         start = recorded.ranks[0].start
         if nproc not in (None, recorded.size):
-            raise UserError(f"--nproc {nproc}, but the record is of {recorded.size} ranks: leave --nproc out")
+            raise UserError(f"--nproc {nproc}, but the record has {recorded.size} ranks: leave --nproc out")
         if not recorded.steps:
-            raise UserError(f"the record {str(given.against)!r} has no step of an optimizer on every rank: record it again")
+            raise UserError(f"the record {str(given.against)!r} lacks optimizer steps on some rank: record it again")
         nproc = recorded.size
         steps = steps or start.get("steps")
         seed = start.get("seed") if seed is None else seed
@@ -144,11 +144,11 @@ def _record_only(job: Job, folder: Path) -> None:
                 write_whole(folder / path.name, path.read_bytes())
         except OSError as error:
             raise UserError(f"cannot write to {str(folder)!r} ({error.strerror}): name another folder") from None
-    show(f"recorded {run.steps} steps of {run.size} ranks on {run.library} in {folder}; compare by --against")
+    show(f"recorded {run.steps} steps of {run.size} ranks on {run.library} in {folder}; compare with --against")
 
 
 def _collect(job: Job, rounds: int, recorded: RunRecord | None, folder: Path) -> Evidence:
-    """Run the script on both sides, in turns, and once more with Horovod's defects if that can explain a difference."""
+    """Run the script on both sides, in turns. If they differ, run dualtrain again with Horovod's defects."""
     evidence = Evidence([], [], recorded=recorded is not None)
     if recorded is not None:
         evidence.horovod.append(recorded)
@@ -175,7 +175,7 @@ def _collect(job: Job, rounds: int, recorded: RunRecord | None, folder: Path) ->
     if rounds == 1 and needs_compat(evidence):
         again: Side = "dualtrain" if recorded else "Horovod"
         runs = evidence.dualtrain if recorded else evidence.horovod
-        runs.append(run(again, f"again, to see whether it is repeatable, {again}"))
+        runs.append(run(again, f"again, to check that runs are repeatable, {again}"))
     if needs_compat(evidence):
         evidence.compat = run("dualtrain", "with the defects of Horovod", compat=True)
     return evidence

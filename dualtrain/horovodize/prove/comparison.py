@@ -1,4 +1,4 @@
-"""The first difference between two records, and how far apart their weights are. Pure functions of the records."""
+"""The first difference between two records, and the distance of their weights. Pure functions of the records."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dualtrain.horovodize.prove.records import OptimizerRecord, RunRecord, Summa
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs differ first.
+    """The first difference between two runs.
 
     Attributes:
-        step: after which the weights differ; 0 is before the first step.
-        optimizer: its number.
-        rank: the first one on which they differ.
-        names: of the tensors that differ.
-        relative: how far the first of them are apart, relative to their norms, at ``measured``.
-        measured: the first step from ``step`` on whose weights were summarized; ``None`` if there was none.
-        options: options of the optimizer that differ then: (name, value in the one, value in the other).
+        step: the step after which the weights differ; 0 is before the first step.
+        optimizer: the optimizer's number.
+        rank: the first rank on which the weights differ.
+        names: the tensors that differ.
+        relative: the largest difference of these tensors, relative to their norms, after step ``measured``.
+        measured: the first step, from ``step`` on, whose weights were summarized; ``None`` if there is none.
+        options: the optimizer's options that differ at that step: (name, value in one run, value in the other).
     """
 
     step: int
@@ -32,7 +32,7 @@ class Difference:
 
 
 def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
-    """Return the first difference of the weights of two runs of equal size; ``None`` where all recorded bits are equal."""
+    """Return the first difference of the weights of two runs of equal size; ``None`` if all recorded bits are equal."""
     found: list[Difference] = []
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         for number, (x, y) in enumerate(zip(a.optimizers, b.optimizers, strict=False)):
@@ -79,7 +79,7 @@ def _different_options(one: OptimizerRecord, other: OptimizerRecord, step: int) 
 
 
 def relative_difference(one: Summary, other: Summary) -> float:
-    """Return how far two tensors are apart relative to their norms, as far as norms and sampled values show."""
+    """Return the difference of two tensors relative to their norms, estimated from norms and sampled values."""
     scale = max(_norm(one.values), _norm(other.values))
     by_values = _norm([a - b for a, b in zip(one.values, other.values, strict=False)])
     largest = max(one.norm, other.norm)
@@ -88,9 +88,9 @@ def relative_difference(one: Summary, other: Summary) -> float:
 
 
 def distance(one: RunRecord, other: RunRecord) -> tuple[float, int]:
-    """Return how far all weights are apart, relative to their norm, and after which step: the last that both recorded.
+    """Return the distance of all weights relative to their norm, and the step: the last one that both runs summarized.
 
-    Estimated from the sampled values. The largest over the ranks.
+    The distance is estimated from sampled values; the largest over ranks is returned.
     """
     found = []
     for a, b in zip(one.ranks, other.ranks, strict=True):
@@ -114,13 +114,13 @@ def _norm(values: list[float]) -> float:
 
 
 def different_end(one: RunRecord, other: RunRecord) -> str | None:
-    """Return in what the ends of two runs differ (optimizers, parameters, steps, exit status), or ``None``."""
+    """Return a description of how two runs end differently (optimizers, parameters, steps, exit status), or ``None``."""
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if [each.names for each in a.optimizers] != [each.names for each in b.optimizers]:
-            return f"rank {rank} has other parameters in its optimizers"
+            return f"the optimizers of rank {rank} have different parameters"
         for number, (x, y) in enumerate(zip(a.optimizers, b.optimizers, strict=True)):
             if x.steps != y.steps:
-                return f"optimizer {number} of rank {rank} takes {x.steps} steps and {y.steps}"
+                return f"optimizer {number} of rank {rank} takes {x.steps} and {y.steps} steps"
         if a.end is not None and b.end is not None and a.end.status != b.end.status:
             return f"rank {rank} ends with exit status {a.end.status} and {b.end.status}"
     return None

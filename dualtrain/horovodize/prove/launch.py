@@ -1,4 +1,4 @@
-"""Start of a script under Horovod's launcher or torchrun, with the recorder, and the end of all its processes."""
+"""Runs of a script with the recorder under Horovod's launcher or torchrun, including the end of all its processes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dualtrain.horovodize.prove.records import RankRecord, RunRecord, read_recor
 from dualtrain.processes import signal_at_parents_end
 
 Side = Literal["Horovod", "dualtrain"]
-#: In the environment of all processes of a run, with a value of its own: by it those are found that the launcher leaves.
+#: Environment variable with a unique value for each run, by which processes that the launcher has left are found.
 MARK = "DUALTRAIN_PROVE_RUN"
 COMPAT = "DUALTRAIN_HVD_COMPAT"
 _END_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _POLL_SECONDS = 0.05
 _OF_LAUNCHER = re.compile(r"^(\[\d+(,\d+)?\](<std(out|err)>:?)?\s?)")
-#: Exceptions and usage errors; what mpirun and torchrun say of a process that a signal has ended.
+#: Lines with exceptions or usage errors, or mpirun's and torchrun's messages about a process that a signal has ended.
 _IS_ERROR = re.compile(r"\b\w*([Ee]rror|refused|not found)\b.*:|: error|exited on signal|SIG[A-Z]+")
-#: Open MPI, also as root, with more ranks than cores. Other implementations of MPI ignore them.
+#: Allow Open MPI to run as root and with more ranks than cores. Other MPI implementations ignore these variables.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -42,10 +42,10 @@ _OPEN_MPI = {
 
 
 class RunError(Exception):
-    """A script did not come to its recorded end. The message is one line.
+    """A run ended before its record was complete. The message is one line.
 
     Attributes:
-        traceback: of the script's own exception; may be empty.
+        traceback: the traceback of the script's own exception; may be empty.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -55,14 +55,14 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What is run on each side.
+    """Description of the runs on both sides.
 
     Attributes:
-        program: the script and its arguments, as the recorder's command line has them (``-m`` before a module).
+        program: the script and its arguments, as on the recorder's command line (``-m`` before a module).
         nproc: the number of ranks.
         steps: the number of optimizer steps.
-        seed: of all random numbers; ``None`` leaves them alone.
-        timeout: seconds without a step after which the run is ended.
+        seed: seed of all random generators; ``None`` does not seed them.
+        timeout: seconds without a step after which a run is ended.
     """
 
     program: tuple[str, ...]
@@ -72,11 +72,11 @@ class Job:
     timeout: float
 
     def record(self, side: Side, folder: Path, *, compat: bool = False) -> RunRecord:
-        """Run the script with the recorder on ``side``, and return the record that it leaves in ``folder``.
+        """Run the script with the recorder on ``side``, and return the record, which is written to ``folder``.
 
         Args:
             side: the library.
-            folder: a new one.
+            folder: a new folder.
             compat: whether dualtrain reproduces Horovod's defects.
 
         Raises:
@@ -103,11 +103,11 @@ def require_horovod() -> None:
     """Raise UserError if Horovod or its launcher is missing."""
     if not installed():
         raise UserError(
-            "Horovod is not installed here: record the script where it is (see --recorder in --help), and compare with "
-            "that record by --against"
+            "Horovod is not installed here: record the script on a machine that has it (see --recorder in --help), and "
+            "compare with that record by --against"
         )
     if _launcher() is None:
-        raise UserError("neither horovodrun nor mpirun was found: put the launcher that you start Horovod with on the PATH")
+        raise UserError("neither horovodrun nor mpirun was found: put the launcher that starts Horovod on the PATH")
 
 
 def _launcher() -> str | None:
@@ -131,11 +131,11 @@ def _torchrun(nproc: int, program: Sequence[str]) -> list[str]:
 
 
 def environment(nproc: int, side: Side, compat: bool) -> dict[str, str]:
-    """Return the environment of the launcher: the same number of threads on both sides."""
+    """Return the environment of the launcher, with the same number of threads on both sides."""
     env = {name: value for name, value in os.environ.items() if name not in (COMPAT, "DUALTRAIN_BACKEND")}
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
-    # The launcher's processes must find this package even if it was found in the current folder only.
+    # The launcher's processes must find this package even if this process found it in the current folder.
     root = str(Path(__file__).resolve().parents[3])
     env["PYTHONPATH"] = os.pathsep.join(part for part in (env.get("PYTHONPATH"), root) if part)
     env[MARK] = secrets.token_hex(8)
@@ -149,7 +149,7 @@ def environment(nproc: int, side: Side, compat: bool) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path, timeout: float) -> tuple[int, bool]:
-    """Run ``command`` to its end. Return its status, and whether it was ended because no step came for ``timeout`` s."""
+    """Run ``command``. Return its exit status, and whether it was ended because no step came for ``timeout`` s."""
     parent = os.getpid()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -159,7 +159,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=lambda: signal_at_parents_end(signal.SIGTERM, parent),  # it ends its ranks then
+            preexec_fn=lambda: signal_at_parents_end(signal.SIGTERM, parent),  # on SIGTERM, the launcher ends its ranks
         )
         try:
             written, since = _written(folder), time.monotonic()
@@ -176,7 +176,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path
 
 
 def _written(folder: Path) -> int:
-    """Return how many bytes the ranks have recorded: a step adds to them."""
+    """Return the number of bytes that the ranks have recorded. Each step adds some."""
     return sum(path.stat().st_size for path in folder.glob("rank-*.jsonl"))
 
 
@@ -197,11 +197,11 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Yield the processes of a run."""
+    """Yield the ids of the processes of a run."""
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with suppress(OSError):  # it has ended, or is another user's
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     yield int(folder.name)
 
@@ -210,7 +210,7 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: Path) -> None:
-    """Raise RunError if the script did not come to an end with at least one step."""
+    """Raise RunError unless the script ended normally, with at least one step."""
     for number, rank in enumerate(run.ranks):
         if rank.end is not None and (rank.end.reason == "error" or rank.end.status):
             what = rank.end.error or f"exit status {rank.end.status}"
@@ -222,14 +222,12 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
         rank = run.ranks[gone[0]]
         where = f"rank {', '.join(map(str, gone))}, {_when(rank)}"
         if timeout is not None:
-            raise RunError(
-                f"{side}: {where}, came to no other step within {timeout:g} s: it hangs, or needs a larger --timeout"
-            )
-        raise RunError(f"{side}: {where}, was killed or left without an exception (launcher: {status}){_last_line(log)}")
+            raise RunError(f"{side}: {where}, took no step within {timeout:g} s: it hangs, or needs a larger --timeout")
+        raise RunError(f"{side}: {where}, was killed, or exited without an exception (launcher: {status}){_last_line(log)}")
     if not run.steps:
         raise RunError(
-            f"{side}: the script ended before a step of an hvd.DistributedOptimizer on every rank: give it arguments with "
-            "which it trains"
+            f"{side}: the script ended before an hvd.DistributedOptimizer had taken a step on every rank: give it "
+            "arguments with which it trains"
         )
 
 
@@ -239,12 +237,12 @@ def _when(rank: RankRecord) -> str:
 
 def _did_not_start(side: Side, status: int, hung: bool, timeout: float) -> str:
     if hung:
-        return f"{side}: no rank has started within {timeout:g} s: check the launcher, or give a larger --timeout"
-    return f"{side}: the launcher ended with status {status} before a rank had started"
+        return f"{side}: no rank started within {timeout:g} s: check the launcher, or give a larger --timeout"
+    return f"{side}: the launcher ended with status {status} before any rank started"
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of the output that says something, after ": ", for an error message."""
+    """Return ": " and the output's first line with an error, or else its last line with a word."""
     lines = [_OF_LAUNCHER.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
     errors = [line for line in lines if _IS_ERROR.search(line)]
     last = (errors or [line for line in lines if re.search(r"\w", line)] or [""])[0 if errors else -1]

@@ -1,4 +1,4 @@
-"""Reading of what ``recorder.py`` has written: the record of one run, a file of JSON lines for each rank."""
+"""Reader of the records that ``recorder.py`` writes: for each run, a file of JSON lines per rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dualtrain.files import parse_json, read_text
 from dualtrain.horovodize.recorder import FORMAT
 
 _NAME = re.compile(r"rank-(\d+)\.jsonl")
-_WARM_UP = 5  # one of so many steps at the start is not timed
+_WARM_UP = 5  # the first 1/5 of the steps is not timed
 T = TypeVar("T")
 
 
 class Summary(NamedTuple):
-    """What a record has of a tensor's values."""
+    """A tensor's values in a record: hash, norm and samples."""
 
     sha256: str
     norm: float
@@ -42,10 +42,10 @@ class OptimizerRecord:
 
     Attributes:
         type: the name of its class.
-        names: of its tensors, in the order of its parameter groups.
-        numels: their numbers of elements.
-        sums: after each step from the first one, a checksum of each tensor.
-        weights: by step; 0 is before the first one.
+        names: names of the parameters, in the order of the parameter groups.
+        numels: the parameters' numbers of elements.
+        sums: for each step from the first one, a checksum of each parameter after it.
+        weights: summaries of the weights by step; 0 is before the first step.
     """
 
     type: str
@@ -66,11 +66,11 @@ class End(NamedTuple):
     Attributes:
         reason: "steps" (the recorder ended it), "return", "exit" (SystemExit) or "error" (another exception).
         status: the exit status.
-        error: the exception's type and message, or that of SystemExit; may be empty.
-        traceback: of the exception; may be empty.
-        memory: the most bytes of memory that the process has used.
-        gpu_memory: the same on its GPU, as torch counts it.
-        defects: those of Horovod that were reproduced: (what, file, line).
+        error: the exception's type and message, or SystemExit's message; may be empty.
+        traceback: the exception's traceback; may be empty.
+        memory: the process's peak memory in bytes.
+        gpu_memory: the peak memory on its GPU, as torch counts it.
+        defects: the defects of Horovod that were reproduced: (defect, file, line).
     """
 
     reason: str
@@ -87,12 +87,12 @@ class RankRecord:
     """The record of one rank.
 
     Attributes:
-        start: what was recorded: script, arguments, steps, Python, processor.
+        start: facts at the start: script, arguments, steps, Python, processor.
         world: rank, size, library, torch, threads and GPU; empty before the first step.
-        optimizers: in the order in which they were made.
-        seconds: of each step of any optimizer, with the optimizer's number.
-        first_step: when the first step had ended, in seconds since 1970; ``None`` if there was none.
-        end: ``None`` if the process was killed, or left without Python's own exit.
+        optimizers: the optimizers, in order of creation.
+        seconds: for each step of any optimizer: the optimizer's number, and the step's duration.
+        first_step: the time at which the first step ended, in seconds since 1970; ``None`` if there was none.
+        end: the end of the script; ``None`` if the process was killed or called ``os._exit``.
     """
 
     start: dict[str, Any]
@@ -104,7 +104,7 @@ class RankRecord:
 
     @property
     def steps(self) -> int:
-        """The most steps that an optimizer has taken."""
+        """The largest number of steps of an optimizer."""
         return max((each.steps for each in self.optimizers), default=0)
 
 
@@ -114,7 +114,7 @@ class RunRecord:
 
     Attributes:
         ranks: in rank order.
-        launched: when it was started, in seconds since 1970.
+        launched: the time at which the launcher was started, in seconds since 1970.
     """
 
     ranks: list[RankRecord]
@@ -122,7 +122,7 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """The steps that all ranks have taken."""
+        """The number of steps that all ranks have taken."""
         return min(rank.steps for rank in self.ranks)
 
     @property
@@ -132,7 +132,7 @@ class RunRecord:
 
     @property
     def platform(self) -> dict[str, Any]:
-        """What the bits of a result may depend on, beside the script: of rank 0."""
+        """Facts about rank 0 on which bits of a result may depend, besides the script."""
         first = self.ranks[0]
         names = ("torch", "device", "threads")
         return {"processor": first.start["processor"], **{name: first.world.get(name) for name in names}}
@@ -159,31 +159,31 @@ class RunRecord:
 
     @property
     def memory(self) -> int:
-        """The most bytes that a rank has used."""
+        """The largest peak memory of a rank, in bytes."""
         return max((rank.end.memory for rank in self.ranks if rank.end), default=0)
 
     @property
     def gpu_memory(self) -> int:
-        """The most bytes that a rank has used on its GPU."""
+        """The largest peak GPU memory of a rank, in bytes."""
         return max((rank.end.gpu_memory for rank in self.ranks if rank.end), default=0)
 
     @property
     def defects(self) -> list[tuple[str, str, int]]:
-        """Horovod's defects that were reproduced on any rank: (what, file, line)."""
+        """Horovod's defects that were reproduced on any rank: (defect, file, line)."""
         return list(dict.fromkeys(each for rank in self.ranks if rank.end for each in rank.end.defects))
 
 
 def median_of(runs: Sequence[RunRecord], value: Callable[[RunRecord], float | None]) -> tuple[float, float, float] | None:
-    """Return the median, the least and the largest ``value`` of ``runs``; ``None`` if there is none."""
+    """Return the median, minimum and maximum of ``value`` over ``runs``; ``None`` if no run has a value."""
     found = [each for run in runs if (each := value(run)) is not None]
     return (statistics.median(found), min(found), max(found)) if found else None
 
 
 def read_record(folder: Path, launched: float | None = None) -> RunRecord:
-    """Read the record in ``folder``; ``launched``: when the run was started, if not with its first process.
+    """Read the record in ``folder``. Without ``launched``, rank 0's start is taken as the start of the run.
 
     Raises:
-        UserError: there is none, a rank's file is missing, or one is not a record.
+        UserError: there is no record, a rank's file is missing, or a file is not a record.
     """
     shown = repr(str(folder))
     try:
@@ -191,7 +191,7 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
     except OSError as error:
         raise UserError(f"cannot read the record {shown} ({error.strerror}): name the folder that --record wrote") from None
     if not paths:
-        raise UserError(f"{shown} holds no record (no rank-0.jsonl): name the folder that --record wrote")
+        raise UserError(f"{shown} contains no record (no rank-0.jsonl): name the folder that --record wrote")
     ranks = {rank: _checked(path, partial(_read_rank, path)) for rank, path in sorted(paths.items())}
     size = max([max(ranks) + 1, *(rank.world.get("size", 0) for rank in ranks.values())])
     missing = [rank for rank in range(size) if rank not in ranks]
@@ -215,7 +215,7 @@ def _checked(path: Path, read: Callable[[], T]) -> T:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    # Without the last line, if a killed process has written a part of it.
+    # Without the text after the last line end: a killed process may have written part of a line.
     return (parse_json(line) for line in read_text(path).split("\n")[:-1])
 
 
@@ -223,7 +223,7 @@ def _read_rank(path: Path) -> RankRecord:
     lines = _lines(path)
     start = next(lines, {})
     if start.get("format") != FORMAT:
-        raise UserError(f"{str(path)!r} has another format than this version reads: record the script again")
+        raise UserError(f"{str(path)!r} has a format that this version cannot read: record the script again")
     record = RankRecord({**start, "time": float(start["time"]), "processor": str(start["processor"])})
     for line in lines:
         _READERS[line["kind"]](record, line)
@@ -235,7 +235,7 @@ def _read_world(record: RankRecord, line: dict[str, Any]) -> None:
 
 
 def _read_optimizer(record: RankRecord, line: dict[str, Any]) -> None:
-    # They are numbered as they were made; one that never steps has no line.
+    # Optimizers are numbered in order of creation, and one that never steps has no line.
     while len(record.optimizers) <= int(line["optimizer"]):
         record.optimizers.append(OptimizerRecord("", [], []))
     numels = [math.prod(int(extent) for extent in shape) for _, _, shape in line["tensors"]]

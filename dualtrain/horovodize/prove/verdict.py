@@ -1,4 +1,4 @@
-"""What the records of both sides prove: one verdict, and the table of what was measured."""
+"""The verdict from the records of both sides, and the table of measurements."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dualtrain.console import size_in_words
 from dualtrain.horovodize.prove.comparison import Difference, different_end, distance, first_difference
 from dualtrain.horovodize.prove.records import RunRecord, median_of
 
-#: Relative differences up to these are rounding: of one step, and of a whole run on other hardware.
+#: Relative differences up to these values count as rounding: in one step, and in a whole run on other hardware.
 ROUNDING = 1e-5
 OTHER_HARDWARE = 1e-3
-#: A larger spread between two runs on Horovod, relative to the weights, hides any difference between the libraries.
+#: A larger relative spread between two runs on Horovod would hide differences between the libraries.
 LARGEST_SPREAD = 1e-2
 
 
@@ -25,11 +25,11 @@ class Evidence:
     """The records of all runs.
 
     Attributes:
-        horovod: of the runs on Horovod, or the one given by --against.
-        dualtrain: of the runs with dualtrain.
-        compat: of the run in which dualtrain reproduced Horovod's defects; ``None`` if there was none.
+        horovod: the records of the runs on Horovod, or the record given by --against.
+        dualtrain: the records of the runs with dualtrain.
+        compat: the record of the run in which dualtrain reproduced Horovod's defects; ``None`` if there was none.
         recorded: whether Horovod's record was given by --against.
-        failure: why the script failed with dualtrain, and not on Horovod; may be empty.
+        failure: the error with which the script failed with dualtrain but not on Horovod; may be empty.
     """
 
     horovod: list[RunRecord]
@@ -40,7 +40,7 @@ class Evidence:
 
     @property
     def spread(self) -> Difference | None:
-        """The first difference between two runs on Horovod, or else between two with dualtrain."""
+        """The first difference between two runs on Horovod, or else between two runs with dualtrain."""
         for runs in (self.horovod, self.dualtrain):
             for one, other in combinations(runs, 2):
                 difference = first_difference(one, other)
@@ -50,7 +50,7 @@ class Evidence:
 
     @property
     def other_hardware(self) -> list[str]:
-        """What differs between the machine of --against and this one, of what bits depend on: "torch 1.13, here 2.15"."""
+        """Differences between this machine and that of --against on which bits depend, such as "torch 1.13, here 2.15"."""
         if not self.recorded or not self.dualtrain:
             return []
         there, here = self.horovod[0].platform, self.dualtrain[0].platform
@@ -64,10 +64,10 @@ class Verdict:
     """The result of a proof.
 
     Attributes:
-        line: in one line.
+        line: the verdict in one line.
         status: the exit status: 0 if the script gives the same result, else 1.
-        details: more lines: causes, defects and their places, how far the weights are apart.
-        difference: the first one that counts; ``None`` without one.
+        details: more lines: causes, defects and their places, the distance of the weights.
+        difference: the first difference, or ``None``.
     """
 
     line: str
@@ -77,20 +77,20 @@ class Verdict:
 
 
 def needs_compat(evidence: Evidence) -> bool:
-    """Return whether a run with Horovod's defects can explain a difference: the runs of each side are alike."""
+    """Return whether the sides differ and each side's runs agree, so that Horovod's defects may be the cause."""
     if evidence.failure or evidence.spread is not None:
         return False
     return first_difference(evidence.horovod[0], evidence.dualtrain[0]) is not None
 
 
 def verdict_of(evidence: Evidence, causes: Sequence[str]) -> Verdict:
-    """Return the verdict. ``causes``: lines of ``--check`` that may explain a difference, the likeliest first."""
+    """Return the verdict. ``causes`` are findings of ``--check`` that may explain a difference, the likeliest first."""
     if evidence.failure:
-        return Verdict(f"fails with dualtrain, and not on Horovod: {evidence.failure}", 1)
+        return Verdict(f"fails with dualtrain, but not on Horovod: {evidence.failure}", 1)
     horovod, dualtrain = evidence.horovod[0], evidence.dualtrain[0]
     other_end = different_end(horovod, dualtrain)
     if other_end is not None:
-        return Verdict(f"ends otherwise: {other_end} (Horovod, dualtrain)", 1, list(causes))
+        return Verdict(f"ends differently: {other_end} (Horovod, dualtrain)", 1, list(causes))
     difference = first_difference(horovod, dualtrain)
     steps = f"{horovod.steps} steps{_short(horovod)}"
     if evidence.spread is not None:
@@ -109,13 +109,13 @@ def _short(run: RunRecord) -> str:
 
 
 def speed(evidence: Evidence) -> str:
-    """Return ", 1.4× the speed", or nothing where it was not measured on one machine."""
+    """Return ", 1.4× the speed", or an empty string if the sides were not measured on one machine."""
     ratios = _ratios(evidence)
     return f", {statistics.median(ratios):.2f}× the speed" if ratios else ""
 
 
 def _ratios(evidence: Evidence) -> list[float]:
-    """Return dualtrain's steps per second to Horovod's, of each round."""
+    """Return the ratio of dualtrain's to Horovod's steps per second, for each round."""
     if evidence.recorded:
         return []
     pairs = zip(evidence.horovod, evidence.dualtrain, strict=False)
@@ -130,7 +130,7 @@ def _by_defects(evidence: Evidence, difference: Difference, steps: str) -> Verdi
     details = _places(evidence.compat)
     apart, step = distance(evidence.horovod[0], evidence.dualtrain[0])
     details.append(
-        f"without them, which is how dualtrain runs unless DUALTRAIN_HVD_COMPAT=1, the weights differ from step "
+        f"without these defects (as dualtrain runs unless DUALTRAIN_HVD_COMPAT=1), the weights differ from step "
         f"{difference.step} on, and by {apart:.1e} relative after step {step}"
     )
     return Verdict(line, 0, details, difference)
@@ -141,7 +141,7 @@ def _defects(run: RunRecord) -> str:
 
 
 def _places(run: RunRecord) -> list[str]:
-    """Return a line for each place of the script that has met a defect of Horovod."""
+    """Return one line for each place in the script that meets a defect of Horovod."""
     return [f"{file}:{number}: {defect}" for defect, file, number in run.defects]
 
 
@@ -177,10 +177,10 @@ def _own_cause(evidence: Evidence, difference: Difference) -> str:
         name, one, other = difference.options[0]
         return f"the optimizer's {name!r} is {one} on Horovod and {other} with dualtrain; find what sets it in the script"
     if not difference.step:
-        return "the script makes other weights on each side, before it has taken a step; find what it reads of its launcher"
+        return "the initial weights differ between the two sides; find what the script reads from its launcher"
     size = evidence.horovod[0].size
     if size > 2 and difference.relative is not None and difference.relative <= ROUNDING:
-        return f"rounding: {size} ranks can be added in several orders; with --nproc 2 there is one order only"
+        return f"rounding: sums over {size} ranks can be added in several orders; with --nproc 2 there is only one"
     return ""
 
 
@@ -188,34 +188,34 @@ def _by_tolerance(evidence: Evidence, difference: Difference) -> Verdict:
     horovod, compat = evidence.horovod[0], evidence.compat
     apart, step = distance(horovod, evidence.dualtrain[0])
     machines = "; ".join(evidence.other_hardware)
-    details = [f"the first bits that differ: {where(difference)}"]
+    details = [f"first bits that differ: {where(difference)}"]
     once = ""
     if compat is not None and compat.defects and distance(horovod, compat)[0] < apart:
-        details += [*_places(compat), f"without them, the weights differ by {apart:.1e} relative after step {step}"]
+        details += [*_places(compat), f"without these defects, weights differ by {apart:.1e} relative after step {step}"]
         apart, once = distance(horovod, compat)[0], f", once these defects of Horovod are reproduced: {_defects(compat)}"
     if apart <= OTHER_HARDWARE:
         line = f"same weights within {apart:.1e} relative after step {step}, on another machine ({machines}){once}"
         return Verdict(line, 0, details, difference)
     line = (
-        f"differs by {apart:.1e} relative after step {step}, more than the {OTHER_HARDWARE:g} that is allowed for another "
-        f"machine ({machines}): record on one like this, or compare where Horovod is"
+        f"differs by {apart:.1e} relative after step {step}; {OTHER_HARDWARE:g} is allowed for another "
+        f"machine ({machines}): record on a machine like this one, or compare on the machine with Horovod"
     )
     return Verdict(line, 1, details, difference)
 
 
 def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
-    """Compare by norms: the script is not repeatable."""
+    """Compare the sides by distance, because the script is not repeatable."""
     within = [distance(a, b) for runs in (evidence.horovod, evidence.dualtrain) for a, b in combinations(runs, 2)]
     between = [distance(a, b) for a in evidence.horovod for b in evidence.dualtrain]
     widest, apart, step = max(within)[0], statistics.median(each for each, _ in between), between[0][1]
-    theirs = any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
-    who = "two runs on Horovod" if theirs else "two runs with dualtrain"
+    horovod_differs = any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
+    who = "two runs on Horovod" if horovod_differs else "two runs with dualtrain"
     details = [
         f"not repeatable: {who} differ {where(spread)}",
-        "to compare bits, make it repeatable: OMP_NUM_THREADS=1, and --seed 1, which seeds torch, numpy and random on each "
-        "rank before the script starts",
+        "to compare bits, make the script repeatable: set OMP_NUM_THREADS=1, and give --seed 1, which seeds torch, numpy "
+        "and random on each rank before the script starts",
     ]
-    measured = f"Horovod and dualtrain are {apart:.1e} apart after step {step}, runs of one library up to {widest:.1e}"
+    measured = f"Horovod and dualtrain differ by {apart:.1e} after step {step}, runs of one library by up to {widest:.1e}"
     if widest > LARGEST_SPREAD:
         return Verdict(f"not repeatable, so nothing is proven: {measured}", 1, details, spread)
     if apart <= widest:
@@ -229,7 +229,7 @@ HEAD = ["", "library", "ranks", "steps", "steps/s", "start-up", "memory", "weigh
 
 
 def table(evidence: Evidence) -> list[list[str]]:
-    """Return the rows of the table, its head first."""
+    """Return the rows of the table, beginning with its head."""
     rows = [HEAD]
     sides = [("Horovod", evidence.horovod), ("dualtrain", evidence.dualtrain)]
     if evidence.compat is not None:
@@ -263,7 +263,7 @@ def _interval(found: tuple[float, float, float] | None, unit: str = "") -> str:
 
 
 def weights_hash(run: RunRecord) -> str:
-    """Return a hash of the last weights of rank 0's first optimizer: that of its tensors' hashes."""
+    """Return a hash of the last weights of all optimizers on rank 0, made from their tensors' hashes."""
     digest = hashlib.sha256()
     for optimizer in run.ranks[0].optimizers:
         if optimizer.weights:
@@ -273,7 +273,7 @@ def weights_hash(run: RunRecord) -> str:
 
 
 def facts(evidence: Evidence, verdict: Verdict) -> dict[str, Any]:
-    """Return everything as values for a JSON file."""
+    """Return all results as values for a JSON file."""
     sides = {"horovod": evidence.horovod, "dualtrain": evidence.dualtrain}
     sides["compat"] = [evidence.compat] if evidence.compat else []
     difference = verdict.difference

@@ -1,4 +1,4 @@
-"""The rules of ``--check``: one function each."""
+"""The rules of ``--check``, one function per rule."""
 
 from collections.abc import Callable, Iterable
 

@@ -36,7 +36,7 @@ def _has_passes(wrap: ast.Call) -> bool:
 
 
 def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
-    """Return N as an 1-tuple for ``backward(); if i % N == 0: step()``, or None."""
+    """Return ``(N,)`` for ``backward(); if i % N == 0: step()``, else None."""
     for above in source.above(step.node):
         if isinstance(above, _LOOP | Function):
             return None
@@ -56,7 +56,7 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
 
 
 def _modulo(source: Source, test: ast.expr) -> ast.expr | None:
-    """Return N of ``i % N``, also where a variable holds the condition."""
+    """Return N of ``i % N`` in ``test``, or in the value of ``test`` if it is a variable."""
     tests = [test, *source.values.get(ast.unparse(test), ())]
     for node in (node for one in tests for node in ast.walk(one)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
@@ -65,7 +65,7 @@ def _modulo(source: Source, test: ast.expr) -> ast.expr | None:
 
 
 def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
-    """Return N, or nothing, as an 1-tuple for ``for … in range(N): backward()`` before a step, or None."""
+    """Return ``(N,)`` for ``for … in range(N): backward()`` before a step, ``(None,)`` for other loops, else None."""
     around_step = list(source.above(step.node))
     before = events[: events.index(step)]
     last = next((event for event in reversed(before) if event.kind == "backward"), None)
@@ -96,7 +96,7 @@ def _with_passes(source: Source, wraps: list[ast.Call], step: Event, passes: ast
 
 
 def _is_known_at(source: Source, value: ast.expr, wrap: ast.AST, step: ast.AST) -> bool:
-    """Return whether ``value``, used at ``step``, has the same value at ``wrap`` for sure."""
+    """Return whether the expression ``value`` certainly has the same value at ``wrap`` as at ``step``."""
     if isinstance(value, ast.Constant):
         return isinstance(value.value, int)
     root = value
@@ -108,7 +108,7 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.AST, step: ast.AST) 
     assigned = [statement for target, _, statement in source.assignments if target in (root.id, ast.unparse(value))]
     early = [one for one in assigned if one.lineno < wrap.lineno]  # type: ignore[attr-defined]
     if len(assigned) != len(early):
-        return False  # it changes later
+        return False  # it is assigned again later
     if here is there:
         homes = {source.scope(one) for one in assigned}
         return _has_parameter(there, root.id) or bool(homes & {there, source.tree})

@@ -1,4 +1,4 @@
-"""Rules on the environment of the training: launchers, variables, builds, other frameworks."""
+"""Rules on the script's environment: launchers, environment variables, builds, other frameworks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
 
 
 def is_guarded(source: Source, node: ast.AST) -> bool:
-    """Return whether the script goes on where this import fails, or makes it for another framework only."""
+    """Return whether the script continues if this import fails, or only uses it for another framework."""
     below: ast.AST = node
     for above in source.above(node):
         if isinstance(above, ast.Try) and below in above.body:
@@ -61,12 +61,12 @@ def horovod_run(source: Source) -> Iterator[Finding]:
     """Calls of horovod.run."""
     for call in source.calls:
         if source.name(call.func) in _RUNNERS:
-            message = "horovod.run() starts no processes here; start the script with torchrun and call the function itself"
+            message = "horovod.run() raises an error here; start the script with torchrun and call the function itself"
             yield Finding(call.lineno, "unsupported", message)
 
 
 def build_questions(source: Source) -> Iterator[Finding]:
-    """Branches on how Horovod was built."""
+    """Branches that depend on how Horovod was built."""
     for call in source.hvd_calls(*BUILD):
         if not any(isinstance(above, ast.If | ast.IfExp | ast.While | ast.Assert) for above in source.above(call)):
             continue
@@ -76,12 +76,12 @@ def build_questions(source: Source) -> Iterator[Finding]:
         elif name.startswith(("mpi_", "gloo_")):
             answer = f"is {name.startswith('gloo_')}"
         else:
-            answer = "is about torch.distributed, not about Horovod's build"
-        yield Finding(call.lineno, "differs", f"{name}() {answer}; check that the branch fits")
+            answer = "describes torch's build instead of Horovod's"
+        yield Finding(call.lineno, "differs", f"{name}() {answer}; check the branch that depends on it")
 
 
 def variables(source: Source) -> Iterator[Finding]:
-    """HOROVOD_… variables that the script sets and that have no effect here."""
+    """HOROVOD_… variables that the script sets, and that have no effect here."""
     for node in source.nodes:
         for value in _set_by(source, node):
             if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
@@ -107,8 +107,8 @@ def elastic_run(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if source.hvd(node) == "elastic.run" and isinstance(node, ast.Attribute | ast.Name):
             message = (
-                "a failed operation is rolled back in memory, but after a failed or added process torchrun restarts all of "
-                "them; also save the state to a file, and read it at the start"
+                "after a failed operation the state is restored from memory, but after a failed or added process torchrun "
+                "restarts all processes; save the state to a file too, and load it at the start"
             )
             yield Finding(node.lineno, "differs", message)
             return

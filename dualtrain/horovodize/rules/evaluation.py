@@ -1,4 +1,4 @@
-"""The rule on evaluation: a sampler that pads counts some samples twice."""
+"""The rule on evaluation with a sampler that pads, and so counts some samples twice."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def padded_evaluation(source: Source) -> Iterator[Finding]:
             continue
         if is_for_evaluation(source, call):
             message = (
-                "evaluation counts samples twice (or leaves some out) if their number is no multiple of the ranks', and an "
-                "average of the ranks' averages hides it; use Subset(data, range(rank, len(data), size)), and allreduce "
-                "sums and counts with op=hvd.Sum"
+                "evaluation counts some samples twice (or leaves some out) if they cannot be divided evenly among ranks, "
+                "and the average of the ranks' averages hides this; use Subset(data, range(rank, len(data), size)), and "
+                "allreduce sums and counts with op=hvd.Sum"
             )
             yield Finding(call.lineno, "trap", message)
 
 
 def is_for_evaluation(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` makes a sampler or loader for validation or test data, by its names and by its use."""
+    """Return whether names or uses indicate that ``call`` makes a sampler or loader for validation or test data."""
     target = next((name for name, value, _ in source.assignments if value is call), "")
     given = ast.unparse(call.args[0]) if call.args else ""
     names = f"{target} {given}".lower()

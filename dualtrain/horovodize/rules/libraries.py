@@ -1,4 +1,4 @@
-"""Rules on libraries that look for the other ranks by themselves."""
+"""Rules on libraries that detect the other ranks themselves."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ _LAUNCHER_READERS = r"(accelerate\.Accelerator|transformers\.(Trainer|TrainingAr
 
 
 def torchmetrics(source: Source) -> Iterator[Finding]:
-    """A metric of torchmetrics, which looks at torch.distributed only; one finding."""
+    """Metrics of torchmetrics, which uses torch.distributed only; one finding for all."""
     if any(source.name(call.func) == _STARTS_GROUP for call in source.calls) or _combines_metrics(source):
         return
     call = _first_call(source, r"torchmetrics\.(?!functional)(\w+\.)*[A-Z]")
     if call is not None and not re.search(r"dist_sync_fn|distributed_available_fn|sync_on_compute", source.text):
         message = (
             "torchmetrics combines metrics over torch.distributed's default group, which neither Horovod nor dualtrain "
-            "makes: each rank has the metric of its own samples; pass dist_sync_fn, or combine results by hvd.allgather"
+            "creates, so each rank has the metric of its own samples; pass dist_sync_fn, or gather results by hvd.allgather"
         )
         yield Finding(call.lineno, "trap", message)
 
 
 def ignite(source: Source) -> Iterator[Finding]:
-    """ignite, which imports Horovod by itself; one finding."""
+    """ignite, which imports Horovod itself; one finding for all uses."""
     call = _first_call(source, r"ignite\.(metrics|distributed|contrib\.metrics)\.")
     if call is not None:
         message = (
-            "ignite finds the ranks by an `import horovod.torch` of its own, so that it needs the runner; start the script "
-            "with dualtrain horovodize, and leave its import as it is"
+            "ignite detects ranks by its own `import horovod.torch`, which needs the runner; start the script "
+            "with dualtrain horovodize, and do not change the script's import"
         )
         yield Finding(call.lineno, "differs", message)
 
 
 def launcher_readers(source: Source) -> Iterator[Finding]:
-    """Libraries that start torch.distributed where torchrun's variables are set; one finding."""
+    """Libraries that initialize torch.distributed if torchrun's variables are set; one finding for all."""
     call = _first_call(source, _LAUNCHER_READERS)
     if call is not None:
         name = source.name(call.func).partition(".")[0]
         message = (
-            f"under torchrun, {name} reads RANK and WORLD_SIZE and starts torch.distributed by itself, which it does not "
-            "under horovodrun, so that gradients may be averaged twice; let one of the two train"
+            f"under torchrun, but not under horovodrun, {name} reads RANK and WORLD_SIZE and initializes "
+            f"torch.distributed, so that gradients may be averaged twice; average them either with {name} or with Horovod"
         )
         yield Finding(call.lineno, "differs", message)
 
@@ -55,7 +55,7 @@ def _first_call(source: Source, pattern: str) -> ast.Call | None:
 
 
 def _combines_metrics(source: Source) -> bool:
-    """Return whether the script combines the ranks' metrics by itself."""
+    """Return whether the script itself combines the ranks' metrics."""
     computed = {target for target, value, _ in source.assignments if ".compute()" in ast.unparse(value)}
     for call in source.calls:
         if source.hvd(call.func) in COLLECTIVES:

@@ -1,4 +1,4 @@
-"""Rules on what differs between the ranks of a program: GPUs, files, and the end of Horovod."""
+"""Rules on the choice of GPUs, on files that ranks write, and on calls after shutdown()."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
         spelled = f"{ast.unparse(call.func)[: -len('rank')]}local_rank" if call else source.spell("local_rank", used)
         if call and isinstance(call.func, ast.Name):
             spelled = source.spell("local_rank", used)
-        message = "the GPU is chosen by rank(), which is beyond the GPUs of a second host; use local_rank()"
+        message = "the GPU is chosen by rank(), which exceeds the GPU numbers on a second host; use local_rank()"
         edits = (source.layout.replace(used, f"{spelled}()"),) if spelled else ()
         yield Finding(used.lineno, "trap", message, edits)
 
 
 def _gpu_numbers(source: Source) -> Iterator[ast.expr]:
-    """Yield the expressions that say which GPU a process uses."""
+    """Yield the expressions that choose the GPU of a process."""
     for call in source.calls:
         name, method = source.name(call.func), last_name(call.func)
         if name in _GPU_CALLS or (isinstance(call.func, ast.Attribute) and method in ("cuda", "to")):
@@ -82,7 +82,7 @@ def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
         file = call.args[1] if len(call.args) > 1 else keyword(call, "f")
         if file is None or _depends_on_process(source, file) or _is_for_some(source, guards, call):
             continue
-        message = "every rank writes this file, at the same time; write it on rank 0 only: `if hvd.rank() == 0:`"
+        message = "all ranks write this file at the same time; write it on rank 0 only: `if hvd.rank() == 0:`"
         yield Finding(call.lineno, "trap", message, tuple(_save_on_rank_zero(source, call, file)))
 
 
@@ -106,14 +106,14 @@ def _is_read_by_all(source: Source, file: ast.expr) -> bool:
 
 
 def _words(path: ast.expr) -> set[str]:
-    """Return the variables, attributes and texts in the expression of a path."""
+    """Return the variables, attributes and string constants in the expression of a path."""
     nodes = list(ast.walk(path))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {last_name(node) for node in nodes if last_name(node)} - {"args", "os", "path", "join", "format", "self"}
 
 
 def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
-    """Return whether the path names the process: its rank, a temporary folder, or a buffer in memory."""
+    """Return whether each process has its own file: the path has the rank, is temporary, or is a memory buffer."""
     if _RANK_IN_PATH.search(ast.unparse(file)):
         return True
     names = {ast.unparse(node) for node in ast.walk(file) if isinstance(node, ast.Name | ast.Attribute)}
@@ -124,7 +124,7 @@ def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
 
 
 def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
-    """Return whether only some ranks come to ``node``; also where the script does not show who calls its function."""
+    """Return whether only some ranks may run ``node``, or no call of its function is found."""
     if guards.looks_like_one_rank(node):
         return True
     scope = source.scope(node)
@@ -134,7 +134,7 @@ def _is_for_some(source: Source, guards: Guards, node: ast.AST, depth: int = 0) 
         return True
     calls = list(calls_of(source, scope))
     if scope.name in ("main", "train", "run", "train_fn", "main_worker") and not calls:
-        return False  # given to a launcher
+        return False  # passed to a launcher, which calls it on all ranks
     return not calls or depth > 3 or all(_is_for_some(source, guards, call, depth + 1) for call in calls)
 
 
@@ -151,5 +151,5 @@ def use_after_shutdown(source: Source) -> Iterator[Finding]:
             if name == "init":
                 break
             if name in _NEEDS_INIT:
-                message = f"{name}() after shutdown() raises an error, on Horovod too; call it before, and keep its result"
+                message = f"{name}() after shutdown() raises an error, on Horovod too; call it earlier and keep its result"
                 yield Finding(node.lineno, "trap", message)

@@ -11,8 +11,8 @@ from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.source import Finding, Function, Source, keyword, last_name
 
 
-class _Lonely(NamedTuple):
-    """A collective call in one arm of a condition on the rank, without its like in the other arm."""
+class _Unmatched(NamedTuple):
+    """A collective call in one branch of a condition on the rank, without the same call in the other branch."""
 
     name: str
     call: ast.Call
@@ -20,20 +20,20 @@ class _Lonely(NamedTuple):
 
 
 def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
-    """A collective behind a condition on the rank."""
+    """A collective under a condition on the rank."""
     look = _Collectives(source)
-    lonely = [found for branch in source.nodes for found in look.lonely(branch)]
-    for found in lonely:
+    unmatched = [found for branch in source.nodes for found in look.unmatched(branch)]
+    for found in unmatched:
         scope, (holds, what) = found.where
-        # A pair: the other ranks make the same call in another place, as for "rank 0 downloads first".
-        pairs = [other for other in lonely if other.name == found.name and other.where == (scope, (not holds, what))]
+        # The other ranks may make the same call in another place, such as a barrier before or after rank 0's download.
+        pairs = [other for other in unmatched if other.name == found.name and other.where == (scope, (not holds, what))]
         if not pairs:
-            message = f"only some ranks call {found.name}(), and they wait for the others; call it outside the condition"
+            message = f"only some ranks call {found.name}() and wait for the other ranks; call it outside the condition"
             yield Finding(found.call.lineno, "trap", message)
 
 
 class _Collectives:
-    """Finder of calls that all ranks must make: Horovod's, steps of wrapped optimizers, functions that contain these."""
+    """Finds calls that all ranks must make: Horovod's, steps of wrapped optimizers, functions that contain such calls."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -42,8 +42,8 @@ class _Collectives:
         for _ in range(4):  # nested calls, four levels deep
             self.own |= {name for name, function in source.functions.items() if self._contains(function)}
 
-    def lonely(self, branch: ast.AST) -> Iterator[_Lonely]:
-        """Yield the collective calls in one arm of ``branch`` that the other arm lacks."""
+    def unmatched(self, branch: ast.AST) -> Iterator[_Unmatched]:
+        """Yield the collective calls that only one branch of the condition ``branch`` makes."""
         signature = self.guards.signature(branch.test) if isinstance(branch, ast.If | ast.IfExp) else None
         if signature is None or not isinstance(branch, ast.If | ast.IfExp):
             return
@@ -57,7 +57,7 @@ class _Collectives:
             matched = {name for name, _ in opposite}
             for name, call in calls:
                 if name not in matched:
-                    yield _Lonely(name, call, (self.source.scope(branch), (value, what)))
+                    yield _Unmatched(name, call, (self.source.scope(branch), (value, what)))
 
     def _inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
         """Yield the collective calls in ``nodes``, except inside functions that are only defined there."""

@@ -13,8 +13,8 @@ _RATE = re.compile(r"(^|_)(lr|learning_?rate)(_|$)|^(init|base|max|start)lr$", r
 _NO_RATE = re.compile(r"adj|factor|scale|mult|decay|warm|sched|step|epoch", re.IGNORECASE)
 _KEPT = ("abs", "float", "int", "round", "math.ceil", "math.floor", "numpy.float32")
 _MESSAGE = (
-    "the learning rate is multiplied by the number of ranks, here as on Horovod; that suits averaged gradients with a "
-    "warm-up, but the training then depends on the number of ranks"
+    "the learning rate is multiplied by the number of ranks, on Horovod too; this suits averaged gradients with a "
+    "warm-up, but makes the training depend on the number of ranks"
 )
 
 
@@ -56,9 +56,9 @@ def _is_lr(key: ast.expr | None) -> bool:
 
 
 class _Powers:
-    """The power of the number of ranks in an expression: 1 for ``lr * size``, 0 for ``1 + (size - 1) / size``.
+    """Computes the power of the number of ranks in an expression: 1 for ``lr * size``, 0 for ``1 + (size - 1) / size``.
 
-    Follows assignments and the script's functions. What it does not know counts as independent of the number of ranks.
+    It follows assignments and the script's functions. Unknown values count as independent of the number of ranks.
     """
 
     def __init__(self, source: Source) -> None:
@@ -72,7 +72,7 @@ class _Powers:
             self._names = {**self._names, **dict(self._assigned())}
 
     def of(self, value: ast.expr, given: Mapping[str, float] | None = None, depth: int = 0) -> float:
-        """Return the power of ``value``; ``given`` are those of a function's parameters."""
+        """Return the power of ``value``; ``given`` has the powers of a function's parameters."""
         if isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
             name = ast.unparse(value)
             return (given or {}).get(name, self._names.get(name, 0.0))
@@ -95,7 +95,7 @@ class _Powers:
                 found[target] = found.get(target, 0.0) + sign * power
             elif not any(ast.unparse(node) == target for node in ast.walk(value)):
                 found[target] = max(found.get(target, power), power)
-            else:  # lr = lr * size: what it was before counts as a constant
+            else:  # lr = lr * size: the old value counts as a constant
                 found[target] = max(found.get(target, 0.0), self.of(value, {target: 0.0}))
         yield from found.items()
 

@@ -1,4 +1,4 @@
-"""Rules on which samples a rank gets, and in which order."""
+"""Rules on the samples that each rank gets, and on their order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRAINERS = re.compile(r"(lightning|pytorch_lightning|ignite|accelerate)(\.|$)|t
 
 
 def sampler_without_ranks(source: Source) -> Iterator[Finding]:
-    """A DistributedSampler without num_replicas and rank, which it reads from torch.distributed then."""
+    """A DistributedSampler without num_replicas or rank, which therefore reads them from torch.distributed."""
     if any(source.name(call.func).startswith("torch.distributed.init_process_group") for call in source.calls):
         return
     for call in distributed_samplers(source):
@@ -31,18 +31,18 @@ def sampler_without_ranks(source: Source) -> Iterator[Finding]:
             spelled = {argument: source.spell(name, call) for argument, name in missing.items()}
             keywords = [f"{argument}={name}()" for argument, name in spelled.items()]
             message = (
-                f"without {' and '.join(missing)}, the sampler asks torch.distributed's default group, which Horovod does "
-                "not make; pass num_replicas=hvd.size(), rank=hvd.rank()"
+                f"without {' and '.join(missing)}, the sampler needs torch.distributed's default group, which Horovod does "
+                "not create; pass num_replicas=hvd.size(), rank=hvd.rank()"
             )
             edits = source.layout.add_keywords(call, keywords) if all(spelled.values()) else []
             yield Finding(call.lineno, "trap", message, tuple(edits))
 
 
 def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
-    """A DistributedSampler that gets the rank or size within a host."""
+    """A DistributedSampler that gets the local rank or size."""
     guards = Guards(source)
     if any(True for _ in source.hvd_calls("cross_rank", "cross_size")):
-        return  # each host may have samples of its own
+        return  # each host may have its own samples
     for call in distributed_samplers(source):
         for position, (argument, right) in enumerate((("num_replicas", "size"), ("rank", "rank")), start=1):
             value = keyword(call, argument) or (call.args[position] if len(call.args) > position else None)
@@ -52,7 +52,7 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
             if name == f"local_{right}":
                 spelled = source.spell(right, value)
                 edits = (source.layout.replace(value, f"{spelled}()"),) if spelled else ()
-                message = f"{argument} is that of one host, so hosts train on the same samples; use hvd.{right}()"
+                message = f"{argument} is local_{right}(), so all hosts train on the same samples; use hvd.{right}()"
                 yield Finding(value.lineno, "trap", message, edits)
 
 
@@ -66,7 +66,7 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
         shuffles = shuffle is None or (isinstance(shuffle, ast.Constant) and shuffle.value is True)
         if not shuffles or is_for_evaluation(source, call) or source.uses_elastic:
             continue
-        message = "every epoch has the same order of samples; call set_epoch(epoch) on the sampler at the start of each"
+        message = "all epochs have the same order of samples; call set_epoch(epoch) on the sampler as each epoch starts"
         yield Finding(call.lineno, "trap", message, tuple(_set_epoch_of(source, call)))
 
 
@@ -77,7 +77,7 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 
 
 def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
-    """Call set_epoch in the script's loop over epochs, if there is one, and the sampler can be used there."""
+    """Call set_epoch in the script's loop over epochs; no edits without such a loop, or if the sampler is unknown there."""
     loops = _epoch_loops(source)
     if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):
         return []
@@ -85,7 +85,7 @@ def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
 
 
 def _reaches(source: Source, target: str, statement: ast.AST, loop: ast.For) -> bool:
-    """Return whether ``target``, which ``statement`` alone assigns, has this value in ``loop`` for sure."""
+    """Return whether ``target``, which only ``statement`` assigns, certainly has this value in ``loop``."""
     home, user = source.scope(statement), source.scope(loop)
     if home is user:
         return source.parents[statement] in source.above(loop) and statement.lineno < loop.lineno  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def _reaches(source: Source, target: str, statement: ast.AST, loop: ast.For) -> 
 
 
 def every_rank_reads_all(source: Source) -> Iterator[Finding]:
-    """A shuffling loader without a sampler, beside a wrapped optimizer."""
+    """A shuffling loader without a sampler, in a script with a wrapped optimizer."""
     if not source.wraps or _has_trainer(source) or _counts_epochs_by_size(source):
         return
     for call in source.calls:
@@ -109,7 +109,7 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
         if others or data is None or _is_sharded(source, data) or is_for_evaluation(source, call):
             continue
         message = (
-            "every rank goes through all samples, so that an epoch has as many steps as on one rank; pass "
+            "every rank reads all samples, so that an epoch has as many steps as on one rank; pass "
             "sampler=DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())"
         )
         yield Finding(call.lineno, "trap", message, tuple(_with_sampler(source, call, data)))
@@ -135,7 +135,7 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
 
 
 def different_splits(source: Source) -> Iterator[Finding]:
-    """random_split with another result on each rank."""
+    """A random_split that gives a different result on each rank."""
     text = source.text
     if not source.wraps or re.search(r"manual_seed|seed_everything|set_seed|fix_seed|seed_all", text):
         return
@@ -143,7 +143,7 @@ def different_splits(source: Source) -> Iterator[Finding]:
         if source.name(call.func) != "torch.utils.data.random_split" or len(call.args) > 2 or keyword(call, "generator"):
             continue
         message = (
-            "each rank splits the data differently, so that it evaluates samples that others train on; pass "
+            "each rank splits the data differently, so that ranks evaluate samples that others train on; pass "
             "generator=torch.Generator().manual_seed(0)"
         )
         keywords = ["generator=torch.Generator().manual_seed(0)"]
@@ -169,7 +169,7 @@ def _has_trainer(source: Source) -> bool:
 
 
 def _is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
-    """Return whether the data set may depend on the rank, as far as its name and the expressions behind it say."""
+    """Return whether the data set's name or the expressions that define it indicate that it depends on the rank."""
     if _SHARDED.search(ast.unparse(data)):
         return True
     names = {ast.unparse(node) for node in ast.walk(data) if isinstance(node, ast.Name | ast.Attribute)}
@@ -180,7 +180,7 @@ def _is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
 
 
 def _counts_epochs_by_size(source: Source) -> bool:
-    """Return whether the script divides something by the number of ranks: epochs or steps, most likely."""
+    """Return whether the script divides anything by the number of ranks, most likely epochs or steps."""
     return any(
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Div | ast.FloorDiv)

@@ -17,7 +17,7 @@ _DRAWN_IN_DATA = {
     "numpy": re.compile(r"\b(np|numpy)\.random\.\w+\("),
     "random": re.compile(r"(?<![.\w])random\.\w+\("),
 }
-#: Draws that all ranks must make alike: splits and orders of the data.
+#: Random choices that must be equal on all ranks: splits and orders of the data.
 _COMMON_DRAWS = re.compile(
     r"random_split|randperm|SubsetRandomSampler|WeightedRandomSampler|train_test_split|KFold|\.shuffle\(|permutation\(|"
     r"random\.sample\(|\.choice\(|\.choices\(|worker_init_fn"
@@ -43,7 +43,7 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
 
 
 def _drawn_for_samples(source: Source) -> set[str]:
-    """Return the generators with which samples are changed at random."""
+    """Return the random generators that samples are augmented with."""
     found = {"torch"} if any(_AUGMENTATIONS.search(source.name(call.func)) for call in source.calls) else set()
     for node in source.nodes:
         if isinstance(node, Function) and node.name == "__getitem__":
@@ -58,13 +58,13 @@ def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int
         return True
     names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
     if isinstance(value, ast.Name) and value.id in source.parameters(value):
-        return True  # the caller's business
+        return True  # the caller may add the rank
     values = [given for name in names for given in source.values.get(name, ())]
     return depth < 3 and any(_depends_on_rank(source, guards, given, depth + 1) for given in values)
 
 
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
-    """Add the rank to the seed, where rank 0's numbers stay as they are and nothing needs equal ones on all ranks."""
+    """Add the rank to the seed; no edits if some random numbers must be equal on all ranks, or ``init`` comes later."""
     seed, rank = call.args[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]
     same_place = any(source.scope(init) is source.scope(call) for init in before)
@@ -73,5 +73,5 @@ def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
     if not (rank and same_place and broadcasts and simple) or _COMMON_DRAWS.search(source.text):
         return []
     if any("shuffle=True" in ast.unparse(other) for other in source.calls):
-        return []  # a loader that draws its order from this seed
+        return []  # a loader may draw its order from this seed
     return [source.layout.replace(seed, f"{ast.unparse(seed)} + {rank}()")]

@@ -1,4 +1,4 @@
-"""The rule on objects sent between ranks: plain data can be sent, code cannot."""
+"""The rule on objects sent between ranks, which must be plain data without code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def code_in_objects(source: Source) -> Iterator[Finding]:
 
 
 def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool = True) -> str | None:
-    """Return what in ``value`` is code, or None. Looks into containers and follows assignments of a name."""
+    """Return a description of code in ``value``, or None. Looks into containers, and follows a name's assignments."""
     if isinstance(value, ast.Lambda):
         return "a lambda"
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:

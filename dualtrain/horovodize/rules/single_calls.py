@@ -9,7 +9,7 @@ from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, OUT_OF_PLACE, PUBLIC
 from dualtrain.horovodize.source import Finding, Source, keyword
 
-#: Modules of dualtrain.hvd that stand for some of horovod.common.
+#: Modules of dualtrain.hvd that replace modules of horovod.common.
 _OWN_MODULES = ("exceptions", "util")
 _NEW_TENSORS = ("empty", "ones", "tensor", "zeros")
 
@@ -21,20 +21,20 @@ def discarded_result(source: Source) -> Iterator[Finding]:
             continue
         name = source.hvd(call.func)
         if name in ASYNC:
-            message = f"the handle of {name}() is lost, so nothing waits for it; pass it to hvd.synchronize()"
+            message = f"the handle of {name}() is lost, so nothing waits for the result; pass it to hvd.synchronize()"
         else:
             cure = f"assign the result, or call {name}_()" if f"{name}_" in PUBLIC else "assign the result"
-            message = f"the result of {name}() is lost: it does not change its input; {cure}"
+            message = f"the result of {name}() is lost, and its input is not changed; {cure}"
         yield Finding(call.lineno, "trap", message, tuple(_in_use(source, call, name)))
 
 
 def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
-    """Make the call change its input, or wait for its handle; nothing where its input is no variable."""
+    """Make the call change its input, or wait for its handle; no edits if its input is not a variable."""
     value, layout = call.args[0] if call.args else None, source.layout
     if not isinstance(value, ast.Name | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return []
     if isinstance(value, ast.Name) and value.id in source.parameters(call):
-        return []  # the caller's tensor: it may still need its own value
+        return []  # the tensor is the caller's, who may still need its old value
     if name in ("allreduce", "broadcast"):
         end = layout.end(call.func)
         return [Edit(end, end, "_")]
@@ -56,7 +56,7 @@ def unknown_name(source: Source) -> Iterator[Finding]:
             continue  # a part of a longer name
         called = source.hvd(node).partition(".")[0]
         if called and called not in PUBLIC and called not in _OWN_MODULES and not called.startswith("__"):
-            message = f"{called!r} is no public name of horovod.torch 0.28.1, so dualtrain lacks it; see its documentation"
+            message = f"{called!r} is no public name of horovod.torch 0.28.1, and dualtrain lacks it; use a public name"
             yield Finding(getattr(node, "lineno", 1), "unsupported", message)
 
 
@@ -66,8 +66,8 @@ def unnamed_calls(source: Source) -> Iterator[Finding]:
     if unnamed:
         others = f" (and {len(unnamed) - 1} more)" if len(unnamed) > 1 else ""
         message = (
-            f"a call without a name{others} is matched with the other ranks' next one of its kind and process set; Horovod "
-            "hangs once a rank has made one more call than the others; name calls that only some ranks make"
+            f"a call without a name{others} matches the other ranks' next unnamed call of its kind and process set; "
+            "Horovod hangs once a rank has made one call more than others; name calls that only some ranks make"
         )
         yield Finding(unnamed[0].lineno, "differs", message)
 
@@ -81,8 +81,8 @@ def join_with_other_operations(source: Source) -> Iterator[Finding]:
     operations = {source.hvd(node) for node in source.nodes} & {"Min", "Max", "Product"}
     for call in source.hvd_calls("join") if operations else ():
         message = (
-            f"a joined rank does not change the result of hvd.{sorted(operations)[0]}; on Horovod it contributes zeros, "
-            "which is wrong; nothing to do"
+            f"a joined rank does not change the result of hvd.{sorted(operations)[0]}; on Horovod it wrongly contributes "
+            "zeros; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
 
@@ -100,7 +100,7 @@ def half_precision(source: Source) -> Iterator[Finding]:
     """Compression to 16 bits: one finding for all uses."""
     for node in source.nodes:
         if source.hvd(node) == "Compression.fp16" and isinstance(node, ast.Attribute):
-            message = "an average in fp16 cannot overflow; Horovod sums first and may get infinity; nothing to do"
+            message = "an average in fp16 cannot overflow; on Horovod the sum before it can; nothing to do"
             yield Finding(node.lineno, "differs", message)
             return
 

@@ -1,4 +1,4 @@
-"""Repairs of the order of calls between backward and step."""
+"""Repairs for the order of calls between backward and step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dualtrain.horovodize.source import Source
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
     """Insert synchronize() before an event, and put the steps until the next backward into skip_synchronize().
 
-    Nothing where the steps are not certain to follow, or the optimizer is not certain to be a wrapped one.
+    Return no edits unless it is certain that the steps follow, and that the optimizer is a wrapped one.
     """
     event = events[number]
     later = [event, *until_backward(events, number)]
@@ -48,7 +48,7 @@ def skip_around(source: Source, step: Event) -> list[Edit]:
 
 
 def can_synchronize(source: Source, optimizer: str) -> bool:
-    """Return whether the optimizer of this name is a wrapped one in every case, and not one of Adasum."""
+    """Return whether the variable ``optimizer`` always holds a wrapped optimizer, and not one with Adasum."""
     wraps = [wrap for name, wrap in source.wraps if name == optimizer]
     if not wraps or any(source.hvd(node) == "Adasum" for node in source.nodes):
         return False
@@ -57,7 +57,7 @@ def can_synchronize(source: Source, optimizer: str) -> bool:
 
 
 def _common_block(source: Source, first: ast.AST, step: ast.AST) -> ast.stmt | None:
-    """Return the statement that contains ``first`` in the innermost block that contains ``step`` too."""
+    """Return the statement around ``first`` in the innermost block that also contains ``step``."""
     around = [step, *source.above(step)]
     for above in (first, *source.above(first)):
         if isinstance(above, ast.stmt) and source.parents[above] in around:
@@ -67,7 +67,7 @@ def _common_block(source: Source, first: ast.AST, step: ast.AST) -> ast.stmt | N
 
 
 def _merged(edits: list[Edit]) -> list[Edit]:
-    """Return the edits without duplicates, those at the same place joined into one."""
+    """Return the edits without duplicates, and with one edit per place."""
     merged: dict[tuple[int, int], str] = {}
     for start, end, new in edits:
         if new not in merged.get((start, end), ""):

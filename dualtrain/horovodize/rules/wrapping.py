@@ -17,7 +17,7 @@ def set_to_none(source: Source) -> Iterator[Finding]:
     """zero_grad with set_to_none: a TypeError on Horovod."""
     for call in _on_wrapped(source, "zero_grad"):
         if call.args or call.keywords:
-            message = "zero_grad() takes set_to_none, where Horovod's raises TypeError; nothing to do"
+            message = "zero_grad() accepts set_to_none; Horovod's raises TypeError; nothing to do"
             yield Finding(call.lineno, "differs", message)
 
 
@@ -26,12 +26,12 @@ def group_after_wrapping(source: Source) -> Iterator[Finding]:
     for call in _on_wrapped(source, "add_param_group"):
         wraps = [wrap for _, wrap in source.wraps if source.scope(wrap) is source.scope(call)]
         if not wraps or call.lineno > wraps[0].lineno:
-            message = "the gradients of an added group are averaged too, but not on Horovod; nothing to do"
+            message = "gradients of an added group are averaged here, but not on Horovod; nothing to do"
             yield Finding(call.lineno, "differs", message)
 
 
 def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
-    """State that an optimizer has before it is wrapped."""
+    """State that is loaded into an optimizer before it is wrapped."""
     for _, wrap in source.wraps:
         inner = last_name(wrap.args[0]) if wrap.args else ""
         for call in _methods(source, "load_state_dict"):
@@ -45,26 +45,26 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
     """broadcast_optimizer_state: one finding for all calls."""
     for call in list(source.hvd_calls("broadcast_optimizer_state"))[:1]:
         message = (
-            "the state is broadcast without a step; Horovod takes a step if there is no state, so that weight decay "
-            "changes the weights, and on resuming from rank 0 ranks may differ; nothing to do"
+            "this broadcast takes no step; Horovod's takes one if the optimizer has no state, so that weight decay changes "
+            "the weights, and ranks may differ after rank 0 alone has resumed; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
 
 
 def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
-    """Parameters that are frozen once an optimizer is wrapped; one finding for all."""
+    """Parameters that are frozen after an optimizer is wrapped; one finding for all."""
     later = (node for _, wrap in source.wraps for node in nodes_after(source, wrap))
     lines = {source.statement(node).lineno for node in later if _freezes(source, node)}
     for line in sorted(lines)[:1]:
         message = (
-            "a parameter frozen after wrapping stays as it is; Horovod gives it gradients of zeros, so that weight decay "
-            "and momentum move it; freeze before wrapping for the same on both"
+            "a parameter frozen after wrapping does not change; Horovod gives it gradients of zeros, so that weight decay "
+            "and momentum change it; freeze before wrapping to get the same result on both"
         )
         yield Finding(line, "differs", message)
 
 
 def _freezes(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` sets requires_grad of parameters to False, and not for a while, as GANs do."""
+    """Return whether ``node`` sets requires_grad of parameters to False for good, and not temporarily as GANs do."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
         value = node.args[0] if node.args else keyword(node, "requires_grad")
         return _is(value, False) and not _unfreezes_too(source, node)
@@ -99,15 +99,15 @@ def _is(value: ast.expr | None, constant: bool) -> bool:
 
 
 def several_evaluations(source: Source) -> Iterator[Finding]:
-    """LBFGS, which evaluates its closure several times a step."""
+    """LBFGS, which evaluates its closure several times per step."""
     for _, wrap in source.wraps:
         inner = wrap.args[0] if wrap.args else keyword(wrap, "optimizer")
         made = [inner, *source.values.get(ast.unparse(inner), ())] if inner else []
         for value in made:
             if isinstance(value, ast.Call) and source.name(value.func) in _CLOSURES:
                 message = (
-                    "LBFGS evaluates its closure several times a step, where Horovod raises AssertionError; here all ranks "
-                    "see the averaged loss and gradients; the closure must return the loss on every rank"
+                    "LBFGS evaluates its closure several times per step, so Horovod raises AssertionError; here all ranks "
+                    "get averaged losses and gradients; the closure must return the loss on every rank"
                 )
                 yield Finding(value.lineno, "differs", message)
 
@@ -116,7 +116,7 @@ _CLOSURES = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
 
 
 def never_broadcast(source: Source) -> Iterator[Finding]:
-    """Weights that start differently on each rank."""
+    """Initial weights that differ between ranks."""
     if not source.wraps or source.uses_elastic or _START_ALIKE.search(source.text):
         return
     guards = Guards(source)
@@ -127,7 +127,7 @@ def never_broadcast(source: Source) -> Iterator[Finding]:
     if not isinstance(model, ast.Name | ast.Attribute):
         return
     message = (
-        "each rank starts with weights of its own, so that the ranks train different models; call "
+        "each rank starts with its own weights, so that the ranks train different models; call "
         "hvd.broadcast_parameters(model.state_dict(), root_rank=0) after wrapping"
     )
     spelled, statement = source.spell("broadcast_parameters", wrap), source.statement(wrap)

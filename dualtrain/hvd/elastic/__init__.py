@@ -1,6 +1,6 @@
-"""``hvd.elastic``: training that survives a failed collective or a change of hosts in processes that go on.
+"""``hvd.elastic``: training that goes on in the same processes after a failed collective or a change of hosts.
 
-torchrun restarts all workers when one fails, and what is committed here is in their memory: write checkpoints too.
+Commits are in the workers' memory, and torchrun restarts all workers when one fails: write checkpoints too.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
 def run(func: Callable[P, R]) -> Callable[P, R]:
     """Decorate ``train(state, ...)``: the state is synced from the root, then ``train`` runs.
 
-    After a HorovodInternalError in either, the state goes back to its last commit; after a HostsUpdatedInterrupt it
-    stays as it is. Both times Horovod is shut down and initialised again, the state's reset callbacks run, and it
-    starts over. Any other exception goes through.
+    After a HorovodInternalError in the sync or in ``train``, the last commit is restored; after a
+    HostsUpdatedInterrupt the state stays as it is. In both cases Horovod is shut down and initialized again, the reset
+    callbacks run, and sync and ``train`` run again. Other exceptions are raised to the caller.
 
-    ``train`` must not begin with a collective: ranks that start over may still be syncing.
+    ``train`` must not begin with a collective, because other ranks may still be syncing.
     """
     return run_fn(func, _reset)
 

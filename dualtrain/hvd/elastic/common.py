@@ -1,4 +1,4 @@
-"""The loop around an elastic job: sync the state, train; after a failure restore it, join the world anew, go on."""
+"""The loop around an elastic job: sync the state and train; after a failure, restore the state and join the world again."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class HostUpdateResult(IntFlag):
 
 
 class WorkerNotificationManager:
-    """Informs the states that are being trained of new and lost hosts.
+    """Informs states in use of added and removed hosts.
 
-    No service listens for them: under torchrun a change of hosts restarts all workers. Whoever learns of one in
-    another way calls :meth:`handle_hosts_updated`, from any thread.
+    No service detects changes of hosts, because under torchrun each one restarts all workers. A program that detects
+    changes itself calls :meth:`handle_hosts_updated`, from any thread.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class WorkerNotificationManager:
         self._listeners: set[State] = set()
 
     def init(self) -> None:
-        """Do nothing: there is no service to start. Every :func:`run_fn` calls it, as Horovod's does."""
+        """Do nothing: there is no service to start. :func:`run_fn` calls this method, as Horovod's does."""
 
     def register_listener(self, listener: State) -> None:
         """Call ``listener.on_hosts_updated`` at each change from now on."""
@@ -49,7 +49,7 @@ class WorkerNotificationManager:
             self._listeners.discard(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Pass on that the hosts changed at ``timestamp``, a number that grows from one change to the next."""
+        """Inform all listeners that the hosts changed at ``timestamp``, which increases with each change."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
@@ -60,7 +60,7 @@ notification_manager = WorkerNotificationManager()
 
 
 class State:
-    """State from which training can go on: subclasses save, restore and broadcast it.
+    """Base class of training states. Subclasses save, restore and broadcast the state.
 
     Args:
         bcast_object: gives every rank the root's object.
@@ -75,24 +75,24 @@ class State:
         self._reset_callbacks: list[Callable[[], object]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """After the world was joined anew, ``callbacks`` run, in order: to adapt learning rates to its size, say."""
+        """Run ``callbacks``, in order, after each :meth:`reset`: for example, to adapt learning rates to the new size."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Drop messages about the old world and run the reset callbacks, after the world was joined anew."""
+        """Drop messages about the old world and run the reset callbacks. Called after the world was joined again."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Note that the hosts changed: the next :meth:`check_host_updates` raises. May be called from any thread."""
+        """Make the next :meth:`check_host_updates` raise, because the hosts changed. May be called from any thread."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state in memory, and look for changes of hosts. Collective.
+        """Save the state in memory, and check for changes of hosts. Collective.
 
-        It copies everything, so that committing at every step may be too often.
+        Everything is copied, so a commit at every step may be slow.
 
         Raises:
             HostsUpdatedInterrupt: see :meth:`check_host_updates`.
@@ -123,7 +123,7 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the copy that was saved last."""
+        """Restore the last saved copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -131,15 +131,15 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to a world that was joined anew, before the state is synced."""
+        """Adapt to the new world; called after it was joined, before the state is synced."""
 
 
 class ObjectState(State):
     """Objects as attributes: ``ObjectState(bcast, rank, epoch=0).epoch``.
 
-    What is saved is a deep copy, and what is restored a copy of that. ``sync`` takes the objects as the root has them
-    now and saves them on every rank, so that a failure before the next commit finds all ranks at the same point.
-    (Horovod's takes them as they were committed last, while weights are taken as they are now.)
+    ``save`` makes a deep copy, and ``restore`` a copy of it. ``sync`` sends every rank the root's current objects and
+    saves them there, so that all ranks restore the same point after a failure before the next commit. (Horovod sends
+    the objects of the last commit, but current weights.)
 
     Args:
         bcast_object: gives every rank the root's object.
@@ -157,7 +157,7 @@ class ObjectState(State):
         self._saved_state = _copies(self._objects())
 
     def restore(self) -> None:
-        """Set the attributes to copies of what was saved last."""
+        """Set the attributes to copies of the saved objects."""
         self._set_attrs(_copies(self._saved_state))
 
     def sync(self) -> None:
@@ -175,7 +175,7 @@ class ObjectState(State):
 
 
 def _copies(objects: Mapping[str, Any]) -> dict[str, Any]:
-    memo: dict[int, Any] = {}  # one for all attributes: an object that two of them share stays shared in the copies
+    memo: dict[int, Any] = {}  # one memo for all attributes, so that an object in two of them is copied once
     copies = {}
     for name, value in objects.items():
         try:
@@ -189,10 +189,10 @@ def _copies(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[..., R]:
-    """Wrap ``func(state, ...)`` so that it goes on after failed collectives and changes of hosts.
+    """Wrap ``func(state, ...)`` so that it runs again after failed collectives and changes of hosts.
 
     Args:
-        func: trains from where its first argument, the :class:`State`, is. It must not begin with a collective.
+        func: trains, beginning at the point given by its first argument, a :class:`State`; not with a collective.
         reset: leaves the world and joins the new one.
     """
 

@@ -1,4 +1,4 @@
-"""Sampler that goes on within an epoch after the world has changed: no sample is processed again."""
+"""Sampler that continues within an epoch after the world has changed, without repeating samples."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dualtrain.hvd.mpi_ops import rank, size
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """Splits the samples of an epoch that no rank has processed yet among the ranks, in Horovod's order.
 
-    After each batch: ``record_batch``. At the **end** of each epoch: ``set_epoch`` with the next one's number. Kept in
-    a :class:`TorchState`, it splits the rest of the epoch again whenever the world is joined anew.
+    Call ``record_batch`` after each batch, and ``set_epoch`` with the next epoch's number at the **end** of each epoch.
+    In a :class:`TorchState`, the sampler splits the rest of the epoch again whenever the world is joined again.
 
-    Every rank gets equally many: where the samples do not suffice, the first of them are used twice.
+    All ranks get the same number of samples; if they cannot be divided evenly, the first samples are used twice.
 
     Args:
         dataset: anything with a constant length.
-        shuffle: another order in each epoch; else the dataset's.
-        seed: of the order; the same on every rank.
+        shuffle: whether each epoch has a random order of its own; otherwise samples keep the dataset's order.
+        seed: for that order; the same on every rank.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -41,31 +41,31 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch``: nothing of it is processed. Belongs at the end of the epoch before.
+        """Begin epoch ``epoch``, with no sample processed. To be called at the end of the previous epoch.
 
-        At the beginning of an epoch it would forget what was processed of it before a restart.
+        A call at the beginning of an epoch would discard the progress that was restored after a restart.
         """
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that every rank has processed ``batch_size`` samples, which the next :meth:`reset` leaves out."""
+        """Count ``batch_size`` samples on every rank as processed; the next :meth:`reset` leaves them out."""
         # As in Horovod: after a short last batch, or with samples used twice, this exceeds the number of samples.
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and how much of it is processed."""
+        """Return the epoch and the number of processed samples."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there, in a world of any size."""
+        """Continue from ``state_dict``, in a world of any size."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Split what is not processed yet among the ranks that there are now."""
+        """Split the unprocessed samples among the current ranks."""
         self.num_replicas = size()
         self.rank = rank()
         order = list(range(len(self.dataset)))

@@ -1,6 +1,6 @@
-"""The state of a training with torch: models, optimizers, schedulers, samplers, plain objects and random numbers.
+"""Training state of a torch program: models, optimizers, schedulers, samplers, plain objects and random number generators.
 
-Each kind of object has a handler that knows how it is saved, restored and given to the other ranks.
+Each kind of object has a handler that saves, restores and broadcasts it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class StateHandler:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Gives the object the state that was saved last."""
+        """Restore the object's last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Gives every rank's object the state of the root's. Collective."""
+        """Copy the state of the root's object to every rank's object. Collective."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt the object to a world that was joined anew."""
+        """Adapt the object to the new world after it was joined again."""
 
     def set_value(self, value: Any) -> None:
-        """Handle another object from now on, and save it."""
+        """Handle ``value`` instead of the previous object, and save it."""
         self.value = value
         self.save()
 
@@ -59,7 +59,7 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Go on from such a state."""
+        """Load a state that ``state_dict`` returned."""
 
 
 class StateDictHandler(StateHandler):
@@ -74,7 +74,7 @@ class StateDictHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load a copy of what was saved last: optimizers and schedulers go on writing into what they load."""
+        """Load a copy of the saved state, because optimizers and schedulers modify the state that they load."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -85,15 +85,15 @@ class StateDictHandler(StateHandler):
 class ModelStateHandler(StateDictHandler):
     """Parameters and persistent buffers."""
 
-    _saved_model_state = property(lambda self: self._saved)  # Horovod's name for it, which its tests look at
+    _saved_model_state = property(lambda self: self._saved)  # Horovod's tests read the state by this name
 
     def restore(self) -> None:
-        """Load what was saved last; modules copy tensors themselves."""
+        """Load the saved state; its tensors are not copied here, since ``load_state_dict`` of modules copies them."""
         tensors = {id(value): value for value in self._saved.values() if isinstance(value, torch.Tensor)}
         self.value.load_state_dict(copy.deepcopy(self._saved, tensors))
 
     def sync(self) -> None:
-        """Write the root's tensors over this rank's."""
+        """Overwrite this rank's tensors with the root's."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
@@ -103,7 +103,7 @@ class OptimizerStateHandler(StateDictHandler):
     _saved_optimizer_state = property(lambda self: self._saved)
 
     def restore(self) -> None:
-        """Loads a copy of what was saved last, with its dtypes."""
+        """Load a copy of the saved state, with its dtypes."""
         load_optimizer_state(self.value, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -112,12 +112,12 @@ class OptimizerStateHandler(StateDictHandler):
 
 
 class SamplerStateHandler(StateDictHandler):
-    """The rest of the epoch, in an elastic sampler."""
+    """Progress of an :class:`ElasticSampler` within the epoch."""
 
     _saved_sampler_state = property(lambda self: self._saved)
 
     def reset(self) -> None:
-        """Split it among the new ranks, which are not synced if hosts were only removed."""
+        """Split the rest of the epoch among the new ranks: there is no sync if hosts were only removed."""
         self.value.reset()
 
 
@@ -132,7 +132,7 @@ _handler_registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """(type, handler class) pairs; the first whose type fits an object handles it."""
+    """Return (type, handler class) pairs. The first pair whose type an object has gives its handler class."""
     return _handler_registry
 
 
@@ -152,8 +152,8 @@ def _get_handler(value: Any) -> StateHandler | None:
 class TorchState(ObjectState):
     """The state of a training: ``TorchState(model, optimizer, scheduler=scheduler, epoch=0).epoch``.
 
-    Random numbers belong to it: ``restore`` sets this rank's generators (Python, NumPy if it is imported, torch on the
-    CPU and on the current GPU) back as well. ``sync`` leaves each rank its own.
+    ``restore`` also restores this rank's random number generators (Python's, NumPy's if it is imported, torch's for the
+    CPU and the current GPU). ``sync`` does not change them.
 
     Args:
         model: a module, if any.
@@ -185,7 +185,7 @@ class TorchState(ObjectState):
         self._saved_random = _random_state()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Restore the last saved copy of everything."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
@@ -206,7 +206,7 @@ class TorchState(ObjectState):
         if name in vars(self).get("_handlers", {}):
             self._handlers[name].set_value(value)
         elif name in vars(self).get("_saved_state", {}) and (handler := _get_handler(value)):
-            # Not as a plain object: a copy of the model would be restored, whose parameters the optimizer does not have.
+            # As a plain object, restore would set a copy of the model, whose parameters the optimizer does not have.
             self._handlers[name] = handler
             del self._saved_state[name]
         super().__setattr__(name, value)
