@@ -21,6 +21,7 @@ from dualtrain.data.sampler import Sampler
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.training.data_parallel import measured, replicate
+from dualtrain.training.objective import IGNORED
 from dualtrain.training.on_ranks import on_all_ranks
 from dualtrain.training.rank_state import seed_all
 from dualtrain.training.same_run import compare_task
@@ -93,10 +94,18 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
             f"{what}: the model gives {shape} for targets of shape {tuple(targets.shape)}; it must give "
             "one row of logits each"
         )
-    if targets.dtype != torch.int64 or bool(((targets != -100) & ((targets < 0) | (targets >= outputs.shape[-1]))).any()):
+    _check_targets(targets, outputs.shape[-1], what)
+
+
+def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
+    """Raise UserError, which begins with ``what``, if a target is no class number of a model with so many classes."""
+    wrong = targets.flatten()
+    if targets.dtype == torch.int64:
+        wrong = wrong[(wrong != IGNORED) & ((wrong < 0) | (wrong >= classes))]
+    if len(wrong):
         raise UserError(
-            f"{what}: targets must be class numbers, int64, from 0 to below the model's {outputs.shape[-1]}, and there is "
-            f"{targets.flatten()[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
+            f"{what}: targets must be class numbers, int64, from 0 to below the model's {classes}, and there is "
+            f"{wrong[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
         )
 
 

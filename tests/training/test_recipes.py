@@ -198,6 +198,18 @@ def test_a_run_that_is_stopped_behind_its_last_step_is_still_evaluated(places, t
             ],
             ["from 0 to below the model's 3, and there is 3"],
         ),
+        # One row of logits for each of two targets, of which the second is wrong.
+        (
+            [
+                "--model",
+                "tests.training.test_recipes:two_rows",
+                "--dataset",
+                "tests.training.test_recipes:two_targets",
+                "--classes",
+                "10",
+            ],
+            ["from 0 to below the model's 3, and there is 7"],
+        ),
         (["--model", "tests.training.test_recipes:misfit"], ["(1, 8, 8)", "RuntimeError"]),
         (["--model", ":build"], ["':build'", "pkg.mod:function"]),
         (["--dataset", "tests.training.test_recipes:nothing", "--classes", "10"], ["no samples to evaluate on"]),
@@ -229,6 +241,15 @@ def linear():
 
 def narrow():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+
+def two_rows():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Unflatten(1, (2, 3)))
+
+
+def two_targets():
+    samples = [(torch.zeros(1, 8, 8), torch.tensor([2, 7]))] * 20
+    return samples, samples
 
 
 def misfit():
