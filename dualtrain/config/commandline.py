@@ -16,7 +16,7 @@ from dualtrain.config.sections import AUTO, SECTIONS, SETTINGS, Config, ModelSec
 from dualtrain.console import Parser, program, show
 from dualtrain.errors import UserError
 
-LARGEST = 2**32 - 1  # of whole numbers: products of a few of them stay within 64 bits
+LARGEST = 2**32 - 1  # of whole numbers: the largest seed; its product with 2**31 still fits in an int64
 
 
 class _Parser(Parser):
