@@ -100,7 +100,7 @@ def test_a_cpu_is_refused_in_one_line_that_names_the_cure():
 @needs_gpu
 def test_an_output_device_that_is_not_there_is_named():
     count = torch.cuda.device_count()
-    with pytest.raises(UserError, match=f"--output-device {count} is not there: torch sees {count} GPUs"):
+    with pytest.raises(UserError, match=f"--output-device {count} does not exist: torch sees {count} GPUs"):
         replicate(model().cuda(), torch.device("cuda", 0), count)
 
 

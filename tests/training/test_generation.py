@@ -116,7 +116,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
     assert (second.generation, second.restarted) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["generation-2"]
     assert not first.is_mine()
-    with pytest.raises(SupersededError, match=r"process .* took over .* generation 1 for 0\.9 s: this one ends"):
+    with pytest.raises(SupersededError, match=r"process .* took over .* generation 1 for 0\.9 s: this process ends"):
         first.check()
     first.release()
     second.check()

@@ -138,8 +138,11 @@ def test_another_number_of_virtual_ranks_is_not_resumed(texts, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--compress", "fp16"], "--compress rounds what each rank sends, and with --virtual-ranks 4"),
-        (["--compile"], "--compile is not known to give equal bits"),
+        (
+            ["--compress", "fp16"],
+            "--compress rounds each rank's own sums, so bits depend on the ranks: leave it or --virtual-ranks 4 out",
+        ),
+        (["--compile"], "--compile may give other bits at each number of ranks"),
         (["--data-parallel"], "--data-parallel splits batches over GPUs by itself"),
         (["--sync-batchnorm"], "with --virtual-ranks 4 it needs as many ranks, and this job has 1: start 4"),
     ],
