@@ -29,7 +29,7 @@ def load_recipe(name: str) -> dict[str, Any]:
 
 
 def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of all ``settings`` of a run by name that its recipe has not, or has with other values."""
+    """Return the ``settings`` of a run, by name, that differ from those of its recipe."""
     recipe = Config.of(load_recipe(settings["recipe"])).plain()
     return {name: value for name, value in settings.items() if value != recipe[name]}
 
@@ -41,7 +41,7 @@ def recipe_list() -> str:
 
 
 def run_name(recipe: str, dataset: str, model: str) -> str:
-    """Return what a run is called: its recipe, or its dataset and model where they are not the recipe's."""
+    """Return a run's name: its recipe, or its dataset and model if they are not the recipe's."""
     values = load_recipe(recipe)
     if (values["dataset"], values["model"]) == (dataset, model):
         return recipe
@@ -49,7 +49,7 @@ def run_name(recipe: str, dataset: str, model: str) -> str:
 
 
 def _short(name: str) -> str:
-    """``pkg.mod:build`` → ``mod``, ``pkg.mod:other`` → ``mod.other``; other names are short."""
+    """Shorten ``pkg.mod:build`` to ``mod``, and ``pkg.mod:other`` to ``mod.other``; keep other names."""
     module, _, function = name.partition(":")
     return f"{module.rpartition('.')[2]}{f'.{function}' if function not in ('', 'build') else ''}"
 

@@ -160,8 +160,8 @@ def test_a_quota_counts_as_the_cores_that_it_allows():
     four = [row(rank, cores=[0, 1, 2, 3], quota=2.5) for rank in range(4)]
     _, notes = advise(four, "torch")
     limit = (
-        "here: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of its 4 cores, and stops what uses more: --threads "
-        "counts that, --workers is up to you"
+        "here: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of 4 cores, and slows down what uses more: lower "
+        "--workers (--threads follows the quota)"
     )
     assert notes == ["here has 4 ranks for 2 cores: they slow each other down; start fewer", limit]
     assert advise(four[:2], "torch") == ([], [limit])

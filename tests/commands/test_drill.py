@@ -30,12 +30,12 @@ def exercise(tmp_path, seed=0):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--run-dir", "x"], "--run-dir is the drill's own to set: leave it out"),
-        (["--resume=x"], "--resume is the drill's own to set"),
+        (["--run-dir", "x"], "--run-dir is set by the drill: leave it out"),
+        (["--resume=x"], "--resume is set by the drill"),
         (["--faults", "0"], "--faults"),
         (["--lr", "-1"], "--lr must be a number above 0"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["--out", "{folder}"], "is there already: name a new folder"),
+        (["--out", "{folder}"], "exists already: name a new folder"),
     ],
 )
 def test_bad_flags_are_one_line(flags, message, tmp_path, capsys):
