@@ -215,7 +215,7 @@ class Exercise:
         return done
 
     def _reach(self, job: Job, step: int) -> str:
-        """Wait until the job has taken ``step`` steps, or until a random moment of its start; return which one it was."""
+        """Wait until the job has taken ``step`` steps, or until a random moment of its start; say which it was."""
         if self._choice.random() < _EARLY:
             seconds = self._choice.uniform(0.1, 3.0)
             deadline = time.monotonic() + seconds

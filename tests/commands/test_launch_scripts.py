@@ -44,7 +44,7 @@ def test_the_set_up_has_help_and_refuses_what_it_does_not_know():
 def test_several_hosts_of_torchrun_need_a_port():
     end = start("torchrun", HOSTS="one,two:3", PORT="")
     assert end.returncode == 2
-    assert "PORT is not set, and 2 hosts must meet at one: set it to a free port of one" in end.stderr
+    assert "PORT is not set, but 2 hosts need one to meet: set it to a free port of one" in end.stderr
 
 
 #: What each script starts by NPROC=3 and by HOSTS="one:2,two" IFACE="lo".

@@ -134,9 +134,9 @@ def test_help_is_the_head_comment(script):
         ((), {"V": "0"}, "V is '0', and must be a number of virtual ranks: V=4"),
         ((), {"RANKS": "1 two"}, "RANKS has 'two', and must be numbers of ranks"),
         ((), {"WAYS": "chain slurm"}, "WAYS has 'slurm', and must be some of nproc-shm"),
-        (("--virtual-ranks=8",), {}, "--virtual-ranks is the script's own: set V"),
-        (("--epochs", "1", "--run-dir", "x"), {}, "--run-dir is the script's own: set RUNS"),
-        (("--backend", "torch"), {}, "--backend is the script's own: set WAYS and RANKS"),
+        (("--virtual-ranks=8",), {}, "--virtual-ranks is set by the script: use V"),
+        (("--epochs", "1", "--run-dir", "x"), {}, "--run-dir is set by the script: use RUNS"),
+        (("--backend", "torch"), {}, "--backend is set by the script: use WAYS and RANKS"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_started(flags, variables, message, script):
