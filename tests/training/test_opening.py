@@ -14,7 +14,7 @@ from dualtrain.training.opening import model_line, settings_line, verbose_lines
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)))
 
 
-def test_the_settings_are_those_that_the_recipe_has_not():
+def test_the_settings_are_those_that_differ_from_the_recipe():
     given = ["--lr", "0.25", "--batch-size", "8", "--no-drop-last", "--run-dir", "x", "--threads", "3"]
     assert settings_line(parse(given).plain(), Path("x")) == (
         "settings: recipe digits-convnet with --batch-size 8 --lr 0.25; all are in x/config.json"
@@ -50,7 +50,7 @@ def test_all_settings_and_with_torchinfo_the_layers(monkeypatch, installed):
         ("data:tiny", "convnet", "data.tiny-convnet"),
     ],
 )
-def test_a_run_is_called_by_what_it_trains(dataset, model, name):
+def test_a_run_is_named_after_what_it_trains(dataset, model, name):
     assert run_name("digits-convnet", dataset, model) == name
 
 
@@ -92,7 +92,7 @@ def test_a_setting_without_effect_is_one_line(flags, line):
     assert found.startswith(line)
 
 
-def test_what_only_the_run_knows_is_noted_too():
+def test_settings_without_effect_at_run_time_are_noted_too():
     assert notes("--weights", "x", resumed=True) == [
         "--weights x has no effect: the run goes on with the weights of a checkpoint"
     ]
