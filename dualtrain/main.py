@@ -60,7 +60,7 @@ def _run(config: Config, world: World) -> int:
     parent = os.getppid()
     if __name__ == "__main__" and torchrun_is_parent():
         signal_at_parents_end(signal.SIGTERM, parent)  # a killed agent leaves its ranks running: save, and end
-    # GC settings are changed only in a process of our own.
+    # Change GC settings only if this process is the command line's own.
     with loading() if __name__ == "__main__" else nullcontext():
         from dualtrain.backends import connect
         from dualtrain.heap import keep_freed_memory
@@ -126,7 +126,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return why the run ends, once with the traceback of the failed code and once in one line."""
+    """Return the reason why the run ends: with the traceback of the failed code, and in one line."""
     from dualtrain.user_code import in_one_line, user_traceback
 
     if isinstance(error, UserError):

@@ -50,8 +50,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         body: a function at the top of a module; returns a process's exit status.
         arguments: the argument of ``body``.
         nproc: the number of processes.
-        restarts: how often all ranks are started again after one has failed. They are not after status 2 (an error that
-            a restart would repeat), nor after a SIGTERM or SIGINT.
+        restarts: how often all ranks are started again after one has failed; never after status 2 (an error that
+            a restart would repeat), or after a SIGTERM or SIGINT.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed it;
@@ -101,11 +101,11 @@ class _Job:
         self._inbox = inbox
         self._restarts = restarts
         self._processes: list[BaseProcess] = []
-        self._status: int | None = None  # the job's, once a rank has failed
+        self._status: int | None = None  # the job's exit status, once a rank has failed
         self._save = False  # whether a checkpoint was requested before the first rank was started
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
         self._means = [signal.SIGTERM, signal.SIGKILL]  # signals to end the ranks, in order, that were not sent yet
-        self._deadline: float | None = None  # when the next of them is sent
+        self._deadline: float | None = None  # when the next signal is sent
 
     def start(self, body: Body, arguments: Sequence[str], places: Sequence[Mapping[str, str]]) -> None:
         """Start one rank for each of ``places``, which hold their environment variables. Does not wait for the ranks."""
@@ -169,7 +169,7 @@ class _Job:
             os.kill(process.pid, number)  # the pid is still ours: only reading exitcode reaps it
 
     def _listen(self, seconds: float | None) -> None:
-        """Handle the signals that were received, or are within ``seconds``."""
+        """Handle the signals that were received, or that arrive within ``seconds``."""
         if select.select([self._inbox], [], [], seconds)[0]:
             for number in os.read(self._inbox, 1024):
                 self._handle(number)

@@ -74,7 +74,7 @@ class Examination:
         return None
 
     def _agreed(self, name: str, refusal: str | None) -> Probe | None:
-        """Return a failed probe if this rank, or a rank that it reaches, has a reason not to try; else ``None``."""
+        """Return a failed probe if this rank, or one that it reaches, has a reason not to try; else ``None``."""
         if self._control is None:
             return Probe(name, error=refusal) if refusal else None
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# The oldest driver for each major version of CUDA; it runs all minor versions of CUDA.
+# The oldest driver for each major version of CUDA; it also runs the later minor versions.
 _DRIVERS = {11: "450", 12: "525", 13: "580"}
 _BUILD = "DUALTRAIN_GPU=nccl bash launch/setup.sh"
 

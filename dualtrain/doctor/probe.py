@@ -15,7 +15,7 @@ from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-_MARGIN_SECONDS = 5.0  # wait a little longer than the library, whose own timeout has a better message
+_MARGIN_SECONDS = 5.0  # wait a little longer than the library, whose timeout has a better message
 
 
 @dataclass

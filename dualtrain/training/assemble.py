@@ -64,7 +64,7 @@ def _check_sizes(task: Task, name: str) -> Task:
 
 @torch.no_grad()
 def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
-    """Run the model on one sample, to report before the run begins if it does not fit the data.
+    """Run the model on one sample, to find out before the run begins whether it fits the data.
 
     Args:
         task: the data.

@@ -130,7 +130,7 @@ def _is_event(value: Any) -> bool:
 
 
 def append_events(folder: Path, *events: Event) -> None:
-    """Append events to those of a folder, of which this process must have the lock. Raises OSError."""
+    """Append events to a folder's file. This process must hold the folder's lock. Raises OSError."""
     with (folder / NAME).open("ab") as file:
         file.write(_lines(events))
 

@@ -53,7 +53,7 @@ class Packed:
         self._structure = json.dumps(_flatten(tree, self._tensors))
 
     def write(self, path: Path, lock: FolderLock | None = None) -> None:
-        """Write it as one file, whole or not at all.
+        """Write the tree as one file, whole or not at all.
 
         Args:
             path: the file.

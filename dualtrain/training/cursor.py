@@ -70,7 +70,7 @@ class Cursor:
         """Restore a cursor from the values that :meth:`plain` returned.
 
         Raises:
-            ValueError: they are not those of a cursor.
+            ValueError: the values are not those of a cursor.
         """
         names = {_STORED.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
         if plain.keys() != names.keys():

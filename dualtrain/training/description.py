@@ -156,7 +156,7 @@ def _words(code: types.CodeType) -> set[str]:
 
 
 def _is_setting(value: Any, depth: int = 0) -> bool:
-    """Return whether this is a plain value or a short list of them. Paths are none: they may differ between hosts."""
+    """Return whether this is a plain value or a short list of them, and no path, which may differ between hosts."""
     if isinstance(value, list | tuple):
         return depth < 2 and len(value) <= _ITEMS and all(_is_setting(item, depth + 1) for item in value)
     return isinstance(value, _PLAIN) and not (isinstance(value, str) and "/" in value)

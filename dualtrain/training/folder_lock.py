@@ -84,7 +84,7 @@ class FolderLock:
         descriptor = generation.create(folder, number, owner)
         if descriptor is None:
             return
-        if generation.newest(folder) > number:  # this process was slow: others have made newer ones meanwhile
+        if generation.newest(folder) > number:  # this process was slow: others have made newer generations
             generation.path_of(folder, number).unlink(missing_ok=True)
             os.close(descriptor)
             return
@@ -196,7 +196,7 @@ def _await_end(folder: Path, number: int, limit: float, waits: bool) -> Owner | 
         UserError: the process runs, or may still run after ``limit`` seconds.
     """
     wait, owner = _Wait(folder, limit, waits), None
-    while (seen := generation.look(folder, number)) is not None:  # if None, there is a newer one
+    while (seen := generation.look(folder, number)) is not None:  # if None, there is a newer generation
         owner = seen.owner
         if wait.has_left(seen):
             break

@@ -176,7 +176,7 @@ class Run:
             allow_restart(self.folder, lock)
             for name, tree in start.copies.items():
                 checkpoint.write(self.folder / "checkpoints" / name, tree, lock)
-            lock.sign()  # from here on, a restart may go on from the newest checkpoint
+            lock.sign()  # from here on, a restart may resume from the newest checkpoint
 
         on_rank_zero(self.backend, "run folder", prepare)
         self.records = on_all_ranks(self.backend, "run folder", self._records)
@@ -412,7 +412,7 @@ class Run:
         """Write the model and the summary; return the summary on every rank. Collective."""
         weights = weights_of(self.trainer)
         costs = self.clock.costs()
-        self._note_progress()  # recoveries of a start that had no step left
+        self._note_progress()  # records recoveries if no step was left
         recoveries = on_rank_zero(self.backend, "recoveries", lambda: recoveries_in(self.folder))
         more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
         more["recoveries"] = recoveries

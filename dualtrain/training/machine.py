@@ -85,8 +85,8 @@ def onednn_set(flags: Collection[str], limit: str) -> str | None:
     """Return the largest instruction set that oneDNN uses on an x86 processor; ``None`` on others.
 
     Args:
-        flags: of the processor, as in /proc/cpuinfo.
-        limit: the value of ONEDNN_MAX_CPU_ISA. An unknown one limits nothing, as in oneDNN.
+        flags: the processor's flags, as in /proc/cpuinfo.
+        limit: the value of ONEDNN_MAX_CPU_ISA. An unknown value limits nothing, as in oneDNN.
     """
     limit = _SAME.get(limit.upper(), limit.upper())
     order = list(_SETS)

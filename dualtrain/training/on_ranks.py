@@ -30,7 +30,7 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
             if all(other is not None for other in problems):
                 raise UserError(reason, shared=True, trace=trace, transient=transient)
             raise RanksDifferError(f"rank {rank}: {reason}", trace=trace, transient=transient)
-    return result  # type: ignore[return-value]  # every task that raised has ended above
+    return result  # type: ignore[return-value]  # the error of any task was raised above
 
 
 def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:

@@ -27,7 +27,7 @@ class Parts(Protocol):
     """Division of a trainer's steps into parts, with the state that the parts begin with.
 
     Attributes:
-        count: the number of parts of a step; the gradient is the mean of theirs.
+        count: the number of parts of a step; the gradient is the mean of the parts' gradients.
         numbers: how many numbers a part sends after the scalars.
     """
 

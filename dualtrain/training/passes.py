@@ -83,7 +83,7 @@ class Passes:
 
     @property
     def more(self) -> torch.Tensor:
-        """After :meth:`reduce`: the sum over all parts of the numbers after the scalars, float64, on the CPU."""
+        """After :meth:`reduce`: the ``more`` numbers of :meth:`load`, summed over all parts, float64, on the CPU."""
         return self.optimizer.extra[StepScalars.COUNT :]
 
     def reduce(self) -> Step:

@@ -47,7 +47,7 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
 
 
 def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the checkpoint's values of settings that a resumed run keeps unless they are given.
+    """Fill in, from the checkpoint, settings that were not given and that a resumed run keeps.
 
     Args:
         settings: all settings of the resumed run by name; ``None`` for those not given.
@@ -102,7 +102,7 @@ def in_words(values: Mapping[str, Any]) -> str:
 
 
 def _check_form(tree: dict[str, Any]) -> None:
-    """Raise UserError if the checkpoint lacks a part that those of runs have."""
+    """Raise UserError if the checkpoint lacks a part that a run's checkpoint has."""
     parts = {"platform": {}, **tree}  # older checkpoints have no platform
     kinds = {"trainer": dict, "cursor": dict, "config": dict, "platform": dict, "global_batch": int, "data": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(parts.get(name), kind)]
@@ -157,7 +157,7 @@ def restore_best(
     Args:
         trainer: holds the state of ``saved``, before and after this call.
         cursor: the position in ``saved``.
-        saved: the checkpoint that the run goes on from.
+        saved: the checkpoint from which the run resumes.
         folder: the run's folder.
         other: another folder of checkpoints to search.
         lock: the lock of the run's folder.

@@ -34,7 +34,7 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
     """Lock the run's folder, if it holds a run; with ``--resume auto``, make and lock it. On rank 0 only.
 
     ``--resume auto``, like a restart of the job that made the run, finds in the folder where to start, so no other start
-    may change the folder meanwhile. Without ``--run-dir``, the job's name is in the folder's, so that a restart finds it.
+    may change the folder meanwhile. Without ``--run-dir``, the folder's name has the job's in it: a restart finds it.
     A start that resumes waits for a process that is about to end. All waits together last half of ``timeout`` at most.
 
     Returns:
@@ -121,7 +121,7 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """Make a folder that did not exist: runs that start within the same second get different ones."""
+    """Make a folder that did not exist: runs that start within the same second get different folders."""
     number = 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")

@@ -36,7 +36,7 @@ MAY_DIFFER = {
     "text_file": "a path of each host; the data are compared",
     "weights": "a path of each host; rank 0's weights are used; whether ranks give the flag is compared",
     "run_dir": "rank 0 alone writes",
-    "resume": "rank 0 alone reads; whether the run goes on is compared",
+    "resume": "rank 0 alone reads; whether the run resumes is compared",
     "workers": "depends on a host's number of cores; no sample depends on it",
     "log_every": "rank 0 alone writes",
     "log_seconds": "rank 0 alone prints",

@@ -2,8 +2,8 @@
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is taken, and sent by that rank, so that hosts
-need no common disk. A run that has ended is not trained again. A restart of the job that made the run does the same without
-that flag.
+need no common disk. A run that has ended is not trained again. A restart of the job that made the run does all this without
+the flag.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
 
 
 def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> bool:
-    """Return whether a run was completed as these settings ask; ``False`` for summaries of older versions."""
+    """Return whether the run has completed what these settings request; ``False`` for summaries of older versions."""
     step = StepSection(batch_size=settings["batch_size"], global_batch_size=settings["global_batch_size"])
     return (
         summary.get("planned") == {name: settings[name] for name in PLANNED}

@@ -199,7 +199,7 @@ class Trainer:
     def fit(self, loader: Iterable[Sequence[torch.Tensor]], epochs: int = 1) -> list[dict[str, float]]:
         """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
-        Ranks may have different numbers of batches: those without any left contribute nothing to the remaining steps. A
+        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps. A
         loader's ``sampler.set_epoch`` is called if it has one.
 
         Returns:

@@ -107,8 +107,8 @@ def test_an_unexpected_error_keeps_its_traceback(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (UserError("mend it", shared=True), 2),
-        (UserError("mend it"), 2),
+        (UserError("fix it", shared=True), 2),
+        (UserError("fix it"), 2),
         (DivergedError("inf"), 1),
         (KeyboardInterrupt(), 130),
     ],

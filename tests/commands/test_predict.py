@@ -161,11 +161,11 @@ def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, 
     Image.new("I;16", (8, 8)).save(tmp_path / "deep.png")
     for bad, reason in (("text.png", "none of JPEG"), ("deep.png", "8 bits"), ("gone.png", "No such file")):
         assert main([str(run), digits[0], str(tmp_path / bad)]) == 2
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert bad in told.err
-        assert reason in told.err
-        assert told.err.count("\n") == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert bad in printed.err
+        assert reason in printed.err
+        assert printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

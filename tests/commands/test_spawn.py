@@ -139,7 +139,7 @@ def test_a_signal_ends_the_ranks_and_is_the_status(start, number, status):
 
 
 def test_a_job_that_gets_sigterm_has_unlimited_time_to_stop(start):
-    slow = "told = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: told.set())\n"
+    slow = "received = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: received.set())\n"
     slow += "print(f'pid {rank} {os.getpid()};', flush=True)\ntold.wait(60)\n"
     slow += "if rank == 0:\n    time.sleep(1.5)\n    print('saved', flush=True)\nreturn 143"
     job = start(slow, settings=QUICK)
@@ -159,9 +159,9 @@ def test_a_second_signal_ends_ranks_that_ignore_the_first(start):
 
 
 def test_sigusr1_is_passed_on_and_the_job_goes_on(start):
-    note = "signal.signal(signal.SIGUSR1, lambda *_: told.set())\n"
-    wait = "print(f'pid {rank} {os.getpid()};', flush=True)\nreturn 0 if told.wait(60) else 1"
-    job = start(f"told = threading.Event()\n{note}{wait}")
+    note = "signal.signal(signal.SIGUSR1, lambda *_: received.set())\n"
+    wait = "print(f'pid {rank} {os.getpid()};', flush=True)\nreturn 0 if received.wait(60) else 1"
+    job = start(f"received = threading.Event()\n{note}{wait}")
     job.await_ranks(2)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(SECONDS) == 0

@@ -94,7 +94,7 @@ def test_a_setting_without_effect_is_one_line(flags, line):
 
 def test_settings_without_effect_at_run_time_are_noted_too():
     assert notes("--weights", "x", resumed=True) == [
-        "--weights x has no effect: the run goes on with the weights of a checkpoint"
+        "--weights x has no effect: the run resumes with the weights of a checkpoint"
     ]
     assert notes("--sync-batchnorm", norms=False) == [
         "--sync-batchnorm has no effect: the model has no BatchNorm that is trained"
