@@ -18,7 +18,7 @@ from dualtrain.files import write_json
 from dualtrain.launchers import World, torchrun_error_file
 from dualtrain.processes import release
 
-#: Control characters but tab and newline, marks that reverse the direction of text, line separators, and halves of
+#: Control characters except tab and newline, marks that reverse the direction of text, line separators, and halves of
 #: surrogate pairs, which stand for bytes of a file name that are not UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -31,8 +31,9 @@ def printable(text: object) -> str:
 def show(text: object, file: TextIO | None = None) -> None:
     """Print ``text``, made :func:`printable`, on standard output or ``file``.
 
-    In one write, also where Python does not buffer: launchers mix what several processes write. If nobody reads the pipe
-    any more, as behind ``| head``, this and all later output is dropped: a run goes on, and keeps its exit status.
+    This is one write, even if Python does not buffer, because launchers mix the output of several processes. If nobody
+    reads the pipe any more, as behind ``| head``, this and all later output is dropped: a run goes on, and keeps its exit
+    status.
     """
     stream = file or sys.stdout
     try:
@@ -49,7 +50,7 @@ def size_in_words(size: int) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: the first of ``rows``, which is its head, a rule, and the others."""
+    """Return the lines of a table: its head (the first of ``rows``), a rule, and the other rows."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
@@ -62,7 +63,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See argparse, which turns the value of ``--flag=--`` into an empty list; refused here."""
+        """Parse as argparse does, but refuse ``--flag=--``, whose value argparse turns into an empty list."""
         words = list(sys.argv[1:] if args is None else args)
         for word in words[: words.index("--") if "--" in words else None]:
             if word.startswith("-") and word.endswith("=--"):
@@ -94,9 +95,9 @@ def parser_of(module: str, about: str) -> Parser:
 
 
 def print_error(what: object, rank: int = 0, size: int = 1, *, final: bool = False) -> None:
-    """Print an error as one line on standard error; with the rank, if there are several.
+    """Print an error as one line on standard error; with the rank, if there are several ranks.
 
-    Above it, the traceback of the user's own code, if that has failed. ``final`` for an error that a restart would repeat.
+    If the user's own code has failed, its traceback comes first. ``final`` means that a restart would repeat the error.
     """
     where = f" (rank {rank} of {size})" if size > 1 else ""
     trace = f"{what.trace}\n" if isinstance(what, UserError) and what.trace else ""
@@ -106,7 +107,7 @@ def print_error(what: object, rank: int = 0, size: int = 1, *, final: bool = Fal
 def record_for_torchrun(reason: str) -> None:
     """Make ``reason`` the cause of this process's failure in the summary that torchrun's agent prints, if there is one.
 
-    As ``record`` of torch.distributed.elastic does, without importing torch: a mistyped flag is reported before.
+    ``record`` of torch.distributed.elastic does the same, but imports torch; this works before that import.
     """
     file = torchrun_error_file()
     if file is not None:
@@ -116,7 +117,7 @@ def record_for_torchrun(reason: str) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Prints log records on what is standard error at that moment."""
+    """Handler that prints log records on the present ``sys.stderr``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         show(f"dualtrain: {record.levelname.lower()}: {record.getMessage()}", sys.stderr)
@@ -136,8 +137,8 @@ def logging_to_stderr() -> Iterator[None]:
 def refuse_on_all(error: UserError, world: World) -> int:
     """Print an error that all ranks most likely have, on rank 0 alone; return the exit status.
 
-    A launcher stops all processes when the first one exits. A rank that still runs after 3 s prints its error too: its
-    command line may be another one.
+    A launcher stops all processes when the first one exits. A rank that still runs after 3 s prints its error too, since
+    its command line may differ.
     """
     if world.rank != 0:
         time.sleep(3.0)

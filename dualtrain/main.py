@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one process of a training job; return its exit status: 0 success, 2 an error of the user's, 1 any other."""
+    """Run one process of a training job; return its exit status: 0, 2 for an error that the user can fix, 1 for others."""
     world = World()
     try:
         world = detect_world()
@@ -59,8 +59,8 @@ def _run(config: Config, world: World) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parent = os.getppid()
     if __name__ == "__main__" and torchrun_is_parent():
-        signal_at_parents_end(signal.SIGTERM, parent)  # an agent that is killed leaves its ranks: save, and end
-    # GC settings are changed only in a process of our own.
+        signal_at_parents_end(signal.SIGTERM, parent)  # a killed agent leaves its ranks running: save, and end
+    # Change GC settings only if this process is the command line's own.
     with loading() if __name__ == "__main__" else nullcontext():
         from dualtrain.backends import connect
         from dualtrain.heap import keep_freed_memory
@@ -114,7 +114,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
             print_error(error, backend.rank, backend.size, final=final)
         _wait_for_all(backend)
     elif isinstance(error, BackendError):
-        if not peer_failed:  # otherwise it is reported already
+        if not peer_failed:  # otherwise the failure is reported already
             print_error(error, backend.rank, backend.size)
     elif isinstance(error, UserError | KeyboardInterrupt):
         print_error(error if str(error) else "interrupted", backend.rank, backend.size, final=final)
@@ -126,7 +126,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return why the run ends, with the traceback of the code that has failed; and in one line."""
+    """Return the reason why the run ends: with the traceback of the failed code, and in one line."""
     from dualtrain.user_code import in_one_line, user_traceback
 
     if isinstance(error, UserError):
@@ -138,12 +138,12 @@ def _reason(error: BaseException) -> tuple[str, str]:
 
 
 def _wait_for_all(backend: Backend) -> None:
-    """Wait until rank 0 has printed the error, which all ranks share: a launcher ends all once one exits."""
+    """Wait until rank 0 has printed the error that all ranks share: a launcher ends all ranks once one exits."""
     try:
         backend.barrier()
         backend.close()
     except BackendError:
-        pass  # a rank that has exited already need not be waited for
+        pass  # a rank has exited already: don't wait for it
 
 
 def _report_peer_failure(failure: PeerFailure, backend: Backend, said: threading.Event) -> None:
@@ -157,7 +157,7 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, said: threading
 
 
 def _leave_on_sigterm(said: threading.Event) -> None:
-    """Exit on SIGTERM, which launchers send when a rank has failed; print first which one."""
+    """Exit on SIGTERM, which launchers send when a rank has failed, once that failure is printed."""
     if not _is_stopping():
         said.wait(0.9)  # mpirun sends SIGKILL after one second
         os._exit(128 + signal.SIGTERM)
@@ -169,10 +169,10 @@ def _interrupt(*_: object) -> None:
 
 
 def _is_stopping() -> bool:
-    """Whether the run has been saved for a signal, and is about to end.
+    """Return whether the run has been saved because of a signal, and is about to end.
 
-    The same signal often comes twice, from the launcher and from the sender to the whole job: the second one must not
-    suppress the message about the checkpoint, nor make other ranks report this one as failed.
+    The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second one must
+    not suppress the message about the checkpoint, nor make other ranks report this rank as failed.
     """
     return isinstance(sys.exc_info()[1], StoppedError)
 

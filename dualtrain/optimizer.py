@@ -102,8 +102,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
 
-        Reading it averages the gradients, if backward has not done so (:meth:`synchronize`): next, GradScaler looks for an
-        overflow, and must do so in the same numbers on all ranks.
+        Reading it is collective: it averages the gradients, if backward has not done so (:meth:`synchronize`). GradScaler
+        reads it just before it looks for an overflow, which it must do in the same numbers on all ranks.
         """
         self.synchronize()
         return self._unscales_itself()

@@ -28,7 +28,7 @@ _OWN_FOLDER = "dualtrain own folder"
 def signal_at_parents_end(number: int, parent: int) -> None:
     """Ask the kernel to send this process the signal ``number`` when its parent, the thread that started it, ends.
 
-    Where the process ``parent`` has ended before the call, it is sent at once.
+    If the process ``parent`` has ended before the call, the signal is sent at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:

@@ -1,7 +1,7 @@
-"""``--nproc N``: N ranks on this host without a launcher, as processes of the command line that was given.
+"""``--nproc N``: start N ranks on this host without a launcher; all have the same command line.
 
 The parent takes no part in the training. It serves the store that the ranks meet in, passes signals on to them, and
-ends the remaining ones when one has failed. The ranks detect and report a failed rank by themselves.
+ends the remaining ranks when one has failed. The ranks detect and report a failed rank by themselves.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dualtrain.launchers import given_job, new_job, spawned
 from dualtrain.processes import release, signal_at_parents_end, start_tracker
 from dualtrain.training.signals import ignore_late_requests, note_early_requests, take_early_request
 
-# torch and what imports it come later: a rank imports this file before it is tied to its parent.
+# Import torch in functions only: a rank imports this file before it is set up to end with its parent.
 
 Body = Callable[[list[str]], int]
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = (*STOPPING, signal.SIGUSR1)
-GRACE_SECONDS = 6.0  # for the other ranks to detect a failed one, print it, and exit
+GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
-REPORT_SECONDS = 0.5  # to wait for the exit status of a rank that was killed before the failed one
+REPORT_SECONDS = 0.5  # a rank that failed because another one was killed may exit before the killed one is reaped
 REPEAT_SECONDS = 2.0  # a signal to a process and to its group arrives twice at once; a person repeats it later
 RANKS_PER_CORE = 16
 
@@ -41,24 +41,24 @@ RANKS_PER_CORE = 16
 def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -> int:
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
-    Blocks until all have exited: without a limit as long as all run, for a few seconds once one has failed or a second
-    SIGTERM or SIGINT was received. Each process is a rank of the launcher ``"spawn"``. Call it in the main thread. A
+    Blocks until all have exited: without a limit while all run, but for at most a few seconds after one has failed, or
+    after a second SIGTERM or SIGINT. Each process is a rank of the launcher ``"spawn"``. Call this in the main thread. A
     program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since every
-    rank imports it again.
+    rank imports the program again.
 
     Args:
         body: a function at the top of a module; returns a process's exit status.
-        arguments: of ``body``.
+        arguments: the argument of ``body``.
         nproc: the number of processes.
-        restarts: how often all ranks are started again after one has failed; not where its status is 2, an error that
-            a restart repeats, nor once a SIGTERM or SIGINT was received.
+        restarts: how often all ranks are started again after one has failed; never after status 2 (an error that
+            a restart would repeat), or after a SIGTERM or SIGINT.
 
     Returns:
-        0 if all ranks end with 0. Else the status of the first one that did not, 128 + N if signal N has ended it;
-        143 or 130 if they end after a SIGTERM or SIGINT that this process was sent.
+        0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed it;
+        143 or 130 if this process received SIGTERM or SIGINT before.
 
     Raises:
-        UserError: so many ranks are too many for this host's cores, or the system refuses to start them.
+        UserError: ``nproc`` is too large for this host's cores, or the system refuses to start so many processes.
     """
     cores = usable_cores()
     if nproc > RANKS_PER_CORE * cores:
@@ -101,21 +101,21 @@ class _Job:
         self._inbox = inbox
         self._restarts = restarts
         self._processes: list[BaseProcess] = []
-        self._status: int | None = None  # the job's, once a rank has failed
+        self._status: int | None = None  # the job's exit status, once a rank has failed
         self._save = False  # whether a checkpoint was requested before the first rank was started
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
-        self._means = [signal.SIGTERM, signal.SIGKILL]  # signals to end the ranks with: those not sent yet, in order
-        self._deadline: float | None = None  # when the next of them is sent
+        self._means = [signal.SIGTERM, signal.SIGKILL]  # signals to end the ranks, in order, that were not sent yet
+        self._deadline: float | None = None  # when the next signal is sent
 
     def start(self, body: Body, arguments: Sequence[str], places: Sequence[Mapping[str, str]]) -> None:
-        """Start a rank with the environment variables of each of ``places``. Does not wait for them."""
+        """Start one rank for each of ``places``, which hold their environment variables. Does not wait for the ranks."""
         from torch.multiprocessing import get_context
 
         from dualtrain.rendezvous.hosts import variables
 
         context = get_context("spawn")
         # A Python interpreter that is starting up exits on a signal with a traceback: block signals until the rank has
-        # handlers. The tracker is started before, since starting it unblocks them.
+        # handlers. The resource tracker is started first, since starting it unblocks signals.
         start_tracker()
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
@@ -124,7 +124,7 @@ class _Job:
                 if self._stopped is not None:
                     self._status = 128 + self._stopped[0]
                 if self._status is not None:
-                    break  # those that were started get the signal, or exit since one has failed
+                    break  # ranks that were started get the signal, or exit since one has failed
                 process = context.Process(target=_rank, args=(body, list(arguments), os.getpid()), name=f"rank {rank}")
                 with variables(place):
                     process.start()
@@ -169,7 +169,7 @@ class _Job:
             os.kill(process.pid, number)  # the pid is still ours: only reading exitcode reaps it
 
     def _listen(self, seconds: float | None) -> None:
-        """Handle the signals that have come, or come within ``seconds``."""
+        """Handle the signals that were received, or that arrive within ``seconds``."""
         if select.select([self._inbox], [], [], seconds)[0]:
             for number in os.read(self._inbox, 1024):
                 self._handle(number)
@@ -188,7 +188,7 @@ class _Job:
         self._send(number)
 
     def _failed(self) -> dict[int, int]:
-        """Return the rank of each exit status that is not 0; -N if signal N ended the process."""
+        """Return the rank of each exit status other than 0. Status -N means that signal N ended the process."""
         return {process.exitcode: rank for rank, process in enumerate(self._processes) if process.exitcode}
 
     def _note_failure(self) -> None:
@@ -197,13 +197,13 @@ class _Job:
             return
         if self._stopped is not None:
             self._status = 128 + self._stopped[0]
-            return  # they were asked to stop, and take the time that they need
+            return  # the ranks were asked to stop: don't limit the time that they need to save
         # A rank can detect that another one was killed, and exit, before the system reports the killed one.
         deadline = time.monotonic() + REPORT_SECONDS
         while min(failed) > 0 and self._alive() and time.monotonic() < deadline:
             time.sleep(0.01)
             failed = self._failed()
-        code = min(failed)  # below 0: a killed one, which is why the others stop
+        code = min(failed)  # below 0 for a killed rank, which is the cause of the other failures
         self._status = code if code > 0 else 128 - code
         self._deadline = time.monotonic() + GRACE_SECONDS
         if code < 0:
@@ -214,7 +214,9 @@ class _Job:
         """Send the next stronger signal to the ranks; return False if none is left."""
         if not self._means:
             left = ", ".join(f"{process.name} (process {process.pid})" for process in self._alive())
-            print_error(f"{left} did not end within {END_SECONDS:g} s of SIGKILL: the system holds it; see its state in ps")
+            print_error(
+                f"{left} did not end within {END_SECONDS:g} s of SIGKILL: it hangs in the kernel; see its state in ps"
+            )
             self._status = self._status or 128 + signal.SIGKILL
             return False
         self._send(self._means.pop(0))
@@ -246,9 +248,9 @@ def _signals() -> Iterator[int]:
 def _rank(body: Body, arguments: list[str], parent: int) -> None:
     """Run ``body`` as a spawned rank."""
     signal_at_parents_end(signal.SIGKILL, parent)
-    # A session of its own: a Ctrl-C is received once, from the parent, and not from the terminal too.
+    # Start a session: the rank then receives a Ctrl-C once, from the parent, and not from the terminal too.
     os.setsid()
-    multiprocessing.set_start_method(None, force=True)  # its data workers use the default method
+    multiprocessing.set_start_method(None, force=True)  # data workers use the default start method
     note_early_requests()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)

@@ -10,8 +10,8 @@ torch_abi=''           # 1, or 0 for the std::string of GCC before 5, which PyPI
 torch_architectures='' # GPU architectures that torch was compiled for: "75,80,90"
 packages=''            # the environment's site-packages
 
-# read_torch: sets interpreter, torch_* and packages from the installed torch: an index may have only one of its builds. In mode
-# cpu it only reads torch's files: import needs the libraries of NVIDIA's wheels, which are installed after it.
+# read_torch: sets interpreter, torch_* and packages from the installed torch, since the index decides which build that is. In mode
+# cpu it only reads torch's files: importing torch needs the libraries of NVIDIA's wheels, which are installed later.
 read_torch() {
   local facts
   facts=$("$venv/bin/python" -c '
@@ -53,7 +53,7 @@ describe_build() {
 
 # write_compiler: writes a compiler wrapper that replaces Horovod's -std=c++14 by C++20, which torch's headers need, and drops
 # -g: debug information takes a third of the time. The rpath makes the library find MPI and torch in the environment that it
-# is installed in: mpicxx adds only the path of the one that it was built in, which may be deleted by then.
+# is installed in: mpicxx adds only the path of the environment that it was built in, which may be deleted later.
 write_compiler() {
   mkdir -p "$tools"
   cat >"$tools/c++" <<'COMPILER'
@@ -108,8 +108,8 @@ CMAKE
   chmod +x "$tools/cmake/cmake"
 }
 
-# write_torch: writes the module that finds torch, in place of Horovod's, for mode cpu. That one imports torch six times, and uses any
-# CUDA toolkit that it finds if torch is a CUDA build, even without GPU operations.
+# write_torch: writes the module that finds torch, in place of Horovod's, for mode cpu. Horovod's module imports torch six times, and
+# if torch is a CUDA build uses any CUDA toolkit that it finds, even without GPU operations.
 write_torch() {
   mkdir -p "$tools/cmake"
   cat >"$tools/cmake/FindPytorch.cmake" <<CMAKE
@@ -170,8 +170,8 @@ end_build() {
 
 show_build() { cat "$build_log"; return "$1"; }
 
-# check_horovod: fails if a part is missing. Horovod's own build leaves out NCCL silently if it does not find it. It is
-# horovodrun --check-build in a process that has torch loaded: horovodrun forks six times, and each one would load torch.
+# check_horovod: fails if a part is missing: Horovod's own build leaves out NCCL silently if it does not find it. This runs
+# horovodrun --check-build in a process that has loaded torch: horovodrun forks six times, and each fork would load torch.
 check_horovod() {
   local facts part parts=(PyTorch MPI Gloo)
   if [ "$mode" = nccl ]; then parts+=(NCCL); fi

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Shows that --virtual-ranks gives one result: trains the same job in one process, on several numbers of ranks, over both
-# backends and each transport, under each launcher, and in a chain of runs each of which goes on from a checkpoint of the
-# one before on another number of ranks. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or metrics differ
-# or a run failed, 2 if the flags are wrong. What cannot run here is left out, with the reason.
+# backends and each transport, under each launcher, and in a chain of runs on different numbers of ranks, each of which
+# resumes from a checkpoint of the run before. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or metrics
+# differ or a run failed, 2 if the flags are wrong. Ways that cannot run here are left out, with the reason.
 #
 #   bash launch/one_result.sh [flags of dualtrain train, for all runs]     (default: --epochs 2)
 #
 # V      number of virtual ranks (default: 4)
-# RANKS  numbers of ranks, "1 2 3 4"; each way then runs with all of them (default: one or two of 2, 3, 4 for each way)
+# RANKS  numbers of ranks, such as "1 2 3 4", for every way (default: for each way one or two of 2, 3 and 4)
 # WAYS   which ways (default: "nproc-shm nproc-native torchrun-shm torchrun-native horovodrun-gloo horovodrun-mpi
 #        mpirun-torch mpirun-horovod chain"); one process is always first. The chain has 4, 1, 3 and 2 ranks
 # RUNS   folder of the runs (default: a new folder below runs/)
@@ -32,9 +32,9 @@ for way in "${ways[@]}"; do
 done
 for flag in "$@"; do
   case ${flag%%=*} in
-    --virtual-ranks) refuse "--virtual-ranks is the script's own: set V" ;;
-    --run-dir) refuse "--run-dir is the script's own: set RUNS" ;;
-    --nproc | --backend | --transport | --resume) refuse "${flag%%=*} is the script's own: set WAYS and RANKS" ;;
+    --virtual-ranks) refuse "--virtual-ranks is set by the script: use V" ;;
+    --run-dir) refuse "--run-dir is set by the script: use RUNS" ;;
+    --nproc | --backend | --transport | --resume) refuse "${flag%%=*} is set by the script: use WAYS and RANKS" ;;
   esac
 done
 if [ $# = 0 ]; then set -- --epochs 2; fi
@@ -49,7 +49,7 @@ if [ "$(id -u)" = 0 ]; then mpi+=(--allow-run-as-root); fi
 main=(python -m dualtrain.main --virtual-ranks "$virtual" "$@")
 folders=() left_out=()
 
-# train NAME COMMAND…: runs the command, with its output in a file of its own; prints the end of it if it fails.
+# train NAME COMMAND…: runs the command, with its output in its own file; prints the end of that file if the command fails.
 train() {
   local name=$1 status=0
   shift
@@ -66,7 +66,7 @@ train() {
   return "$status"
 }
 
-# one WAY RANKS NAME [FLAG…]: trains in this way, on so many ranks.
+# one WAY RANKS NAME [FLAG…]: trains in this way, on this number of ranks.
 one() {
   local way=$1 size=$2 name=$3
   shift 3
@@ -107,7 +107,7 @@ sizes_of() {
   esac
 }
 
-# chain: on 4, 1, 3 and 2 ranks, four runs to the end; the later ones go on from step 3, 6 and 9 of the run before them.
+# chain: four runs to the end, on 4, 1, 3 and 2 ranks; all but the first resume from step 3, 6 or 9 of the run before.
 chain() {
   local step=0 from=() link way size flags=(--checkpoint-every 3 --keep 100)
   local third=nproc-native last=torchrun-native

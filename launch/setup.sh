@@ -8,7 +8,7 @@
 # DUALTRAIN_VENV   folder of the environment         (default: .venv beside setup.cfg)
 # DUALTRAIN_CACHE  folder of built wheels            (default: ~/.cache/dualtrain)
 # DUALTRAIN_WITH   what of dualtrain to install      (default: dev). dev: this tree, editable, and the tools for its
-#                  tests; tree: this tree, editable (a finished dev will do); run: a copy of it; none: nothing
+#                  tests; tree: this tree, editable (dev serves for it too); run: a copy of it; none: nothing
 # DUALTRAIN_GPU    nccl: Horovod with NCCL, for NVIDIA GPUs; cpu: without (default: nccl if there is a GPU).
 #                  nccl needs no GPU and no CUDA toolkit to build; launch/cuda_from_wheels.sh lists its variables
 # DUALTRAIN_TORCH  torch's version, such as 2.15.0   (default: that of launch/versions.txt)
@@ -121,7 +121,7 @@ check_settings() {
     refuse "$("$python" --version) is too old; install Python 3.11 or newer, or set PYTHON to it"
 }
 
-# check_machine: checks what only a new environment needs; an image with a finished one has no compiler.
+# check_machine: checks what only a new environment needs; an image with a finished environment has no compiler.
 check_machine() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     refuse "this Python cannot make virtual environments; install its venv module (Debian: apt install python3-venv)"
@@ -161,7 +161,7 @@ while True:
 PY
 }
 
-# take_lock: allows one set-up at a time. The steps' commands inherit the lock: if this script is killed, the next call waits.
+# take_lock: allows one set-up at a time. The steps' commands inherit the lock: if this script is killed, the next call waits for them.
 take_lock() {
   local holder
   exec 9>>"$lock"
@@ -208,7 +208,7 @@ make_environment() {
 }
 
 # install_torch NAME: installs the wheel of torch or torchvision: in mode cpu the CPU build if it is available (a local wheel, then
-# PyTorch's index), else PyPI's. A torchvision for CPUs needs such a torch.
+# PyTorch's index), else PyPI's. A torchvision for CPUs needs a torch for CPUs.
 install_torch() {
   local name=$1 version
   version=$(sed -n "s/^$name==//p" "$constraints")
@@ -219,16 +219,16 @@ install_torch() {
         --index-url https://download.pytorch.org/whl/cpu "$name==$version+cpu"; } >>"$log" 2>&1 || true
   fi
   if [ "$mode" = nccl ] && compgen -G "$venv/lib/python*/site-packages/$name-*+cpu.dist-info" >/dev/null; then
-    # An earlier set-up for CPUs left it, and pip takes it for the requested version.
+    # An earlier set-up for CPUs left its CPU build, which pip takes for the requested version.
     "$venv/bin/python" -m pip uninstall --yes "$name"
   fi
   if [ "$name" = torch ]; then install_pinned_torch --no-deps; else pip_install "$name"; fi
 }
 
-# install_pinned_torch [--no-deps]: without the constraints: of one that the index cannot fulfil, pip says no name.
+# install_pinned_torch [--no-deps]: uses no constraints, because pip does not name a constraint that the index cannot fulfil.
 install_pinned_torch() { "$venv/bin/python" -m pip install --disable-pip-version-check "$@" "torch==$torch"; }
 
-# install_horovod FOLDER: replaces an earlier set-up's Horovod, for another torch or mode; pip alone leaves one of the same version.
+# install_horovod FOLDER: replaces Horovod even if it has the same version, since it may be built for another torch or mode.
 install_horovod() { pip_install --no-deps --force-reinstall "$1"/horovod-*.whl; }
 
 # install_dualtrain: leaves out the extra "horovod", whose packages are installed by other steps.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets the environment up, then checks format, lint and types, and runs the tests.
+# Sets up the environment, then checks format, lint and types, and runs the tests.
 #
 #   bash launch/test.sh                       all tests but launches, and one smoke launch per launcher and backend
 #   bash launch/test.sh --all                 every test, with coverage (at least 90 %); before a release, run
@@ -48,7 +48,7 @@ case ${1:-} in
     mapfile -t rings < <(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d ! -name launch ! -name __pycache__ \) | sort)
     status=0
     python -m "${tests[@]}" "${rings[@]}" tests/launch/test_smoke.py || status=$?
-    echo "not run: tests/launch/ but for the smoke launches (--all runs it)"
+    echo "not run: tests/launch/ except for the smoke launches (--all runs it)"
     not_run
     exit "$status"
     ;;

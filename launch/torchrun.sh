@@ -17,7 +17,7 @@ for host in "${names[@]}"; do
 done
 if [ "${#names[@]}" -gt 1 ]; then
   if [ -z "${PORT:-}" ]; then
-    echo "torchrun.sh: error: PORT is not set, and ${#names[@]} hosts must meet at one: set it to a free port of ${names[0]%%:*}" >&2
+    echo "torchrun.sh: error: PORT is not set, but ${#names[@]} hosts need one to meet: set it to a free port of ${names[0]%%:*}" >&2
     exit 2
   fi
   meeting=(--nnodes="${#names[@]}" --rdzv-backend=c10d --rdzv-endpoint="${names[0]%%:*}:$PORT" --rdzv-id="dualtrain-$PORT")

@@ -1,4 +1,4 @@
-"""The command line: parsing, and the checks of what was typed.
+"""Parse the command line, and check its values.
 
 A value comes from the flag, else from the recipe, else from the setting's default.
 """
@@ -16,7 +16,7 @@ from dualtrain.config.sections import AUTO, SECTIONS, SETTINGS, Config, ModelSec
 from dualtrain.console import Parser, program, show
 from dualtrain.errors import UserError
 
-LARGEST = 2**32 - 1  # of whole numbers: products of a few of them stay within 64 bits
+LARGEST = 2**32 - 1  # of whole numbers: the largest seed; its product with 2**31 still fits in an int64
 
 
 class _Parser(Parser):
@@ -60,42 +60,42 @@ def _without_overridden(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[s
     if "batch_size" in flags or "global_batch_size" in flags:
         dropped |= {"batch_size", "global_batch_size"}
     if flags.get("optimizer", recipe.get("optimizer")) != recipe.get("optimizer"):
-        dropped |= {"momentum", "weight_decay", "optimizer_options"}  # of the recipe's own optimizer
+        dropped |= {"momentum", "weight_decay", "optimizer_options"}  # these belong to the recipe's optimizer
     return {name: value for name, value in recipe.items() if name not in dropped}
 
 
 def _check_run(run: RunSection, model: ModelSection) -> None:
-    """Refuse flags of starting ranks and of nn.DataParallel that contradict each other."""
+    """Refuse contradictions between the flags that start ranks and those of nn.DataParallel."""
     for name in ("parallel_loss", "output_device"):
         if getattr(run, name) not in (None, False) and not run.data_parallel:
             raise UserError(f"{SETTINGS[name].flag} is a part of --data-parallel: give both, or neither")
     if run.data_parallel and run.backend not in ("auto", "local"):
         raise UserError(f"--data-parallel is one process without ranks: use --backend local, not {run.backend}")
     if run.data_parallel and run.nproc is not None:
-        raise UserError("--data-parallel is one process on all GPUs and --nproc starts several: give one of them")
+        raise UserError("--data-parallel is one process on all GPUs, and --nproc starts several processes: give one flag")
     if run.data_parallel and model.compile:
         raise UserError(
-            "--data-parallel copies the model to each GPU at every step, which --compile cannot follow: give one"
+            "--data-parallel copies the model to each GPU at every step, which --compile cannot follow: give one flag"
         )
     if run.nproc is not None and run.backend == "local":
         raise UserError(
-            "--nproc starts ranks that must meet, and --backend local is one process alone: use torch or horovod"
+            "--nproc starts ranks that communicate, but --backend local is for one process: use torch or horovod"
         )
 
 
 def _check_restarts(run: RunSection) -> None:
-    """Refuse restarts that nothing would carry out."""
+    """Refuse restarts of ranks that another program has started."""
     if run.max_restarts and run.nproc is None:
         raise UserError("--max-restarts is for the ranks that --nproc starts: add --nproc, or give it to torchrun")
 
 
 def _check_step(config: Config) -> None:
-    """Refuse settings of steps, learning rates and resuming that lack another setting which they need."""
+    """Refuse settings that need another setting, if that is missing."""
     step, schedule, output = config.step, config.schedule, config.output
     if step.batch_size is None and step.global_batch_size is None:
         raise UserError(f"--recipe {config.run.recipe} sets no batch size: give --batch-size or --global-batch-size")
     if output.resume == "" and output.run_dir is None:
-        raise UserError("--resume needs the run to go on with: add --run-dir, or give --resume a checkpoint's file")
+        raise UserError("--resume needs a run to resume: add --run-dir, or name a checkpoint's file after --resume")
     if output.resume == AUTO and output.run_dir is None:
         raise UserError("--resume auto must know where a restart finds the run: add --run-dir (a file auto is ./auto)")
     if schedule.lr_scale != "none" and schedule.lr_batch is None and step.batch_size is None:
@@ -126,7 +126,7 @@ def _parser() -> _Parser:
 
 
 def _convert(one: Setting, text: str) -> Any:
-    """Convert a flag's text to its value. Raises UserError where it is out of bounds."""
+    """Convert a flag's text to its value. Raises UserError if that is out of bounds."""
     bounds = one.bounds
     expected = {int: "a whole number", float: "a number", str: "a text"}[one.kind]
     expected += f" {bounds.words}" if bounds else ""

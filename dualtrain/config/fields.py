@@ -1,4 +1,4 @@
-"""How one setting is declared: its default, its help text, the values that it accepts."""
+"""Declaration of one setting: its default, its help text, the values that it accepts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Bounds:
 
 
 def one_of(*choices: str) -> Bounds:
-    """Exactly these values."""
+    """Accept exactly these values."""
     return Bounds(f"one of {', '.join(choices)}", lambda value: value in choices)
 
 
 def at_least(low: float) -> Bounds:
-    """This number or more."""
+    """Accept this number or more."""
     return Bounds(f"{low:g} or more", lambda value: math.isfinite(value) and value >= low)
 
 
 def between(low: float, high: float) -> Bounds:
-    """From ``low`` to ``high``."""
+    """Accept numbers from ``low`` to ``high``."""
     return Bounds(f"from {low:g} to {high:g}", lambda value: low <= value <= high)
 
 
@@ -46,16 +46,16 @@ def setting(
     fixed: bool = False,
     resumed: bool = False,
 ) -> Any:
-    """Declare a field of a section that is a flag too.
+    """Declare a field of a section, which is also a flag.
 
     Args:
-        default: without a flag and without a recipe.
-        help: for ``--help``.
+        default: the value without a flag and without a recipe.
+        help: the text for ``--help``.
         bounds: the values that are accepted; any of the field's type by default.
-        flag: the flag's name, with underscores, where it is not the field's.
+        flag: the flag's name, with underscores, if it differs from the field's.
         fixed: a resumed run must have the value that it was started with.
-        resumed: a resumed run in which it is ``None`` takes the checkpoint's value, and another one is refused. With a
-            checkpoint that has none, any value may be given, unless the setting is ``fixed`` too.
+        resumed: a resumed run takes the checkpoint's value if none is given, and refuses another one. If the checkpoint has
+            no value, any may be given, unless the setting is ``fixed`` too.
     """
     metadata = {"help": help, "bounds": bounds, "flag": flag, "fixed": fixed, "resumed": resumed}
     return dataclasses.field(default=default, metadata=metadata)
@@ -69,15 +69,15 @@ class Setting:
     """One setting as the command line, the recipes and the files of a run see it.
 
     Attributes:
-        name: as in the flag and in ``config.json``, with underscores.
+        name: its name in the flag and in ``config.json``, with underscores.
         section: the attribute of ``Config`` that it is in.
         attribute: its name in that section.
         kind: bool, int, float or str.
-        default: ``None`` where it has none.
+        default: ``None`` if it has none.
         help: for ``--help``.
         bounds: the values that are accepted.
         fixed: a resumed run must have the value that it was started with.
-        resumed: a resumed run in which it is ``None`` takes the checkpoint's value.
+        resumed: a resumed run takes the checkpoint's value if none is given.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """``run_dir`` → ``--run-dir``."""
+        """The flag: ``--run-dir`` for ``run_dir``."""
         return "--" + self.name.replace("_", "-")
 
     def is_valid(self, value: Any) -> bool:

@@ -32,7 +32,7 @@ def load_recipe(name: str) -> dict[str, Any]:
 
 
 def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of all ``settings`` of a run by name that its recipe has not, or has with other values."""
+    """Return the ``settings`` of a run, by name, that differ from those of its recipe."""
     recipe = Config.of(load_recipe(settings["recipe"])).plain()
     return {name: value for name, value in settings.items() if value != recipe[name]}
 
@@ -44,9 +44,9 @@ def recipe_list() -> str:
 
 
 def run_name(recipe: str, dataset: str, model: str) -> str:
-    """Return what a run is called: its recipe, or its dataset and model where they are not the recipe's.
+    """Return a run's name: its recipe, or its dataset and model if they are not the recipe's.
 
-    Of own ones the module is named, once: ``mine:data`` and ``mine:model`` are ``mine``.
+    A module that has both is named once: ``mine:data`` and ``mine:model`` give ``mine``.
     """
     values = load_recipe(recipe)
     if (values["dataset"], values["model"]) == (dataset, model):
@@ -56,7 +56,7 @@ def run_name(recipe: str, dataset: str, model: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """``pkg.mod:build`` → ``mod``; ``pkg.mod:small`` → ``mod``, ``small``; other names as they are."""
+    """Return the parts of a run's name: of ``pkg.mod:build`` ``mod``, of ``pkg.mod:small`` ``mod`` and ``small``."""
     module, _, function = name.partition(":")
     return [part for part in (module.rpartition(".")[2], function) if part and part not in _PLAIN]
 

@@ -19,20 +19,20 @@ from dualtrain.config.fields import (
     settings_of,
 )
 
-MOST_THREADS = 1024  # OpenMP ends a process that it cannot start so many threads in
-AUTO = "auto"  # of --resume: ./auto is a file
+MOST_THREADS = 1024  # OpenMP ends the process if it cannot start all threads
+AUTO = "auto"  # value of --resume; a file of that name is ./auto
 AUGMENTATIONS = ("none", "crop-flip", "imagenet", "weights")
 
 
 @dataclass(frozen=True)
 class RunSection:
-    """Where a run computes, and how its ranks meet."""
+    """The place of a run: backend, devices, ranks and threads."""
 
     backend: str = setting(
         "auto", "auto (what the launcher implies), torch, horovod or local", one_of("auto", "torch", "horovod", "local")
     )
     transport: str = setting(
-        "auto", "what carries gradients on CPUs: shm (memory that a host's ranks share), native (the library), or auto",
+        "auto", "what sends gradients on CPUs: shm (memory that a host's ranks share), native (the library), or auto",
         one_of("auto", "shm", "native"),
     )  # fmt: skip
     nproc: int | None = setting(None, "start this many ranks on this host, without a launcher", at_least(1))
@@ -44,7 +44,7 @@ class RunSection:
     )
     recipe: str = setting("digits-convnet", "the named set of defaults that the other flags override; list shows them")
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
-    timeout: float = setting(300.0, "seconds that any wait for another rank lasts at most", between(0.1, 1e6))
+    timeout: float = setting(300.0, "the longest wait for another rank, in seconds", between(0.1, 1e6))
     deterministic: bool = setting(False, "only operations whose results repeat bit for bit, on GPUs too")
     threads: int | None = setting(
         None, "intra-op threads of a rank (default: the host's cores divided by its ranks; with --virtual-ranks 1; "
@@ -55,7 +55,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    """Which samples there are, and how they are read. ``None`` stands for the dataset's own default."""
+    """The samples, and how they are read. ``None`` stands for the dataset's own default."""
 
     dataset: str = fixed_setting(
         "digits", "digits (embedded), mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or pkg.mod:build"
@@ -68,11 +68,11 @@ class DataSection:
     )
     image_size: int | None = fixed_setting(None, "pixels, the side of the images that the model gets", at_least(1))
     resize: int | None = fixed_setting(None, "pixels that the shorter side is scaled to before cropping", at_least(1))
-    pad: int = fixed_setting(0, "pixels of zeros around an image before crop-flip takes its window", at_least(0))
+    pad: int = fixed_setting(0, "pixels of zeros around an image before crop-flip crops it", at_least(0))
     normalize: str | None = fixed_setting(
         None, "none, dataset, imagenet, or MEANS/DEVIATIONS as in 0.5,0.5,0.5/0.2,0.2,0.2"
     )
-    classes: int | None = fixed_setting(None, "classes of synthetic data and of your own", at_least(1))
+    classes: int | None = fixed_setting(None, "classes of synthetic data and of your own dataset", at_least(1))
     shape: str | None = fixed_setting(None, "the shape of a synthetic sample: 3,224,224")
     samples: int = fixed_setting(1280, "synthetic samples; a fifth as many for evaluation", at_least(1))
     text_file: str | None = fixed_setting(None, "the text to learn, UTF-8 (default: Python's own documentation)")
@@ -82,12 +82,12 @@ class DataSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """What is trained."""
+    """The model."""
 
     name: str = fixed_setting(
         "convnet", "convnet, mnist-net, mnist-convnet, bert-small, any of torchvision's, or pkg.mod:build", flag="model"
     )
-    pretrained: bool = fixed_setting(False, "start from torchvision's weights, but for the last layer")
+    pretrained: bool = fixed_setting(False, "start from torchvision's weights, except in the last layer")
     freeze_backbone: bool = fixed_setting(False, "train the last layer only")
     weights: str | None = setting(None, "start from this file of weights: safetensors or a state dict")
     channels_last: bool = fixed_setting(False, "lay images out with the channels last")
@@ -97,19 +97,19 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class StepSection:
-    """What one optimizer step does."""
+    """One optimizer step."""
 
     batch_size: int | None = setting(None, "samples a step on each rank", at_least(1))
     global_batch_size: int | None = setting(None, "samples a step on all ranks together", at_least(1))
     virtual_ranks: int | None = fixed_setting(
-        None, "train as this many ranks would, on any number of ranks: the same bits everywhere (default: as the ranks "
-        "that there are; a resumed run: as it began)",
+        None, "train as this many ranks would, on any number of ranks: the same bits everywhere (default: off; "
+        "a resumed run: as it began)",
         between(1, 4096), resumed=True,
     )  # fmt: skip
     accumulate: int = fixed_setting(1, "backward passes that a rank's samples of a step are split into", at_least(1))
     drop_last: bool = fixed_setting(False, "leave out the last batch of an epoch if it is short")
     optimizer: str = fixed_setting("sgd", "any of torch.optim: sgd, adam, adamw, rmsprop, …")
-    optimizer_options: str | None = fixed_setting(None, "its other options: nesterov=true,dampening=0")
+    optimizer_options: str | None = fixed_setting(None, "the optimizer's other options: nesterov=true,dampening=0")
     momentum: float = fixed_setting(0.0, "momentum, of optimizers that have it", UNIT)
     weight_decay: float = fixed_setting(0.0, "weight decay", at_least(0))
     label_smoothing: float = fixed_setting(0.0, "probability that the loss moves from the true class to all classes", UNIT)
@@ -117,18 +117,18 @@ class StepSection:
         None, "scale gradients down to this norm, over all parameters and ranks", ABOVE_ZERO
     )
     amp: str = fixed_setting("off", "mixed precision: off, bf16 or fp16", one_of("off", "bf16", "fp16"))
-    compress: str = fixed_setting("none", "what gradients travel as: none, fp16 or bf16", one_of("none", "fp16", "bf16"))
+    compress: str = fixed_setting("none", "round gradients for sending: none, fp16 or bf16", one_of("none", "fp16", "bf16"))
     ema: float | None = fixed_setting(None, "keep a moving average of the weights with this decay, and evaluate it", UNIT)
     seed: int = fixed_setting(
-        0, "decides the first weights, the order of samples and their augmentation", between(0, 2**32 - 1)
+        0, "determines the initial weights, the order of samples and their augmentation", between(0, 2**32 - 1)
     )
 
     def parts(self, size: int) -> int:
-        """Parts of a global batch, for which ``batch_size`` and learning rates are meant: virtual ranks, else ``size``."""
+        """Return the number of parts of a global batch: virtual ranks, else ``size``. ``batch_size`` is that of a part."""
         return self.virtual_ranks or size
 
     def global_batch(self, size: int) -> int:
-        """Samples a step on all of ``size`` ranks, real or virtual."""
+        """Return the samples of a step on all of ``size`` ranks, real or virtual."""
         if self.global_batch_size is not None:
             return self.global_batch_size
         assert self.batch_size is not None
@@ -139,7 +139,7 @@ class StepSection:
 class ScheduleSection:
     """The learning rate of every step."""
 
-    lr: float = fixed_setting(0.1, "learning rate; scaled by nothing but --lr-scale", ABOVE_ZERO)
+    lr: float = fixed_setting(0.1, "learning rate; scaled only by --lr-scale", ABOVE_ZERO)
     lr_scale: str = fixed_setting(
         "none", "times k (linear) or √k (sqrt), k = global batch / --lr-batch", one_of("none", "linear", "sqrt")
     )
@@ -153,12 +153,12 @@ class ScheduleSection:
     lr_milestones: str | None = fixed_setting(None, "schedule multistep: the steps of the drops, as in 1000,2000")
     lr_gamma: float = fixed_setting(0.1, "schedules step and multistep: the factor of a drop", ABOVE_ZERO)
     lr_power: float = fixed_setting(1.0, "schedule polynomial: the exponent", ABOVE_ZERO)
-    lr_min: float = fixed_setting(0.0, "schedules cosine and polynomial: where the learning rate ends", at_least(0))
+    lr_min: float = fixed_setting(0.0, "schedules cosine and polynomial: the last learning rate", at_least(0))
 
 
 @dataclass(frozen=True)
 class LengthSection:
-    """When a run ends."""
+    """The length of a run."""
 
     epochs: int = setting(1, "passes over the training samples", at_least(1))
     max_steps: int | None = setting(None, "stop after this many optimizer steps", at_least(1))
@@ -167,17 +167,17 @@ class LengthSection:
 
 @dataclass(frozen=True)
 class OutputSection:
-    """What a run writes and shows."""
+    """The files and the output of a run."""
 
     run_dir: str | None = setting(None, "the run's folder (default: a new one below runs/)")
     resume: str | None = setting(
-        None, "go on from --run-dir's newest good checkpoint, or from this file; auto: from that checkpoint if there is "
-        "one, else begin"
+        None, "resume from --run-dir's newest good checkpoint, or from this file; auto: from that checkpoint if there "
+        "is one, else start anew"
     )  # fmt: skip
-    checkpoint_every: int | None = setting(None, "optimizer steps between checkpoints, beside those of epochs", at_least(1))
-    checkpoint_seconds: float = setting(
-        60.0, "seconds between checkpoints at most, beside those of steps and epochs; 0: as long as it takes", at_least(0)
+    checkpoint_every: int | None = setting(
+        None, "optimizer steps between checkpoints, in addition to those of epochs", at_least(1)
     )
+    checkpoint_seconds: float = setting(60.0, "the longest time between checkpoints, in seconds; 0: no limit", at_least(0))
     checkpoint_epochs: int = setting(1, "epochs between checkpoints", at_least(1))
     keep: int = setting(3, "checkpoints that are kept, beside the best", at_least(1))
     best: str = setting(
@@ -194,7 +194,7 @@ class OutputSection:
 
     @property
     def resume_file(self) -> Path | None:
-        """The checkpoint to go on from, where ``resume`` names a file."""
+        """The checkpoint to resume from, if ``resume`` names a file."""
         return Path(self.resume) if self.resume not in (None, "", AUTO) else None
 
     def again(self, folder: Path) -> str:
@@ -206,7 +206,7 @@ class OutputSection:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides how a run goes."""
+    """All settings of a run."""
 
     run: RunSection = field(default_factory=RunSection)
     data: DataSection = field(default_factory=DataSection)
@@ -218,14 +218,14 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """The configuration with these ``values`` by the names of flags (``run_dir``), and defaults for all others."""
+        """Make a configuration of ``values`` by the names of flags (``run_dir``), with defaults for all others."""
         given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in values.items():
             given[SETTINGS[name].section][SETTINGS[name].attribute] = value
         return cls(**{name: kind(**given[name]) for name, (kind, _) in SECTIONS.items()})
 
     def plain(self) -> dict[str, Any]:
-        """All values by the names of flags (``run_dir``): what config.json and checkpoints hold."""
+        """Return all values by the names of flags (``run_dir``), as config.json and checkpoints hold them."""
         return {name: getattr(getattr(self, one.section), one.attribute) for name, one in SETTINGS.items()}
 
 

@@ -1,4 +1,4 @@
-"""Settings that a run has and that change nothing in it: one line each, for the user who expects that they do."""
+"""Find settings that have no effect on a run, and say so in one line each, since their user expects an effect."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _own(name: str) -> bool:
     return ":" in name
 
 
-#: Settings, whether they have an effect beside the others, and the reason why not.
+#: Settings; whether they have an effect, given the other settings; and the reason if not.
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
-    (_IMAGES, lambda s: s["augment"] != "weights", "--augment weights has the sizes and values of the model's weights"),
+    (_IMAGES, lambda s: s["augment"] != "weights", "--augment weights uses the sizes and values of the model's weights"),
     (
         (*_IMAGES, "augment"),
         lambda s: s["dataset"] in (*_IN_MEMORY, "imagefolder"),
@@ -57,8 +57,8 @@ def without_effect(
     Args:
         settings: all settings of the run, by name.
         steps: optimizer steps of the whole run.
-        steps_of_epochs: as many as its epochs have.
-        resumed: whether it goes on from a checkpoint.
+        steps_of_epochs: optimizer steps in all epochs of the run.
+        resumed: whether the run resumes from a checkpoint.
         norms: whether the model has BatchNorm that is trained.
         cores: of the host.
     """
@@ -69,7 +69,7 @@ def without_effect(
             if name in given and not has_effect(settings):
                 lines.setdefault(name, reason.format_map(settings))
     if resumed:
-        lines["weights"] = "the run goes on with the weights of a checkpoint"
+        lines["weights"] = "the run resumes with the weights of a checkpoint"
     if not norms:
         lines["sync_batchnorm"] = "the model has no BatchNorm that is trained"
     lines |= _beyond_the_end(settings, steps, steps_of_epochs)
@@ -85,7 +85,7 @@ def without_effect(
 
 
 def _beyond_the_end(settings: Settings, steps: int, steps_of_epochs: int) -> dict[str, str]:
-    """Return the settings of what would come after the last step."""
+    """Return the settings that would take effect after the last step only, with the reason."""
     warmup, last = settings["warmup_steps"], f"the run ends after step {steps}"
     drops = [part for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdigit()]
     found = {

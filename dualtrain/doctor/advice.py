@@ -17,7 +17,7 @@ _CURES = {
 
 
 def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
-    """Return the problems that prevent a run on the backend ``chosen``, and notes about everything else."""
+    """Return the problems that prevent a run on the backend ``chosen``, and notes on everything else."""
     problems, notes = _mixed(rows), _other_versions(rows)
     for name in ("torch", "horovod"):
         failures = _failures(rows, name)
@@ -100,28 +100,28 @@ def _crowded(rows: Sequence[Row]) -> list[str]:
 
 
 def _cpus(rows: Sequence[Row]) -> list[str]:
-    """Return what makes the processors of a host slower than they look."""
+    """Return what makes the processors of a host slower than their number suggests."""
     lines = []
     for host in dict.fromkeys(row["host"] for row in rows):
         here = [row for row in rows if row["host"] == host]
         first, cores = here[0], len(set().union(*(row["cores"] for row in here)))
         quotas = [row["quota"] for row in here if row["quota"] is not None]
         if quotas and max(quotas) < cores:
-            limit = f"a CPU quota (docker --cpus, a pod's limit) allows {max(quotas):g} of its {cores} cores"
-            lines.append(f"{host}: {limit}, and stops what uses more: --threads counts that, --workers is up to you")
+            limit = f"a CPU quota (docker --cpus, a pod's limit) allows {max(quotas):g} of {cores} cores"
+            lines.append(f"{host}: {limit}, and slows down what uses more: lower --workers (--threads follows the quota)")
         own = len(first["cores"])
         alike = len(here) > 1 and all(row["cores"] == first["cores"] for row in here)
         if first["launcher"] == "mpirun" and own < min(3, first["host_cores"]) and not alike:
             bound = f"mpirun binds each rank to {own} of {first['host_cores']} cores"
-            lines.append(f"{host}: {bound}, which its threads and data workers share: give mpirun --bind-to none")
+            lines.append(f"{host}: {bound}, for its threads and data workers together: give mpirun --bind-to none")
         if first["bf16"] is False and not first["cuda"]:
             lines.append(f"{host}: no bf16 instructions (avx512_bf16, amx_bf16): --amp bf16 is slower than fp32 here")
     return lines
 
 
 def _cores(rows: Sequence[Row]) -> int:
-    """Return how many cores the ranks of one host may use together."""
-    cores = len(set().union(*(row["cores"] for row in rows)))  # mpirun binds each rank to a core of its own
+    """Return how many cores the ranks of one host may use in total."""
+    cores = len(set().union(*(row["cores"] for row in rows)))  # mpirun binds each rank to another core
     quotas = [row["quota"] for row in rows]
-    # Ranks of one host are usually in one cgroup; of different quotas, the largest contradicts the ranks least.
+    # Ranks of one host usually share a cgroup and its quota. If their quotas differ, use the largest.
     return cores if None in quotas else min(cores, max(1, int(max(quotas))))

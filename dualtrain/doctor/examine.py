@@ -41,7 +41,7 @@ class Examination:
         self.report = _report(rows, failure, choose("auto" if wanted == "all" else wanted, world), self._single_host())
 
     def end(self) -> None:
-        """Leave the worlds after rank 0 has printed. Blocks until the other ranks, if they were reached, have ended too."""
+        """Leave the worlds after rank 0 has printed. Blocks until the ranks that could be reached have ended too."""
         if self._control is None:
             # A launcher ends all processes when the first one ends: wait until rank 0 has printed its report.
             if self.world.rank:
@@ -74,7 +74,7 @@ class Examination:
         return None
 
     def _agreed(self, name: str, refusal: str | None) -> Probe | None:
-        """Return a failed probe if this rank, or a rank that it reaches, has a reason not to try; else ``None``."""
+        """Return a failed probe if this rank, or one that it reaches, has a reason not to try; else ``None``."""
         if self._control is None:
             return Probe(name, error=refusal) if refusal else None
         try:
@@ -106,7 +106,7 @@ def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str, si
         "notes": notes,
         "threads": min(row["threads"] for row in rows),
         "interface": used(rows[0]["interfaces"], rows[0]["overrides"], single_host),
-        # One rank alone sends nothing.
+        # A single rank sends nothing.
         "allreduce": {name: _measured(rows, name) for name in rows[0]["probes"] if rows[0]["size"] > 1},
         "ranks": list(rows),
     }

@@ -25,7 +25,7 @@ from dualtrain.launchers import World, ignored
 from dualtrain.rendezvous.hosts import OVERRIDES
 from dualtrain.version import __version__
 
-# Runs in a child process: a broken MPI may end it, and in this process only a backend may initialize MPI.
+# Runs in a child process, since a broken MPI may end the process; in this one, only a backend may initialize MPI.
 _MPI_VERSION = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False

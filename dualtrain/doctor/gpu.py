@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# The oldest driver of each major version of CUDA: it runs all minor versions of that one.
+# The oldest driver for each major version of CUDA; it also runs the later minor versions.
 _DRIVERS = {11: "450", 12: "525", 13: "580"}
 _BUILD = "DUALTRAIN_GPU=nccl bash launch/setup.sh"
 
@@ -77,7 +77,7 @@ def gpu_line(gpu: Mapping[str, Any]) -> str:
 
 
 def gpu_advice(row: Mapping[str, Any]) -> str | None:
-    """Return what keeps the rank of ``row`` from using a GPU of its host, or Horovod from NCCL there, with the cure."""
+    """Return what keeps the rank of ``row`` from using a GPU, or Horovod there from using NCCL, with the cure."""
     gpu, host, build = row["gpu"], row["host"], row["versions"]["torch"]
     if gpu["driver"] is None and gpu["driver_cuda"] is None:
         return None

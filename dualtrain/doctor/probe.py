@@ -15,7 +15,7 @@ from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-_MARGIN_SECONDS = 5.0  # wait a little longer than the library's own timeout, whose message says more than ours
+_MARGIN_SECONDS = 5.0  # wait a little longer than the library, whose timeout has a better message
 
 
 @dataclass
@@ -71,10 +71,10 @@ def _join(found: Probe, world: World, timeout: float) -> None:
 
 
 def _measure(backend: Backend, size: int) -> float:
-    """Return the median seconds of an allreduce of ``size`` bytes, by the primitive and in the memory that gradients use.
+    """Return the median seconds of an allreduce of ``size`` bytes, with the primitive and the memory of gradients.
 
     Raises:
-        BackendError: it failed, or its sum is wrong.
+        BackendError: the allreduce failed, or its sum is wrong.
     """
     values = backend.new_buffer(size // 4, torch.float32, backend.device).fill_(1)
     backend.barrier()

@@ -1,1 +1,1 @@
-"""The drill: the user's own job with faults, and whether it ends with the same weights."""
+"""The drill: run the user's own job with faults, and check that it ends with the same weights."""

@@ -1,8 +1,8 @@
-"""``python -m dualtrain.drill [flags of dualtrain train]``: check that a job survives its processes, with the same result.
+"""``dualtrain drill [flags of dualtrain train]``: check that a job recovers from faults, with the same result.
 
 Runs the job once undisturbed, then once more with faults at seeded moments (killed and stopped ranks, a killed launcher,
 SIGTERM, a kill while a checkpoint is written, a damaged checkpoint, as root a full file system), and compares the results.
-Under torchrun the launcher restarts the ranks; the drill starts again what ends. The exit status is 0 if the results are
+torchrun restarts the ranks; if a launcher has ended, the drill starts it again. The exit status is 0 if the results are
 the same, bit for bit, else 1.
 """
 
@@ -31,23 +31,29 @@ def _whole(text: str) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], bool]:
-    """Return the drill's own arguments, those of the job, which are checked, and whether horovodrun starts it."""
+    """Return the drill's own arguments, the job's checked arguments, and whether horovodrun starts the job."""
     parser = parser_of("dualtrain.drill", str(__doc__))
     parser.add_argument("--nproc", type=_whole, default=2, metavar="N", help="ranks on this host (default: 2)")
     parser.add_argument("--faults", type=_whole, default=12, metavar="N", help="how many faults (default: 12)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the faults, and of the run (default: 0)")
-    parser.add_argument("--limit", type=float, default=120.0, metavar="SECONDS", help="without progress (default: 120)")
-    parser.add_argument("--out", metavar="FOLDER", help="of both runs and their outputs (default: a new one below runs/)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the faults and of the run (default: 0)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="give up after this time without progress (default: 120)",
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="for both runs and their outputs (default: a new one below runs/)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     given, flags = parser.parse_known_args(arguments)
     for flag in flags:
         if flag.partition("=")[0] in _OWN:
             raise UserError(
-                f"{flag.partition('=')[0]} is the drill's own to set: leave it out (--nproc and --out are its flags)"
+                f"{flag.partition('=')[0]} is set by the drill: leave it out (--nproc and --out are the drill's flags)"
             )
     flags += ["--seed", str(given.seed)]
     config = parse(flags)
-    # Every step in metrics.jsonl, to see where the job is; and a stopped rank is noticed in seconds.
+    # Log every step, to follow the job. Detect a stopped rank within seconds.
     if "--log-every" not in " ".join(flags):
         flags += ["--log-every", "1"]
     if config.run.timeout == 300.0:
@@ -60,7 +66,7 @@ def _folder(out: str | None) -> Path:
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"--out {str(folder)!r} is there already: name a new folder") from None
+        raise UserError(f"--out {str(folder)!r} exists already: name a new folder") from None
     except OSError as error:
         raise UserError(f"--out {str(folder)!r} cannot be made ({error.strerror}): name another folder") from None
     return folder.resolve()
@@ -80,7 +86,7 @@ def table(report: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out a drill; return the exit status: 0 if the results are the same, 1 if not, 2 for an error of the user's."""
+    """Carry out a drill; return the exit status: 0 if the results are the same, 1 if not, 2 for a wrong argument or job."""
     try:
         given, flags, horovod = _parse(arguments)
         folder = _folder(given.out)

@@ -18,7 +18,7 @@ from dualtrain.files import read_json
 
 _POLL_SECONDS = 0.002
 _EXIT_SECONDS = 0.03  # for a killed process to be gone
-_REPEATS = 2  # faults after one step: a run that dies more often in a row after the same step ends for that
+_REPEATS = 2  # faults in a row after one step: at the third death there, the run refuses to restart
 _EARLY = 0.25  # of the faults come while the ranks start, and not at a step
 _SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
 
@@ -28,11 +28,11 @@ class Row:
     """One fault and what followed.
 
     Attributes:
-        fault: its name.
+        fault: the fault's name.
         target: what exactly was done.
         moment: when, in words.
         detected: seconds until another process of the job has ended; ``None`` if none has.
-        recovered: seconds until the first step after the restart; ``None`` where the job ended before one.
+        recovered: seconds until the first step after the restart; ``None`` if the job ended before such a step.
         repeated: steps that were computed again.
     """
 
@@ -52,7 +52,7 @@ class Report:
         rows: one for each fault.
         undisturbed: the summary without faults.
         disturbed: the summary with faults.
-        problems: what does not hold; empty if all does.
+        problems: the differences and failures; empty if there are none.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the report as plain values."""
         return {**asdict(self), "holds": not self.problems}
 
 
@@ -70,12 +70,12 @@ class Exercise:
 
     Args:
         folder: for both runs and their outputs.
-        flags: of ``dualtrain.main``.
+        flags: the flags of ``dualtrain.main``.
         nproc: the number of ranks.
-        horovod: whether horovodrun starts the job, and not torchrun.
-        seed: of the faults and their moments.
+        horovod: whether horovodrun starts the job, instead of torchrun.
+        seed: the seed of the faults and their moments.
         limit: seconds without progress after which the drill gives up.
-        progress: is given each line of progress.
+        progress: called with each line of progress.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Exercise:
     ) -> None:
         self._folder, self._flags, self._nproc, self._horovod = folder, list(flags), nproc, horovod
         self._choice, self._limit, self._progress = random.Random(seed), limit, progress
-        self._steps: list[int] = []  # those that the last faults came after
+        self._steps: list[int] = []  # the steps after which the last faults came
         self.report = Report()
 
     def run(self, faults: int) -> Report:
-        """Carry out the drill with so many faults. Blocks until both runs have ended.
+        """Carry out the drill with this number of ``faults``. Blocks until both runs have ended.
 
         Raises:
             UserError: the undisturbed run fails.
@@ -121,7 +121,7 @@ class Exercise:
             self.report.problems.append(f"the folder of the run with faults could not be kept ({error.strerror or error})")
 
     def _small_disk(self, faults: int) -> SmallDisk | None:
-        """Give the run with faults a small file system, which can be filled; ``None`` where that cannot be."""
+        """Give the run with faults a small file system, which can be filled; ``None`` if it cannot be mounted."""
         try:
             return SmallDisk(self._folder / "disturbed", self._folder / "undisturbed", faults + 3)
         except OSError as error:
@@ -137,7 +137,9 @@ class Exercise:
             for number, (fault, step) in enumerate(self._plan(faults, steps, kinds), 1):
                 if job.status() == 0:
                     done = len(self.report.rows)
-                    self._progress(f"the job has ended after {done} of {faults} faults: give it more steps for more")
+                    self._progress(
+                        f"the job has ended after {done} of {faults} faults: give the job more steps for the others"
+                    )
                     break
                 self._progress(f"fault {number} of {faults}: {self._one(job, fault, step)}")
             self._to_the_end(job)
@@ -164,7 +166,7 @@ class Exercise:
         return summary
 
     def _plan(self, faults: int, steps: int, kinds: Sequence[Fault]) -> list[tuple[Fault, int]]:
-        """Return the faults in a random order, each kind as often as the others, and the steps that they come after."""
+        """Return the faults in a random order, equally many of each kind, each with the step that it comes after."""
         planned: list[Fault] = []
         while len(planned) < faults:
             planned += self._choice.sample(kinds, len(kinds))
@@ -172,7 +174,7 @@ class Exercise:
         return list(zip(planned, moments, strict=False))
 
     def _one(self, job: Job, fault: Fault, step: int) -> str:
-        """Wait for the moment, strike, and wait until the job goes on; add a row, and return it in words."""
+        """Wait for the moment, inject the fault, and wait until the job goes on; add a row, and return it in words."""
         moment = self._reach(job, step)
         self._leave_step(job)
         row = Row(fault.name, self._strike(job, fault), moment)
@@ -200,7 +202,7 @@ class Exercise:
         return f"{row.fault} ({row.target}) {row.moment}"
 
     def _strike(self, job: Job, fault: Fault) -> str:
-        """Carry out a fault as soon as that can be done; return what was done, nothing once the job has ended."""
+        """Inject a fault as soon as possible; return what was done, or "" once the job has ended."""
         done = ""
 
         def struck() -> bool:
@@ -213,7 +215,7 @@ class Exercise:
         return done
 
     def _reach(self, job: Job, step: int) -> str:
-        """Wait until the job has taken ``step`` steps, or for a random moment of its start; return which it was."""
+        """Wait until the job has taken ``step`` steps, or until a random moment of its start; say which it was."""
         if self._choice.random() < _EARLY:
             seconds = self._choice.uniform(0.1, 3.0)
             deadline = time.monotonic() + seconds
@@ -223,7 +225,7 @@ class Exercise:
         return f"after step {job.position()[1]}"
 
     def _leave_step(self, job: Job) -> None:
-        """Wait for another step than that of the last faults: a run that dies after one step repeatedly ends for that."""
+        """Wait until the job leaves the step of the last faults: a run that keeps dying after one step is not restarted."""
         last = self._steps[-_REPEATS:]
         if len(last) == _REPEATS and set(last) == {job.position()[1]}:
             self._wait(job, lambda: job.position()[1] != last[0] or job.has_finished(), "another step")
@@ -244,7 +246,7 @@ class Exercise:
             time.sleep(_POLL_SECONDS)
 
     def _compare(self, job: Job) -> None:
-        """Note what differs between the two results."""
+        """Add what differs between the two results to the problems."""
         if not self.report.rows:
             self.report.problems.append("no fault was carried out: the job ended too early; give it more steps")
         summary = job.folder / "summary.json"

@@ -19,8 +19,8 @@ class Fault:
     """A kind of fault.
 
     Attributes:
-        name: in the table.
-        strike: does it to a job; returns what exactly was done, nothing if nothing could be.
+        name: its name in the table.
+        strike: injects the fault into a job; returns what was done, or "" if nothing could be.
     """
 
     name: str
@@ -54,7 +54,7 @@ def _launcher(job: Job, choice: random.Random) -> str:
 
 
 def _in_checkpoint(job: Job, choice: random.Random) -> str:
-    """Kill rank 0 while a checkpoint's temporary file is there, or after a while without one."""
+    """Kill rank 0 while a checkpoint's temporary file exists, or after some seconds without one."""
     deadline = time.monotonic() + _WRITE_SECONDS
     while not (writing := job.is_writing()) and time.monotonic() < deadline and job.status() is None:
         time.sleep(0.0005)
@@ -66,14 +66,14 @@ def _in_checkpoint(job: Job, choice: random.Random) -> str:
 
 
 def _damaged(job: Job, choice: random.Random) -> str:
-    """Stop all ranks, overwrite some bytes of the newest checkpoint, then kill them."""
+    """Stop all ranks, invert a random byte of the newest checkpoint, then kill the ranks."""
     ranks, newest = job.ranks(), job.checkpoints()[-1:]
     if not ranks or not newest:
         return ""
     for process in ranks.values():
         send(process, signal.SIGSTOP)
     path = job.checkpoints()[-1]
-    # Not the same file: the best checkpoint may be a hard link to it.
+    # Write a new file: the best checkpoint may be a hard link to the old one.
     content = bytearray(path.read_bytes())
     content[choice.randrange(len(content))] ^= 0xFF
     path.unlink()
@@ -97,7 +97,7 @@ def _full(job: Job, choice: random.Random) -> str:
         send(ranks[rank], signal.SIGKILL)
     finally:
         filler.unlink()
-    return f"rank {rank}, {'after a write failed' if failed else 'none was written meanwhile'}"
+    return f"rank {rank}, {'after a write failed' if failed else 'no write failed meanwhile'}"
 
 
 KILL_RANK = Fault("SIGKILL of a rank", _one_rank(signal.SIGKILL))
@@ -111,5 +111,5 @@ FAULTS = (
     Fault("newest checkpoint damaged", _damaged),
     Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP)),
 )
-#: Where the run has a small file system of its own.
+#: Used if the run has its own small file system.
 FULL_DISK = Fault("file system full", _full)

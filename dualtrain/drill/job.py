@@ -16,26 +16,26 @@ from pathlib import Path
 
 from dualtrain.errors import UserError
 
-#: Set in all processes of a drill's job, to find them by.
+#: The environment variable by which the processes of a drill's job are found.
 MARK = "DUALTRAIN_DRILL"
-#: What a run prints with ``--resume auto``.
+#: The first line of a run with ``--resume auto``.
 _START = re.compile(rb"--resume auto: (?:going on from|beginning at) step (\d+)")
 _RANK_VARIABLES = (b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK")
-END_SECONDS = 20.0  # from SIGTERM to SIGKILL of what is left
+END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
 
 
 class Job:
     """A training job of ``nproc`` ranks in ``folder``, which is started again until it has finished.
 
-    Under torchrun, its agent restarts the ranks. The drill starts the launcher again where that has ended, horovodrun
-    too, which restarts nothing.
+    torchrun's agent restarts the ranks; horovodrun restarts nothing. If the launcher has ended, the drill starts it
+    again.
 
     Args:
-        folder: of the run; its output goes to a file beside it.
-        flags: of ``dualtrain.main``.
+        folder: the run's folder; the job's output goes to a file beside it.
+        flags: the flags of ``dualtrain.main``.
         nproc: the number of ranks.
-        horovod: whether horovodrun starts it, and not torchrun.
-        restarts: how often the ranks may be restarted, and the launcher too.
+        horovod: whether horovodrun starts the job, instead of torchrun.
+        restarts: how often torchrun may restart the ranks, and the drill the launcher.
     """
 
     def __init__(self, folder: Path, flags: Sequence[str], nproc: int, *, horovod: bool, restarts: int) -> None:
@@ -50,20 +50,20 @@ class Job:
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
         self._starts_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._read, self._starts = 0, list[int]()  # of the output: bytes, and the first steps in them
+        self._read, self._starts = 0, list[int]()  # bytes of the output that were read, and the first steps in them
 
-    # -- its life ---------------------------------------------------------------------------------------------------
+    # -- processes --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the launcher, once more if it has ended.
 
         Raises:
-            UserError: it is not installed, or was started too often.
+            UserError: the launcher is not installed, or was started too often.
         """
         if not self._starts_left:
-            raise UserError(f"the job was started too often without getting to its end: see {self.log}")
+            raise UserError(f"the job was started too often without finishing: see {self.log}")
         self._starts_left -= 1
-        # torchrun would set it and print five lines about it.
+        # Without this variable, torchrun sets it and prints five lines about that.
         env = {"OMP_NUM_THREADS": "1", **os.environ, MARK: self._token}
         with self.log.open("ab") as output:
             try:
@@ -106,7 +106,7 @@ class Job:
         return found
 
     def end(self) -> list[int]:
-        """End what is left of the job; return the processes that had to be killed. Blocks for ``END_SECONDS`` at most."""
+        """End all processes of the job; return those that had to be killed. Blocks for ``END_SECONDS`` at most."""
         deadline = time.monotonic() + END_SECONDS
         for process, _ in self._processes():
             send(process, signal.SIGCONT)
@@ -141,7 +141,7 @@ class Job:
     # -- its progress -----------------------------------------------------------------------------------------------
 
     def position(self) -> tuple[int, int]:
-        """Return (the metrics file's inode, its last step): a resumed run writes another file. (0, 0) without one."""
+        """Return the metrics file's inode, which differs after a resume, and its last step; (0, 0) without a file."""
         try:
             with (self.folder / "metrics.jsonl").open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, os.fstat(file.fileno()).st_size
@@ -155,7 +155,7 @@ class Job:
         return inode, 0
 
     def starts(self) -> list[int]:
-        """Return the step that each start of the run began at, so far, from what the runs have printed."""
+        """Return the first step of each start of the run so far, as the runs have printed it."""
         with suppress(OSError), self.log.open("rb") as file:
             file.seek(self._read)
             new = file.read()
@@ -196,6 +196,6 @@ def _rank(variables: Sequence[bytes]) -> int | None:
 
 
 def send(process: int, number: int) -> None:
-    """Send a signal to a process, unless it is gone."""
+    """Send a signal to a process, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(process, number)

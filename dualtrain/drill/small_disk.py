@@ -1,7 +1,7 @@
 """A small file system for the run with faults, so that a fault can fill it: as root, where the system allows mounts.
 
-It is mounted in a mount namespace of the drill's own, which its jobs share and nothing else sees. The system removes it
-with the last of these processes, also where the drill is killed.
+It is mounted in the drill's own mount namespace, which only the drill and its jobs see. The kernel removes it when the
+last of these processes has ended, even if the drill was killed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _MNT_DETACH = 2
 _FREE = 16 << 20  # bytes beyond what the run without faults needs
-_MEMORY = 4  # the file system may have this fraction of the free memory: 1 to so many
+_MEMORY = 4  # the file system may have at most one part in this many of the free memory
 
 
 class SmallDisk:
-    """A file system at ``folder``, which is made. Its size is for several runs like the one in ``like``.
+    """A new file system at ``folder``, large enough for ``runs`` runs like the one in ``like``.
 
     Raises:
-        OSError: it cannot be mounted here.
+        OSError: the file system cannot be mounted here.
     """
 
     def __init__(self, folder: Path, like: Path, runs: int) -> None:
@@ -35,7 +35,7 @@ class SmallDisk:
         self._folder = folder
         self._system = ctypes.CDLL(None, use_errno=True)
         self._call("unshare", _CLONE_NEWNS)
-        self._call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)  # no mount below goes to other namespaces
+        self._call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)  # hide later mounts from other namespaces
         folder.mkdir()
         try:
             self._call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={size}".encode())

@@ -1,4 +1,4 @@
-"""From settings to objects: the data, the model, and the arguments of the trainer."""
+"""Make the data, the model and the trainer's arguments from the settings of a run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dualtrain.data.sampler import Sampler
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.training.data_parallel import measured, replicate
+from dualtrain.training.objective import IGNORED
 from dualtrain.training.on_ranks import on_all_ranks
 from dualtrain.training.rank_state import seed_all
 from dualtrain.training.same_run import compare_task
@@ -30,7 +31,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def load_task(data: DataSection, model: str, backend: Backend) -> Task:
-    """Load the data. One rank of each host downloads them if necessary, and the others wait for it. Collective.
+    """Load the data; with ``data.download``, one rank of each host first downloads what is missing. Collective.
 
     Args:
         data: the dataset and its options.
@@ -55,15 +56,15 @@ def load_task(data: DataSection, model: str, backend: Backend) -> Task:
 def _check_sizes(task: Task, name: str) -> Task:
     for title, source in (("train on", task.train), ("evaluate on", task.val)):
         if not len(source):
-            raise UserError(f"--dataset {name!r} has no samples to {title}: give some")
+            raise UserError(f"--dataset {name!r} has no samples to {title}: add some")
         if len(source) >= LIMIT:
-            raise UserError(f"--dataset {name!r} has {len(source)} samples to {title}: give less than {LIMIT}")
+            raise UserError(f"--dataset {name!r} has {len(source)} samples to {title}: give fewer than {LIMIT}")
     return task
 
 
 @torch.no_grad()
 def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
-    """Compute one sample, so that a model that does not fit the data is reported before the run begins.
+    """Run the model on one sample, to find out before the run begins whether it fits the data.
 
     Args:
         task: the data.
@@ -84,24 +85,32 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
         raise
     except Exception as error:
         reason = f"a sample of shape {tuple(inputs.shape[1:])} raises {in_one_line(error)}"
-        raise UserError(f"{what}: {reason}; change the model, or choose others", trace=user_traceback(error)) from error
+        raise UserError(f"{what}: {reason}; change one of them", trace=user_traceback(error)) from error
     finally:
         model.train()
     if not isinstance(outputs, torch.Tensor) or outputs.shape[:-1] != targets.shape:
         shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise UserError(
-            f"{what}: the model gives {shape} for targets of shape {tuple(targets.shape)}; it must give "
-            "one row of logits each"
+            f"{what}: the model returns {shape} for targets of shape {tuple(targets.shape)}; it must return "
+            "one row of logits for each target"
         )
-    if targets.dtype != torch.int64 or bool(((targets != -100) & ((targets < 0) | (targets >= outputs.shape[-1]))).any()):
+    _check_targets(targets, outputs.shape[-1], what)
+
+
+def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
+    """Raise UserError if a target is not a class number below ``classes``; ``what`` begins the message."""
+    wrong = targets.flatten()
+    if targets.dtype == torch.int64:
+        wrong = wrong[(wrong != IGNORED) & ((wrong < 0) | (wrong >= classes))]
+    if len(wrong):
         raise UserError(
-            f"{what}: targets must be class numbers, int64, from 0 to below the model's {outputs.shape[-1]}, and there is "
-            f"{targets.flatten()[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
+            f"{what}: targets must be class numbers (int64) from 0 to below the model's {classes}, and one is "
+            f"{wrong[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
         )
 
 
 def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -> nn.Module:
-    """Make the model on this rank's device, equal on every rank if it draws its weights from torch. Collective."""
+    """Make the model on this rank's device. Weights drawn from torch's generator are equal on every rank. Collective."""
     if section.pretrained:
         first = backend.local_rank == 0
         on_all_ranks(backend, "download of the weights", lambda: str(fetch(section.name)) if first else None)
@@ -118,7 +127,7 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -
             weights=section.weights,
         ),
     )
-    # From here on each rank draws numbers of its own, for dropout and the like.
+    # From here on, random numbers (dropout, for example) differ between ranks.
     seed_all(derived(seed, "rank", backend.rank))
     if section.sync_batchnorm:
         synchronize_norms(model, backend)
@@ -129,13 +138,13 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -
 def make_computation(
     run: RunSection, section: ModelSection, label_smoothing: float, model: nn.Module, backend: Backend
 ) -> dict[str, Any]:
-    """Return the trainer's arguments for compiling or replicating ``model``; empty if it runs as it is.
+    """Return the trainer's arguments for compiling or replicating ``model``; none if it runs unchanged.
 
     Raises:
         UserError: nn.DataParallel cannot be used here.
     """
     if run.data_parallel and backend.size > 1:
-        raise UserError(f"--data-parallel is one process on all GPUs, and this job has {backend.size}: start one")
+        raise UserError(f"--data-parallel uses all GPUs from one process, and this job has {backend.size} ranks: start one")
     if run.parallel_loss:
         return {"measure": measured(model, backend.device, run.output_device, label_smoothing)}
     if run.data_parallel:
@@ -144,47 +153,46 @@ def make_computation(
 
 
 def check_batches(sampler: Sampler, size: int, accumulate: int, *, sync_batchnorm: bool) -> None:
-    """Raise UserError where there is no whole batch, or BatchNorm over all ranks would lack samples on a rank."""
+    """Raise UserError if there is no whole batch, or if a rank would have no samples for SyncBatchNorm."""
     if not sampler.batches:
         raise UserError(
-            f"--drop-last leaves nothing of {sampler.samples} samples in batches of {sampler.global_batch}: "
-            "lower --batch-size"
+            f"--drop-last drops all {sampler.samples} samples, since a batch has {sampler.global_batch}: lower --batch-size"
         )
     if sync_batchnorm and sampler.smallest // size < accumulate:
         raise UserError(
             f"--sync-batchnorm needs samples on every rank in every backward pass, and the smallest batch has "
-            f"{sampler.smallest} for {size} ranks × {accumulate}: give --drop-last, or another batch size"
+            f"{sampler.smallest} for {size} ranks × {accumulate} passes: give --drop-last, or another batch size"
         )
 
 
 def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection, size: int) -> None:
-    """Raise UserError for settings with which the result would depend on the number of ranks, ``size``."""
+    """Raise UserError for settings that make the result depend on ``size``, the number of ranks."""
     virtual = step.virtual_ranks
     if virtual is None:
         return
     flag = f"--virtual-ranks {virtual}"
     if step.compress != "none":
-        raise UserError(f"--compress rounds what each rank sends, and with {flag} no bit may depend on that: leave one out")
+        raise UserError(f"--compress rounds each rank's own sums, so bits depend on the ranks: leave it or {flag} out")
     if model.compile:
-        raise UserError(f"--compile is not known to give equal bits at each number of ranks: leave it or {flag} out")
+        raise UserError(f"--compile may give other bits at each number of ranks: leave it or {flag} out")
     if run.data_parallel:
         raise UserError(f"--data-parallel splits batches over GPUs by itself: leave it or {flag} out")
     if model.sync_batchnorm and size != virtual:
         raise UserError(
-            f"--sync-batchnorm needs the statistics of all shards at once, so with {flag} it needs as many ranks, and this "
-            f"job has {size}: start {virtual}, or leave --sync-batchnorm out"
+            f"--sync-batchnorm with {flag} needs one rank for each virtual rank, and this job has {size}: start {virtual}, "
+            "or leave --sync-batchnorm out"
         )
 
 
 def compiled(model: nn.Module) -> Forward:
-    """Compile ``model`` with torch.compile, at its first call. Raises UserError there if it cannot."""
+    """Wrap ``model`` with torch.compile. The first call compiles it, or raises UserError if it cannot."""
     fast = torch.compile(model)
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         try:
             outputs: torch.Tensor = fast(inputs)
         except compile_error() as error:
-            lines = str(error).strip().splitlines() or [""]  # "backend='inductor' raised:", and the reason below it
+            lines = str(error).strip().splitlines() or [""]  # the reason may be below a line "backend='inductor' raised:"
             reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
             raise UserError(f"--compile does not work with this model here ({reason}): leave it out") from error
         return outputs
@@ -193,9 +201,9 @@ def compiled(model: nn.Module) -> Forward:
 
 
 def compile_error() -> type[Exception]:
-    """Return the base class of torch.compile's errors that the user can avoid, including Inductor's.
+    """Return the base class of torch.compile's errors, including Inductor's.
 
-    Private in torch 2.5 to 2.15: it has no public name.
+    Private in torch 2.5 to 2.15: the class has no public name.
     """
     from torch._dynamo.exc import TorchDynamoException
 
@@ -204,7 +212,7 @@ def compile_error() -> type[Exception]:
 
 @contextmanager
 def determinism(requested: bool) -> Iterator[None]:
-    """Inside the block, use only operations whose results repeat bit for bit, if ``requested``; others raise."""
+    """In the block, if ``requested``, allow only operations whose results repeat bit for bit; others raise."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     if requested:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS

@@ -1,8 +1,8 @@
-"""The attempts of a run: what ended each start, and how the next one went on. Files of the run's folder.
+"""Record the attempts of a run (one for each start) in its folder: what ended each, and what it took to recover.
 
 ``attempts.jsonl`` has a line for each event. ``.progress`` has the last step of the newest attempt: rank 0 overwrites it
-after every step. An attempt begins with files of its own under these names, so that what a process of an earlier one
-still writes, which has the replaced files open, changes nothing.
+after every step. Each attempt replaces both files: a process of an earlier attempt can still write to the old files, which
+it has open, but not to the new ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CAUSE_LENGTH = 300
 Event = dict[str, Any]
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, type(None))
-#: The kinds of events, and the fields that are read of them.
+#: The fields that are read from each kind of event, and their types.
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "start": {"attempt": str, "time": _NUMBER, "step": int},
     "failure": {"attempt": str, "time": _NUMBER, "cause": str, "rank": _OPTIONAL_NUMBER, "requested": bool},
@@ -61,16 +61,16 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class Death:
-    """The end of an attempt before that of the run.
+    """End of an attempt that left the run unfinished.
 
     Attributes:
         attempt: the attempt's name.
-        time: when it was noticed; else that of the last step, or of the start.
-        cause: what is known of it, else ``UNKNOWN``.
-        rank: that failed first, if known.
-        requested: whether a signal asked for it, so that all ranks saved and stopped.
-        step: the last one that was completed.
-        trained: whether the attempt had started up, and begun to train.
+        time: when a rank noticed the death; if none did, when the last step ended, or the attempt started.
+        cause: the recorded cause, else ``UNKNOWN``.
+        rank: the rank that failed first, if known.
+        requested: whether a signal stopped all ranks.
+        step: the last step that was completed.
+        trained: whether the attempt had begun to train.
     """
 
     attempt: str
@@ -82,7 +82,7 @@ class Death:
     trained: bool
 
     def describe(self) -> str:
-        """``rank 1 died: its process ended without a report, after step 57``."""
+        """Format as in ``rank 1 died: its process ended without a report, after step 57``."""
         what = f"the cause is {UNKNOWN}" if self.cause == UNKNOWN else self.cause
         who = "" if self.rank is None else f"rank {self.rank} "
         return f"{who}{what}, {f'after step {self.step}' if self.trained else 'while it started'}"
@@ -90,13 +90,13 @@ class Death:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A death, and the first step after it. ``summary.json`` lists them as ``recoveries``.
+    """Recovery from a death. ``summary.json`` lists all of them as ``recoveries``.
 
     Attributes:
-        cause: of the death.
-        rank: that failed first, if known.
-        step: the last one that was completed before.
-        steps_repeated: those that were computed again.
+        cause: the cause of the death.
+        rank: the rank that failed first, if known.
+        step: the last step that was completed before the death.
+        steps_repeated: how many steps had to be computed again.
         seconds: from the death to the end of the first step after it.
     """
 
@@ -108,7 +108,7 @@ class Recovery:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Read the events of a run's folder, in order; lines that are none are left out. Raises OSError."""
+    """Read the events of a run's folder, in order; skip lines that are no events. Raises OSError."""
     try:
         text = read_text(folder / NAME, errors="replace")
     except FileNotFoundError:
@@ -130,7 +130,7 @@ def _is_event(value: Any) -> bool:
 
 
 def append_events(folder: Path, *events: Event) -> None:
-    """Add events to those of a folder. For the process that has the folder's lock. Raises OSError."""
+    """Append events to a folder's file. This process must hold the folder's lock. Raises OSError."""
     with (folder / NAME).open("ab") as file:
         file.write(_lines(events))
 
@@ -140,7 +140,7 @@ def _lines(events: Sequence[Event]) -> bytes:
 
 
 def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
-    """Return the death of the newest attempt in ``events``, unless the run has ended, or it is one of them already."""
+    """Return the death of the newest attempt; ``None`` if the run has ended, or ``events`` include this death already."""
     start = next((event for event in reversed(events) if event["event"] == "start"), None)
     if start is None:
         return None
@@ -159,7 +159,7 @@ def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
 
 
 def as_event(death: Death) -> Event:
-    """Return the event of a death."""
+    """Convert a death to an event."""
     return {"event": "death", **asdict(death)}
 
 
@@ -195,15 +195,15 @@ def _unrecovered(events: Sequence[Event]) -> list[Death]:
 
 
 class Attempt:
-    """What this process records of its attempt at a run; nothing before :meth:`begin`.
+    """Recorder of this process's attempt at a run. It records nothing before :meth:`begin`.
 
-    Nothing but :meth:`begin` raises: what cannot be written is left out, and the cause of a death is not known then.
+    Only :meth:`begin` raises. What cannot be written is left out, so the cause of a death may stay unknown.
 
     Args:
-        may_write: whether this process may still write into the run's folder; nothing is recorded where it may not.
+        may_write: returns whether this process may still write into the run's folder; if not, nothing is recorded.
 
     Attributes:
-        folder: the run's.
+        folder: the run's folder.
     """
 
     def __init__(self, may_write: Callable[[], bool] = lambda: True) -> None:
@@ -213,19 +213,19 @@ class Attempt:
         self._progress: int | None = None
         self._step = 0
         self._failed = False
-        self._waiting: list[Death] = []  # those that the first step recovers from
+        self._waiting: list[Death] = []  # the deaths that the first step recovers from
         self.folder = Path()
         self._writing = threading.Lock()  # the watch's thread records too
 
     def begin(self, folder: Path, step: int, backend: Backend) -> None:
-        """Record the start of an attempt from ``step``, and the death before it. Collective.
+        """Record the start of an attempt from ``step``, and how the attempt before died, if it did. Collective.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the record cannot be written.
         """
         self.folder, self._step = folder, step
         self._name = on_rank_zero(backend, "run folder", self._begin)
-        with suppress(OSError):  # other ranks may not see the folder, or one of another attempt
+        with suppress(OSError):  # another host may have no such folder, or that of another attempt
             starts = [event["attempt"] for event in read_events(folder) if event["event"] == "start"]
             if starts[-1:] == [self._name]:
                 self._file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -243,7 +243,7 @@ class Attempt:
 
     @property
     def is_newest(self) -> bool:
-        """Whether the folder is still that of this attempt, and not of a later one."""
+        """Whether no later attempt has begun in the folder."""
         with suppress(OSError):
             return (
                 self._file is not None
@@ -260,7 +260,7 @@ class Attempt:
                 self._progress = os.open(self.folder / PROGRESS, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def step(self, step: int) -> list[str]:
-        """Record a completed step; return a line for each death that it is the first one after. On rank 0."""
+        """Record a completed step; the first one returns a line for each death that it recovers from. On rank 0."""
         self._step, start = step, self._step
         if self._progress is not None and self._may_write():
             with suppress(OSError):
@@ -271,7 +271,7 @@ class Attempt:
         return [self._recover(death, start) for death in waiting]
 
     def _state(self) -> bytes:
-        # Of one length: a shorter one would leave the end of the one before.
+        # Fixed length: a shorter text would leave the end of the text before it.
         return f"{self._name} {self._step:>20} {time.time():20.3f}\n".encode()
 
     def _recover(self, death: Death, start: int) -> str:
@@ -282,7 +282,7 @@ class Attempt:
         return f"recovered: {death.describe()}; {steps}, {seconds:.1f} s from then to the end of step {self._step}"
 
     def fail(self, cause: str, rank: int | None = None, *, requested: bool = False) -> None:
-        """Record what ends this attempt. The first that any rank records counts, and a rank records one."""
+        """Record what ends this attempt; only a rank's first call counts. The first record of any rank is the cause."""
         if self._failed:
             return
         self._failed = True
@@ -304,7 +304,7 @@ class Attempt:
                 os.write(self._file, _lines([event]))
 
     def close(self) -> None:
-        """Record nothing more."""
+        """Close the files; later records are dropped."""
         with self._writing:
             for descriptor in (self._file, self._progress):
                 if descriptor is not None:
@@ -313,7 +313,7 @@ class Attempt:
 
     @contextmanager
     def noting(self, backend: Backend) -> Iterator[None]:
-        """Record what ends the block, here or on another rank; afterwards nothing more."""
+        """Record the error that ends the block, or the failure of another rank; then close the files."""
         watch = backend.watch
         report = None if watch is None else watch.on_peer_failure
 
@@ -338,7 +338,7 @@ class Attempt:
     def _note(self, error: BaseException, backend: Backend) -> None:
         failure = None if backend.watch is None else backend.watch.failure
         if isinstance(error, BackendError) and failure is not None:
-            # Its report is recorded already, unless it came before this attempt began.
+            # The failure is recorded already, unless it was reported before this attempt began.
             if _speaks(backend, failure.rank):
                 self.fail(failure.reason, failure.rank)
         elif isinstance(error, StoppedError | KeyboardInterrupt | BackendError | DivergedError | NotSavedError):
@@ -356,5 +356,5 @@ class Attempt:
 
 
 def _speaks(backend: Backend, failed: int) -> bool:
-    """Return whether this rank records the failure of rank ``failed``, one of all that see it."""
+    """Return whether this rank is the one that records the failure of rank ``failed``."""
     return backend.rank == (0 if failed else 1)

@@ -26,12 +26,12 @@ from dualtrain.training.folder_lock import FolderLock
 
 
 class DamagedError(UserError):
-    """A checkpoint that is gone, cut off or changed, so that an older one may be used in its place."""
+    """A checkpoint is missing, truncated or changed: an older one may be used in its place."""
 
 
-FORMAT = 3  # which is written
-READABLE = (2, 3)  # 2: without virtual ranks
-#: Errors of a file that may be good.
+FORMAT = 3  # of checkpoints that are written
+READABLE = (2, 3)  # format 2 has no virtual ranks
+#: Errors after which a file may still be good.
 _TRANSIENT = {
     *(errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY),
@@ -53,14 +53,14 @@ class Packed:
         self._structure = json.dumps(_flatten(tree, self._tensors))
 
     def write(self, path: Path, lock: FolderLock | None = None) -> None:
-        """Write it as one file, whole or not at all.
+        """Write the tree as one file, whole or not at all.
 
         Args:
-            path: of the file.
-            lock: of the run's folder, whose generation the file names.
+            path: the file.
+            lock: the lock of the run's folder; the file records its generation.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
             SupersededError: there is a newer generation.
         """
         header = {"structure": self._structure, "sha256": _digest(self._structure, self._tensors)}
@@ -77,7 +77,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def drop_old(folder: Path, kept: int) -> None:
-    """Remove all but the ``kept`` newest checkpoints; the best one is a file of its own."""
+    """Remove all but the ``kept`` newest checkpoints; the best one has its own file."""
     for old in found(folder)[kept:]:
         old.unlink(missing_ok=True)
 
@@ -93,11 +93,11 @@ def found(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read what :func:`write` wrote, its tensors on the CPU.
+    """Read a file of :func:`write`, with its tensors on the CPU.
 
     Raises:
-        DamagedError: the file is missing, cut off or changed.
-        UserError: it cannot be read at the moment, and may be good.
+        DamagedError: the file is missing, truncated or changed.
+        UserError: the file cannot be read now, but may be good.
     """
     try:
         with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
@@ -112,7 +112,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})"
         if error.errno in _TRANSIENT:
-            raise UserError(f"{what}: repair that, or name another one", transient=True) from error
+            raise UserError(f"{what}: repair that, or name another checkpoint", transient=True) from error
         raise DamagedError(what) from error
     except MemoryError:
         raise
@@ -120,7 +120,7 @@ def load(path: Path) -> dict[str, Any]:
         raise DamagedError(f"checkpoint {str(path)!r} is damaged ({' '.join(str(error).split())[:300]})") from error
     structure = header.get("structure")
     if structure is None:
-        raise DamagedError(f"{str(path)!r} is no checkpoint: they are in a run's folder, checkpoints/step-….safetensors")
+        raise DamagedError(f"{str(path)!r} is no checkpoint: name a run's checkpoints/step-….safetensors")
     if header.get("sha256") != _digest(structure, tensors):
         raise DamagedError(f"checkpoint {str(path)!r} is damaged: its content does not match its hash")
     try:
@@ -128,13 +128,13 @@ def load(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"checkpoint {str(path)!r} is damaged: its structure cannot be read ({error})") from error
     if not isinstance(tree, dict):
-        raise DamagedError(f"checkpoint {str(path)!r} is damaged: it holds a {type(tree).__name__}, not a state by names")
+        raise DamagedError(f"checkpoint {str(path)!r} is damaged: it holds a {type(tree).__name__}, not a dict")
     return tree
 
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Turn any error of loading a state into a UserError: the state is of another model or optimizer, or of other code."""
+    """Turn an error in loading a state into a UserError: another model, optimizer or version of the code made the state."""
     try:
         yield
     except (UserError, BackendError):
@@ -142,15 +142,15 @@ def fitting(what: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
-            f"{what} does not fit this model and optimizer ({reason}): give the one that it was made with"
+            f"{what} does not fit this model and optimizer ({reason}): give those that it was made with"
         ) from error
 
 
 def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read the newest checkpoint of a folder that is whole; also return what is wrong with newer ones.
+    """Read the newest good checkpoint of a folder; also return what is wrong with newer ones.
 
     Raises:
-        UserError: there is none, or a newer one cannot be read at the moment.
+        UserError: none is good, or one cannot be read now but may be good.
     """
     problems: list[str] = []
     for path in found(folder):
@@ -162,7 +162,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints of steps after ``step``, the best among them: they are not resumed from, and not lost."""
+    """Rename the checkpoints of steps after ``step``, including the best: keep them, but never resume from them."""
     for path in found(folder):
         if step_of_name(path) > step:
             put_aside(path, path)
@@ -173,7 +173,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def put_aside(path: Path, name: Path) -> None:
-    """Rename ``path`` to ``name`` with .aside, which nothing reads, and a number if that file exists."""
+    """Rename ``path`` to ``name``.aside, with a number if that file exists. Nothing reads such files."""
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):
         number += 1
@@ -192,9 +192,9 @@ def step_in(path: Path) -> int | None:
 
 
 def generation_in(path: Path) -> tuple[int, str]:
-    """Read from a checkpoint's header the generation that wrote it, 0 before there were any, and the hash of its content.
+    """Read from a checkpoint's header the generation that wrote it (0 if the header names none) and the content's hash.
 
-    (0, "") where the file cannot be read.
+    Return (0, "") if the file cannot be read.
     """
     try:
         header = _header(path)
@@ -228,7 +228,7 @@ def find_step(folders: Iterable[Path], step: int) -> tuple[Path, dict[str, Any]]
 
 
 def step_of_name(path: Path) -> int:
-    """Return the step that the name of one of :func:`found` says."""
+    """Return the step in a checkpoint's file name."""
     return int(path.stem.partition("-")[2])
 
 
@@ -236,7 +236,7 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(structure.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(as_bytes(tensor).numpy().data)  # no copy: that would hold the interpreter's lock
+        digest.update(as_bytes(tensor).numpy().data)  # no copy, which would hold the GIL
     return digest.hexdigest()
 
 

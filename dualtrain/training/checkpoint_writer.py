@@ -31,11 +31,11 @@ class Writer:
     """The writer of one run's checkpoints.
 
     Args:
-        folder: the run's.
-        kept: how many checkpoints are kept, beside the best.
+        folder: the run's folder.
+        kept: how many checkpoints are kept, not counting the best.
         report: called with the message of a write that failed, from the writing thread.
         timeout: seconds that one write may take.
-        lock: of the folder; nothing is written there once it is superseded.
+        lock: the folder's lock; once it is superseded, nothing is written there.
     """
 
     def __init__(self, folder: Path, kept: int, report: Callable[[str], None], timeout: float, lock: FolderLock) -> None:
@@ -45,7 +45,7 @@ class Writer:
         self._report = report
         self._timeout = timeout
         self._lock = lock
-        self.thread: threading.Thread | None = None  # that writes
+        self.thread: threading.Thread | None = None  # the thread that writes
         self._bug: Exception | None = None
         self._best: _Best | None = None
         self.failed: OSError | None = None  # the error of the last write
@@ -54,10 +54,10 @@ class Writer:
         """Start writing the checkpoint of ``step``; blocks only while an earlier one is written.
 
         Args:
-            step: of the run.
+            step: the step of the checkpoint.
             state: what to write.
-            best: the model's weights, where this state is the best so far. Its files replace those of the best before
-                it; where that fails, the next write tries again.
+            best: the model's weights, if this state is the best so far. Its files replace those of the best one before;
+                if that fails, the next write tries again.
         """
         self.wait()
         if best is not None:
@@ -76,7 +76,7 @@ class Writer:
             self.thread.join(self._timeout)
             if self.thread.is_alive():
                 raise UserError(
-                    f"a checkpoint has been written to {str(self._checkpoints)!r} for {self._timeout:g} s: the disk "
+                    f"writing a checkpoint to {str(self._checkpoints)!r} has taken {self._timeout:g} s so far: the disk "
                     "hangs or is slow; choose another --run-dir, or a longer --timeout",
                     transient=True,
                 )
@@ -88,7 +88,7 @@ class Writer:
         try:
             state.write(path_of(self._checkpoints, step), self._lock)
             self._write_best(step)
-            # Last: until the best's files are written, only the checkpoint of its step can restore them.
+            # Last: until the files of the best state are written, only the checkpoint of its step can restore them.
             self._lock.check()
             drop_old(self._checkpoints, self._kept)
             self.failed = None

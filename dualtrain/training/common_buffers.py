@@ -1,9 +1,9 @@
-"""Buffers that are equal on all ranks after every step, although each shard's forward passes change them.
+"""Keep buffers equal on all ranks after every step, although the forward passes of each shard change them.
 
-Every shard of a step begins with the same values. A floating-point buffer (running statistics) becomes the mean over the
-shards of what they make of it; updates of running statistics are linear, so this is the mean of as many sets as there
-are shards. An integer buffer of one element (a count of batches) becomes what shard 0 makes of it; in every forward
-pass, of whatever shard, it must change by the same amount. All others must stay.
+Every shard of a step begins with the same values. A floating-point buffer (running statistics) then gets the mean of the
+shards' values. Running statistics are updated linearly, so this equals the mean over shards that each kept statistics of
+their own. An integer buffer of one element (a count of batches) gets the value of shard 0, and must change by the same
+amount in every forward pass of every shard. All other buffers must not change.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 
 from dualtrain.backends.wire import as_bytes
 
-_LARGEST = 1 << 10  # a change whose square, and the sum of squares, are exact in float32
+_LARGEST = 1 << 10  # squares of smaller changes are exact in float32
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a buffer is. A forward pass may put another tensor there."""
+    """Location of a buffer. A forward pass may assign another tensor to it."""
 
     name: str
     module: nn.Module
@@ -33,7 +33,7 @@ class _Place:
         return tensor
 
     def write(self, value: torch.Tensor) -> None:
-        """Give the buffer a value."""
+        """Set the buffer to ``value``."""
         now = self.read()
         if _same_form(now, value):
             now.copy_(value)
@@ -42,9 +42,9 @@ class _Place:
 
 
 class CommonBuffers:
-    """The buffers of ``model``: the values that the shards of a step begin with, and what they make of them.
+    """The buffers of ``model``: their values at the start of a step, and each shard's changes to them.
 
-    Numbers of all shards are summed over them by the caller, in float32 at least (in float64 if all parameters are).
+    The caller sums the ``numbers`` of all shards, in float32 at least (in float64 if all parameters are float64).
 
     Attributes:
         count: how many numbers a shard adds to that sum.
@@ -52,7 +52,7 @@ class CommonBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # The numbers are sent with the gradients of one of the parameters.
+        # The numbers are sent with gradients, so the narrowest parameter limits their precision.
         exact = min((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), default=4)
         self._averaged: list[_Place] = []
         self._counters: list[_Place] = []
@@ -70,7 +70,7 @@ class CommonBuffers:
         self._ends = torch.tensor([0, *self._sizes]).cumsum(0)
         self._dtype = torch.float64 if exact > 4 else torch.float32
         self._began = [place.read().clone() for place in self._all]
-        #: The same, of the averaged ones as one vector, and of the counters as numbers.
+        #: The values in ``_began`` of averaged buffers as one vector, and of counters as numbers.
         self._vector, self._counts = torch.empty(0), list[int]()
         self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 1
 
@@ -78,19 +78,19 @@ class CommonBuffers:
         """Begin a step with the present values.
 
         Raises:
-            ValueError: the model has got more buffers, or others.
+            ValueError: the number, a shape or a dtype of the model's buffers has changed.
         """
         if len(list(self._model.buffers())) != len(self._all):
-            raise ValueError("the model has got other buffers since the trainer was made: make the trainer after them")
+            raise ValueError("the model's buffers have changed since the trainer was made: make the trainer after that")
         for place, began in zip(self._all, self._began, strict=True):
             now = place.read()
             if now.shape != began.shape or now.dtype != began.dtype:
-                raise ValueError(f"buffer {place.name!r} has got another shape or dtype: make the trainer after the change")
+                raise ValueError(f"buffer {place.name!r} has changed its shape or dtype: make the trainer after that")
             began.copy_(now)
         self._vector, self._counts = self._flat(), self._read_counters()
 
     def restore(self) -> None:
-        """Give all buffers the values that the step began with."""
+        """Restore the values that all buffers had at the start of the step."""
         now = [place.read() for place in self._all]
         if all(map(_same_form, now, self._began)):
             if now:
@@ -102,7 +102,7 @@ class CommonBuffers:
             place.write(began)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the buffers by name, those too that are not persistent: copies on the CPU."""
+        """Return copies of all buffers on the CPU by name, including those that are not persistent."""
         return {place.name: place.read().detach().cpu().clone() for place in self._all}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -112,14 +112,14 @@ class CommonBuffers:
 
     @torch.no_grad()
     def numbers(self, shard: int, passes: int) -> torch.Tensor:
-        """Return the numbers that ``shard`` adds to the sum, float64, (count,), on the CPU, after its forward passes.
+        """Return the numbers that ``shard`` adds to the sum after its forward passes: float64, (count,), on the CPU.
 
         Raises:
-            ValueError: a buffer has changed that must not.
+            ValueError: a buffer has changed that must stay the same.
         """
         vector = self._flat()
         if vector.shape != self._vector.shape:
-            # The averaged ones come first in what the step began with.
+            # Averaged buffers come first in ``_began``.
             pairs = zip(self._averaged, self._began, strict=False)
             name = next(place.name for place, began in pairs if place.read().numel() != began.numel())
             raise ValueError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")
@@ -130,12 +130,14 @@ class CommonBuffers:
             if not torch.equal(as_bytes(place.read()), as_bytes(began)):  # bytes: a NaN is not equal to itself
                 raise ValueError(
                     f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
-                    "make it a float32 one, or train without virtual ranks"
+                    "make it float32, or train without virtual ranks"
                 )
         changes = [float(now - began) for now, began in zip(self._read_counters(), self._counts, strict=True)]
         for place, change in zip(self._counters, changes, strict=True):
             if abs(change) >= _LARGEST:
-                raise ValueError(f"buffer {place.name!r} changes by {change:g} in a step: virtual ranks cannot follow it")
+                raise ValueError(
+                    f"buffer {place.name!r} changes by {change:g} in a step: virtual ranks need less than {_LARGEST}"
+                )
         first = changes if shard == 0 else [0.0] * len(changes)
         each = [self._of_one_pass(place, change, passes) for place, change in zip(self._counters, changes, strict=True)]
         counters = [*first, *each, *(change * change for change in each), float(passes > 0)]
@@ -143,7 +145,7 @@ class CommonBuffers:
 
     @staticmethod
     def _of_one_pass(place: _Place, change: float, passes: int) -> float:
-        """Return the change in one forward pass; a flag is set in the first of them."""
+        """Return the change in one forward pass; a bool buffer changes in the first pass only."""
         if not passes or place.read().dtype is torch.bool:
             return change if passes else 0.0
         return change / passes
@@ -158,11 +160,11 @@ class CommonBuffers:
 
     @torch.no_grad()
     def become_mean(self, total: torch.Tensor, shards: int) -> None:
-        """Give all buffers the values that the next step begins with.
+        """Set all buffers to the values that the next step begins with.
 
         Args:
             total: the sum of the ``numbers`` of all shards.
-            shards: how many they are.
+            shards: the number of shards.
 
         Raises:
             ValueError: on every rank: shards have changed an integer buffer by unequal amounts in a pass.
@@ -171,7 +173,7 @@ class CommonBuffers:
         *numbers, shards_with_passes = counters.tolist()
         by, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
         for place, each, square in zip(self._counters, sums, squares, strict=True):
-            if each * each != square * shards_with_passes:  # equal exactly where all changes are
+            if each * each != square * shards_with_passes:  # equal only if all changes are equal
                 raise ValueError(
                     f"buffer {place.name!r} is changed by unequal amounts in the forward passes of the shards: virtual "
                     "ranks have no common value for it; train without them"
@@ -189,7 +191,7 @@ class CommonBuffers:
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # An expanded one has elements that share memory, and cannot be written.
+    # Elements of an expanded tensor share memory, and cannot be written.
     dense = 0 not in one.stride() or one.numel() < 2
     return one.shape == other.shape and one.dtype == other.dtype and dense and not one.is_inference()
 

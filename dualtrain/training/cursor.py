@@ -19,10 +19,10 @@ class Cursor:
         step: optimizer steps done.
         epoch: epochs done.
         batch: global batches of this epoch that are done.
-        seconds: spent in steps.
-        samples: of all ranks.
-        sums: of ``objective.NAMES``, over this epoch so far.
-        last: the last evaluation, training metrics included.
+        seconds: time spent in steps.
+        samples: samples trained on, over all ranks.
+        sums: the sums of ``objective.NAMES`` over this epoch so far.
+        last: the last evaluation, including training metrics.
         best: the best evaluation so far, with its step and its epoch, which counts from 0 here and in checkpoints.
         stale: evaluations since the best one.
         evaluated_step: the step of the last evaluation.
@@ -70,7 +70,7 @@ class Cursor:
         """Restore a cursor from the values that :meth:`plain` returned.
 
         Raises:
-            ValueError: they are not those of a cursor.
+            ValueError: the values are not those of a cursor.
         """
         names = {_STORED.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
         if plain.keys() != names.keys():
@@ -89,7 +89,7 @@ class Cursor:
         return {_STORED.get(name, name): value for name, value in vars(self).items()}
 
 
-#: Fields that checkpoints hold under another name: the one that version 0.1.0 wrote.
+#: Fields that checkpoints hold under another name, which version 0.1.0 gave them.
 _STORED = {"evaluated_step": "judged"}
 
 

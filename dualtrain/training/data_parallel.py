@@ -1,8 +1,8 @@
 """One process on several GPUs: torch's ``nn.DataParallel``, with the loss computed where the outputs are.
 
 ``nn.DataParallel`` copies a model to every GPU, gives each a part of the batch, and gathers the outputs on one of them.
-A loss beside the model then works on that one GPU alone, and needs all outputs there. A loss inside it (``WithLoss``)
-leaves four sums of each GPU to gather.
+A loss outside the model is then computed on that GPU alone, from all outputs. With the loss inside the model
+(``WithLoss``), only four sums of each GPU are gathered.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def sums(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Compute ``objective.cross_entropy`` as four sums, (4,), float64, the first (the loss) with its gradient."""
+    """Compute ``objective.cross_entropy`` as four sums, (4,), float64. The first one, the loss, has a gradient."""
     losses, found = cross_entropy(logits, targets, label_smoothing)
     return torch.cat([losses.double().sum()[None], found[1:]])
 
 
 class WithLoss(nn.Module):
-    """A model and its loss as one module. Its weights are the model's own, for optimizers and checkpoints of that."""
+    """A model and its loss as one module. Optimizers and checkpoints use the model alone, which has all weights."""
 
     def __init__(self, model: nn.Module, label_smoothing: float = 0.0) -> None:
         super().__init__()
@@ -35,23 +35,23 @@ class WithLoss(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """:func:`sums` of this part of the batch, (1, 4): gathered from n GPUs they are (n, 4), to be summed over n."""
+        """Return the :func:`sums` of this GPU's part of the batch, (1, 4), which are gathered from n GPUs as (n, 4)."""
         return sums(self.model(inputs), targets, self.label_smoothing)[None]
 
 
 def replicate(module: _Module, device: torch.device, output_device: int | None = None) -> nn.DataParallel[_Module]:
     """Replicate ``module``, a model or a ``WithLoss``, on all GPUs that this process sees.
 
-    Inputs are taken on ``device`` and split as by ``Tensor.chunk``: equal parts, the last one smaller, on fewer GPUs where
-    there are fewer samples. Buffers (running statistics of BatchNorm) are those of the first part.
+    Inputs on ``device`` are split as by ``Tensor.chunk``: into equal parts, of which the last may be smaller, over fewer
+    GPUs if there are fewer samples. Only the first part updates buffers (running statistics of BatchNorm).
 
     Args:
-        module: has its parameters on ``device``.
+        module: a module with its parameters on ``device``.
         device: a GPU.
         output_device: the number of the GPU on which the outputs are gathered; by default that of ``device``.
 
     Raises:
-        UserError: ``device`` is no GPU, or there is no GPU of the number ``output_device``.
+        UserError: ``device`` is no GPU, or no GPU has the number ``output_device``.
     """
     if device.type != "cuda":
         raise UserError(
@@ -62,16 +62,16 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
     first = device.index if device.index is not None else torch.cuda.current_device()
     if output_device is not None and not 0 <= output_device < count:
         raise UserError(
-            f"--output-device {output_device} is not there: torch sees {count} GPUs on this host, from number 0 on; "
+            f"--output-device {output_device} does not exist: torch sees {count} GPUs on this host, numbered from 0; "
             "give one of these"
         )
-    # The parameters' GPU comes first: nn.DataParallel copies from there.
+    # The GPU that holds the parameters comes first, because nn.DataParallel copies from there.
     others = [number for number in range(count) if number != first]
     return nn.DataParallel(module, device_ids=[first, *others], output_device=output_device)
 
 
 def measured(model: nn.Module, device: torch.device, output_device: int | None, label_smoothing: float) -> Measure:
-    """Make an objective that computes the loss on every GPU, inside the replicas. Raises as :func:`replicate`."""
+    """Make an objective that computes the loss on every GPU, inside the replicas. Raises UserError as :func:`replicate`."""
     replicas = replicate(WithLoss(model, label_smoothing), device, output_device)
 
     def measure(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

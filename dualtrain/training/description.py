@@ -1,10 +1,10 @@
 """Describe the settings that objects and functions hold, as text that is equal on two ranks if the settings are.
 
-The text contains no addresses, no order of sets and no device numbers, and no code of the objects is run. A function is
-described by its name, its code and what it uses of the variables that it captures; global variables are not followed. An
+The text depends on no addresses, order of sets or device numbers. No code of the objects is run. A function is
+described by its name, its code and the parts that it uses of captured variables; global variables are left out. An
 object is described by its class and its public attributes that are plain values, tensors, functions or modules.
 
-Left out are attributes that may differ between ranks: names with a leading underscore, and those of ranks and devices.
+Attributes that may differ between ranks are left out: names with a leading underscore, or with rank, gpu or device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dualtrain.backends.wire import as_bytes
 
-_DEPTH = 8  # of containers in containers
-_ITEMS = 16  # of a list that is a setting of a module
+_DEPTH = 8  # of nested containers
+_ITEMS = 16  # in the longest list that counts as a module's setting
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype)
 _ARRAYS = (numpy.generic, numpy.ndarray)
 _CONTAINERS = (Mapping, set, frozenset, list, tuple)
@@ -44,7 +44,7 @@ class Text:
 
 
 def of_object(name: str, value: Any) -> dict[str, Text | None]:
-    """Describe the class of ``value``, or the function, and its settings, by names that begin with ``name``."""
+    """Describe an object or a function, and its settings, by names that begin with ``name``."""
     if value is None:
         return {name: None}
     if isinstance(value, nn.Module):
@@ -67,7 +67,7 @@ def of_module(name: str, module: nn.Module) -> dict[str, Text | None]:
 
 
 def of_weights(name: str, value: Any, model: nn.Module) -> dict[str, Text]:
-    """Hash each parameter and buffer of ``value``, if it is a module, that is not one of ``model``'s."""
+    """If ``value`` is a module, hash its parameters and buffers that ``model`` does not have."""
     if not isinstance(value, nn.Module):
         return {}
     others = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -81,7 +81,7 @@ def describe(value: Any) -> str:
 
 
 def _text(value: Any, seen: set[int], depth: int = 0) -> str:
-    """Describe ``value``; of objects and functions in ``seen``, which are described already, only the kind."""
+    """Describe ``value``. Objects and functions in ``seen`` are described already: return only their kind."""
     if isinstance(value, _ARRAYS):
         return _array(numpy.asarray(value))
     if isinstance(value, torch.device):
@@ -91,7 +91,7 @@ def _text(value: Any, seen: set[int], depth: int = 0) -> str:
     if isinstance(value, _PLAIN):
         return re.sub(r"cuda:\d+", "cuda", repr(value))
     if isinstance(value, torch.Tensor):
-        return _form(value) if value.requires_grad else _hashed(value)  # weights: rank 0's are broadcast later
+        return _form(value) if value.requires_grad else _hashed(value)  # weights: rank 0's values are broadcast later
     if depth < _DEPTH and isinstance(value, _CONTAINERS):
         return _container(value, seen, depth + 1)
     if id(value) in seen or depth >= _DEPTH:
@@ -136,7 +136,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a captured variable that a function with these ``words`` uses: some settings of ``args``, say."""
+    """Yield what a function with these ``words`` uses of a captured variable, such as some attributes of ``args``."""
     used = {word for word in words if not _OWN.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items() if key in used)
@@ -150,13 +150,13 @@ def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _words(code: types.CodeType) -> set[str]:
-    """Return the names of attributes and the texts in a function's code."""
+    """Return the names and the string constants in a function's code."""
     inner = [_words(item) for item in code.co_consts if isinstance(item, types.CodeType)]
     return {*code.co_names, *(item for item in code.co_consts if isinstance(item, str))}.union(*inner)
 
 
 def _is_setting(value: Any, depth: int = 0) -> bool:
-    """Return whether this is a plain value or a few of them, and not a path: each host may have other folders."""
+    """Return whether this is a plain value or a short list of them, and no path, which may differ between hosts."""
     if isinstance(value, list | tuple):
         return depth < 2 and len(value) <= _ITEMS and all(_is_setting(item, depth + 1) for item in value)
     return isinstance(value, _PLAIN) and not (isinstance(value, str) and "/" in value)
@@ -174,7 +174,7 @@ def _content(cell: types.CellType) -> list[Any]:
 
 
 def _kind(value: Any) -> str:
-    """Return the class of an object; of a function its name and a hash of its code."""
+    """Return the class of an object, or the name of a function with a hash of its code."""
     if isinstance(value, Text):
         return value.text
     if isinstance(value, type):

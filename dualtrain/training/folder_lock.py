@@ -1,8 +1,8 @@
-"""One process at a time uses a run's folder: the one of its newest generation (:mod:`dualtrain.training.generation`).
+"""Lock a run's folder, so that only one process uses it: that of its newest generation (see ``generation.py``).
 
-On one host, the lock on that generation's file says whether its process still lives. Between hosts there may be no locks,
-so a start on another host waits for a renewal of the file. Where none comes it makes the next generation. A process that
-was stopped, or cut off from the disk, looks before every write whether its generation is still the newest.
+On one host, the lock on that generation's file shows whether its process still runs. Locks may not reach other hosts, so
+a start on another host waits for a renewal of the file; if there is none, it makes the next generation. A process may have
+been stopped, or cut off from the disk: before every write, it checks that its generation is still the newest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dualtrain.training.generation import Owner, Seen
 
 WAIT_SECONDS = 6.0  # for a process of this host that is about to end, as at a restart
 RENEW_SECONDS = 2.0
-RENEWALS = 3  # that must not come from a process of another host, or have come
+RENEWALS = 3  # a process of another host has ended if so many are missing, and runs if so many have come
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger("dualtrain")
@@ -39,7 +39,7 @@ class FolderLock:
     """The lock of at most one folder. Release it when nothing writes there any more.
 
     Attributes:
-        job: the job of this process; empty if that is not known.
+        job: the job of this process; empty if unknown.
         run: the job whose run was in the folder when it was locked.
         generation: the number of this process's generation; 0 without a folder.
     """
@@ -52,23 +52,23 @@ class FolderLock:
         self._status = os.stat_result([0] * 10)  # of the generation's file
         self._owner: Owner | None = None
         self._superseded = threading.Event()
-        self._stop = threading.Event()  # of the renewals
+        self._stop = threading.Event()  # ends the renewals
         self._released = False
-        self._writing = threading.Lock()  # of the generation's file
+        self._writing = threading.Lock()  # held while the generation's file is written
 
     def take(self, folder: Path, limit: float, *, waits: bool = False) -> None:
         """Lock an existing folder; do nothing if this object has locked one already.
 
-        Blocks where a process of another host has not left it, for some seconds until it is known to live or not.
+        If a process of another host has not left the folder, block for some seconds, until it is clear whether it runs.
 
         Args:
-            folder: of a run.
-            limit: seconds that this blocks at most.
-            waits: whether to wait for a process that lives, up to ``WAIT_SECONDS`` or ``RENEWALS``, since it may end.
+            folder: the run's folder.
+            limit: the longest wait, in seconds.
+            waits: whether to give a running process time to end: ``WAIT_SECONDS``, or ``RENEWALS`` on another host.
 
         Raises:
-            UserError: another process uses it; the message names that.
-            OSError: it cannot be read or written.
+            UserError: another process uses the folder; the message names that process.
+            OSError: the folder cannot be read or written.
         """
         while self._descriptor is None:
             self._try(folder, limit, waits)
@@ -84,7 +84,7 @@ class FolderLock:
         descriptor = generation.create(folder, number, owner)
         if descriptor is None:
             return
-        if generation.newest(folder) > number:  # this process was slow: there have been others since it looked
+        if generation.newest(folder) > number:  # this process was slow: others have made newer generations
             generation.path_of(folder, number).unlink(missing_ok=True)
             os.close(descriptor)
             return
@@ -100,34 +100,34 @@ class FolderLock:
         return bool(self.job) and self.job == self.run
 
     def sign(self) -> None:
-        """Note in the folder that the run in it is this job's, from now on. Raises OSError."""
+        """Record in the folder that its run now belongs to this job. Raises OSError."""
         self._write(run=self.job)
 
     def is_mine(self) -> bool:
-        """Return whether this process may write into the folder: no other one has made a newer generation."""
+        """Return whether this process may write into the folder: no other process has made a newer generation."""
         if self._descriptor is not None and not generation.is_newest(self._folder, self.generation, self._status):
             self._superseded.set()
         return not self._superseded.is_set()
 
     def check(self) -> None:
-        """Raise SupersededError where :meth:`is_mine` is false. To be called before every write into the folder."""
+        """Raise SupersededError if :meth:`is_mine` is false. Call it before every write into the folder."""
         if not self.is_mine():
             number = generation.newest(self._folder)
             other = generation.look(self._folder, number) if number else None
             raise SupersededError(
                 f"{other or 'another process'} took over {str(self._folder)!r}, since this process had not renewed "
-                f"generation {self.generation} for {RENEWALS * RENEW_SECONDS:g} s: this one ends, and changes "
+                f"generation {self.generation} for {RENEWALS * RENEW_SECONDS:g} s: this process ends, and changes "
                 "nothing there",
                 transient=True,
             )
 
     @property
     def superseded(self) -> bool:
-        """Whether it is known that another process has made a newer generation; looked up every ``RENEW_SECONDS``."""
+        """Whether another process is known to have made a newer generation; checked every ``RENEW_SECONDS``."""
         return self._superseded.is_set()
 
     def release(self, after: threading.Thread | None = None) -> None:
-        """Unlock the folder, if one is locked; once ``after``, which may still write there, has ended. Does not block."""
+        """Unlock the folder, if one is locked, once thread ``after``, which may write there, has ended. Does not block."""
         if self._released:
             return
         self._released = True
@@ -149,7 +149,7 @@ class FolderLock:
             self.forget()
 
     def forget(self) -> None:
-        """Close the file. It stays locked where this process was forked from the one that locked it."""
+        """Close the file. In a forked child process, this leaves the parent's lock in place."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -171,32 +171,32 @@ class FolderLock:
 
 
 def user_of(folder: Path) -> tuple[Seen | None, bool]:
-    """Return the newest generation as it is seen, and whether it is known without waiting that its process lives."""
+    """Return the newest generation, and whether it is known without waiting that its process runs."""
     number = generation.newest(folder)
     seen = generation.look(folder, number) if number else None
     return seen, bool(seen and seen.locked and _is_here(seen))
 
 
 def refuse(folder: Path, user: object) -> UserError:
-    """Return the error of a folder that is used."""
+    """Return the error for a folder that ``user`` uses."""
     return UserError(
         f"--run-dir {str(folder)!r} is used by {user}: wait for its end, or choose another folder", transient=True
     )
 
 
 def _is_here(seen: Seen) -> bool:
-    """Whether a generation's process is on this host, as far as is known: then its lock says whether it lives."""
+    """Return whether a generation's process is known to be on this host: then its lock shows whether it runs."""
     return seen.locked is not None and seen.owner is not None and seen.owner.machine == identity()
 
 
 def _await_end(folder: Path, number: int, limit: float, waits: bool) -> Owner | None:
-    """Wait until the process of generation ``number`` has left the folder; return what its file says at last.
+    """Wait until the process of generation ``number`` has left the folder; return the last content of its file.
 
     Raises:
-        UserError: it lives, or may live at the end of ``limit``.
+        UserError: the process runs, or may still run after ``limit`` seconds.
     """
     wait, owner = _Wait(folder, limit, waits), None
-    while (seen := generation.look(folder, number)) is not None:  # else there is a newer one
+    while (seen := generation.look(folder, number)) is not None:  # if None, there is a newer generation
         owner = seen.owner
         if wait.has_left(seen):
             break
@@ -205,7 +205,7 @@ def _await_end(folder: Path, number: int, limit: float, waits: bool) -> Owner | 
 
 
 class _Wait:
-    """A wait for the end of the process that a folder is used by."""
+    """A wait for the end of the process that uses a folder."""
 
     def __init__(self, folder: Path, limit: float, waits: bool) -> None:
         self._folder, self._limit, self._waits = folder, limit, waits
@@ -213,7 +213,7 @@ class _Wait:
         self._renewals, self._last, self._said = 0, b"", False
 
     def has_left(self, seen: Seen) -> bool:
-        """Return whether the process has left the folder, as it is seen now. Raises UserError if it is known to stay."""
+        """Return whether the process has left the folder, going by ``seen``. Raises UserError if the process runs on."""
         if seen.owner is not None and seen.owner.ended:
             return True
         return self._has_ended_here(seen) if _is_here(seen) else self._has_ended_elsewhere(seen)
@@ -239,7 +239,7 @@ class _Wait:
         if now >= self._began + self._limit:
             raise UserError(
                 f"--run-dir {str(self._folder)!r} may be used by {seen}: wait for its end, or give a --timeout above "
-                f"{2 * seconds:g}, half of which is enough to know it",
+                f"{2 * seconds:g}, half of which is enough to find out",
                 transient=True,
             )
         self._say(f"may be used by {seen}, which would renew its file there: waiting {seconds:g} s for that")

@@ -1,7 +1,7 @@
-"""The files ``generation-N`` of a run's folder: one for each process that has used it, of which the newest counts.
+"""The files ``generation-N`` of a run's folder: one for each process that has used it. Only the newest is valid.
 
-Such a file names its process, which has a lock on it (flock) and renews it every few seconds. It is made with its content
-and its lock, and only where there is none of its number: of two processes, one succeeds. Older files are removed.
+A file names its process, which locks it (flock) and renews it every few seconds. The file appears with its content and its
+lock, and only if its number is free: of two processes that try, one succeeds. Older files are removed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from dualtrain.files import parse_json
 
-#: Of file systems without locks.
+#: Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NAME = re.compile(r"generation-([1-9][0-9]{0,17})")
-_BYTES = 1024  # of a file: its size stays the same, so that a renewal writes no metadata
+_BYTES = 1024  # size of each file: it is constant, so that a renewal writes no metadata
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Owner:
     Attributes:
         process: its id.
         host: its host's name.
-        machine: its host's identity; the names of two may be the same.
+        machine: its host's identity; two hosts may have the same name.
         since: when it began, by its host's clock; for messages.
-        job: the job that it is of; empty if that is not known.
+        job: its job; empty if unknown.
         run: the job whose run is in the folder.
-        renewals: counted, so that a living process's file changes.
-        ended: whether it has left the folder.
+        renewals: how many there were; each renewal changes the file.
+        ended: whether the process has left the folder.
     """
 
     process: int
@@ -63,8 +63,8 @@ class Seen:
 
     Attributes:
         content: its bytes.
-        owner: that the content names; ``None`` where it cannot be read.
-        locked: whether its process has the lock; ``None`` where the file system has no locks.
+        owner: the process that the content names; ``None`` if it cannot be read.
+        locked: whether the process holds the lock; ``None`` if the file system has no locks.
     """
 
     content: bytes
@@ -81,7 +81,7 @@ def path_of(folder: Path, number: int) -> Path:
 
 
 def newest(folder: Path) -> int:
-    """Return the number of the newest generation; 0 without any, or without the folder. Raises OSError."""
+    """Return the number of the newest generation; 0 if there is none, or no folder. Raises OSError."""
     return max(_numbers(folder), default=0)
 
 
@@ -111,7 +111,7 @@ def create(folder: Path, number: int, owner: Owner) -> int | None:
         owner.write(descriptor)
         if _link(temporary, path_of(folder, number), descriptor):
             return descriptor
-    except FileNotFoundError:  # the process that was faster has removed temporary files
+    except FileNotFoundError:  # another process was faster, and has removed temporary files
         if not folder.exists():
             os.close(descriptor)
             raise
@@ -132,9 +132,9 @@ def remove_older(folder: Path, number: int) -> None:
 
 
 def is_newest(folder: Path, number: int, status: os.stat_result) -> bool:
-    """Return whether there is no newer generation than ``number``, whose file has this ``status``.
+    """Return whether generation ``number``, whose file has this ``status``, is still the newest. Raises OSError.
 
-    The file is opened: network file systems look up other hosts' changes then. Raises OSError.
+    This opens the file, since network file systems then look up other hosts' changes.
     """
     try:
         descriptor = os.open(path_of(folder, number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -158,7 +158,7 @@ def _open_new(path: Path) -> int:
 
 
 def _link(temporary: Path, path: Path, descriptor: int) -> bool:
-    """Give the file its second name, if that is free; return whether it was."""
+    """Link ``temporary`` to ``path``, if that name is free; return whether it was."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -171,7 +171,7 @@ def _link(temporary: Path, path: Path, descriptor: int) -> bool:
 
 
 def _rename(temporary: Path, path: Path) -> bool:
-    """As :func:`_link`, where the file system has no links: an empty file holds the name."""
+    """Do the same as :func:`_link` on a file system without links: an empty file reserves the name."""
     try:
         os.close(_open_new(path))
     except FileExistsError:

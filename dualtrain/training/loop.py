@@ -1,6 +1,6 @@
 """The training loop of the command line: order of batches, evaluations, checkpoints, the end of a run.
 
-This module alone takes the whole ``Config``; what it calls is given the sections that it needs.
+Only this module takes the whole ``Config``; the functions that it calls get the sections that they need.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
     """Train as ``config`` says, and return the summary on every rank. Collective; blocks.
 
     Raises:
-        RanksDifferError: the ranks have other settings, versions or data.
+        RanksDifferError: the ranks have different settings, versions or data.
         UserError: something in the configuration cannot be done here.
         DivergedError: the loss became infinite or not a number.
         BackendError: a rank failed, or the timeout passed.
         NotSavedError: the training ended, and its results could not be written.
-        StoppedError: a signal asked for it; a checkpoint was saved.
+        StoppedError: a signal stopped the run, which first saved a checkpoint.
     """
     lock = FolderLock()
     try:
@@ -92,14 +92,14 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
         return start.summary
     if start.saved is not None:
         settings = adopted(settings, start.saved["config"])
-    # Matrix products depend on it: with virtual ranks not on the cores of a machine.
+    # Bits of matrix products depend on this number, so with virtual ranks it must not depend on the machine's cores.
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
     use_threads(number, backend)
     with Waiting("loading the data", seconds, shown=first):
         task = load_task(config.data, config.model.name, backend)
     try:
-        # One result everywhere is not possible with operations that do not even repeat: on a GPU, or in several threads.
+        # Virtual ranks need operations that repeat bit for bit. On a GPU, or with several threads, not all do.
         repeats = number == 1 and backend.device.type == "cpu"
         exact = config.run.deterministic or (config.step.virtual_ranks is not None and not repeats)
         with determinism(exact):
@@ -137,7 +137,7 @@ class Run:
         self.lock = lock
         self.name = name
         self.platform = platform_of(backend)
-        #: Parts of a global batch: the virtual ranks, else the real ones. All arithmetic uses their number.
+        #: The number of parts of a global batch: virtual ranks, else real ones. All arithmetic uses it.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()
@@ -158,7 +158,7 @@ class Run:
         check_virtual_ranks(step, config.model, config.run, backend.size)
         optimizer = make_optimizer(step, model, self.lr)
         if step.compress == "bf16" and torch.bfloat16 not in backend.narrow:
-            raise UserError(f"--compress bf16: the {backend.name} backend does not carry it; use fp16")
+            raise UserError(f"--compress bf16: the {backend.name} backend cannot send it; use fp16")
         return optimizer, {
             "schedule": make_schedule(config.schedule, optimizer, self.lr, self.total_steps),
             "clip_norm": step.clip_norm,
@@ -187,7 +187,7 @@ class Run:
             allow_restart(self.folder, lock)
             for name, tree in start.copies.items():
                 checkpoint.write(self.folder / "checkpoints" / name, tree, lock)
-            lock.sign()  # from here on, a restart may go on from the newest checkpoint
+            lock.sign()  # from here on, a restart may resume from the newest checkpoint
 
         on_rank_zero(self.backend, "run folder", prepare)
         self.records = on_all_ranks(self.backend, "run folder", self._records)
@@ -196,7 +196,7 @@ class Run:
         if saved is not None and not restore_best(self.trainer, self.cursor, saved, self.folder, other, lock):
             step = self.cursor.best["step"]
             self.records.print(
-                f"the checkpoint of the best evaluation (step {step}) is gone: the best is chosen from now on"
+                f"the checkpoint of the best evaluation (step {step}) is gone: later evaluations are compared anew"
             )
             self.cursor.best, self.cursor.stale = {}, 0
         self.attempt.begin(self.folder, self.cursor.step, self.backend)
@@ -228,7 +228,7 @@ class Run:
         if self.cursor.step > self.total_steps:
             raise UserError(
                 f"the checkpoint is of step {self.cursor.step}, and this run would end after step {self.total_steps}: give "
-                "more --epochs or --max-steps, or an older checkpoint's file",
+                "more --epochs or --max-steps, or an older checkpoint",
                 shared=True,
             )
 
@@ -263,7 +263,7 @@ class Run:
             return self._conclude()
 
     def _plan(self) -> Iterator[Batch]:
-        """Yield this rank's backward passes of the rest of the epoch, in order. Read ahead of the steps."""
+        """Yield this rank's batches for the rest of the epoch, one for each backward pass. The loader reads ahead."""
         epoch, seed = self.cursor.epoch, derived(self.config.step.seed, "augmentation", self.cursor.epoch)
         for number in range(self.cursor.batch, self.sampler.batches):
             for passes in self._passes(self.sampler.batch(epoch, number)):
@@ -271,7 +271,7 @@ class Run:
                     yield Batch(part, seed)
 
     def _passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
-        """Split each of this rank's parts of a global batch, one tensor for each backward pass; none of an empty part."""
+        """Split each of this rank's parts of a global batch into one tensor for each backward pass; none if it is empty."""
         parts = [share(batch, number, self.parts) for number in self.mine]
         return [part.tensor_split(min(self.config.step.accumulate, len(part))) if len(part) else () for part in parts]
 
@@ -299,11 +299,11 @@ class Run:
     def _control_flags(self) -> list[float]:
         """Return this rank's flags for the next step.
 
-        Signals, and on rank 0 whether a checkpoint is due by time and whether another process uses the folder.
+        They report signals. On rank 0, they also ask to save if time is up, and to stop if another process uses the folder.
         """
         flags, cursor = self.signals.take(), self.cursor
         ends = cursor.batch + 1 == self.sampler.batches or cursor.step + 1 == self.total_steps
-        # Of a step that ends an epoch the evaluation's result is saved too; a save during a write would wait for it.
+        # Don't save by time if the end of the epoch saves anyway, nor during a write: the loop would wait for it.
         ends = ends and (cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
             flags[SAVE] = 1.0
@@ -312,7 +312,7 @@ class Run:
         return flags
 
     def _for_trainer(self, parts: list[Iterator[Tensors]]) -> Iterator[Tensors] | list[Iterator[Tensors]]:
-        """Return the batches of this rank's parts as the trainer takes them: of its only part, or of each of its shards."""
+        """Return this rank's batches as the trainer takes them: those of its part, or a list with those of each shard."""
         return parts[0] if self.config.step.virtual_ranks is None else parts
 
     def _batches(self, passes: int) -> Iterator[Tensors]:
@@ -330,7 +330,7 @@ class Run:
         return 1.0 if self.task.kind == "classes" else max(1.0, round(self.task.shape[0] * CHOSEN))
 
     def _act_on(self, control_flags: list[float]) -> None:
-        """Save, and stop, as signals on any rank or the settings ask for."""
+        """Save or stop if signals on any rank, or the settings, require it."""
         cursor = self.cursor
         received = [number for number, ranks in zip(SIGNALS, control_flags, strict=True) if ranks]
         every = self.config.output.checkpoint_every
@@ -350,7 +350,7 @@ class Run:
             )
 
     def _failed_write(self) -> str:
-        """Return why the last checkpoint could not be written, if so. On rank 0. Raises SupersededError."""
+        """Return why the last checkpoint could not be written; "" if it was. On rank 0. Raises SupersededError."""
         self.lock.check()
         return str(self.writer.failed or "")
 
@@ -373,7 +373,7 @@ class Run:
             self._save(best=best)
 
     def _evaluation(self, part: int) -> Iterator[Tensors]:
-        """Yield a part of the evaluation's samples, every ``parts``-th, so that none is evaluated twice."""
+        """Yield one part of the evaluation's samples: every ``parts``-th, so that no sample is evaluated twice."""
         mine = torch.arange(part, len(self.task.val), self.parts)
         size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
         batches = [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
@@ -423,7 +423,7 @@ class Run:
         """Write the model and the summary; return the summary on every rank. Collective."""
         weights = weights_of(self.trainer)
         costs = self.clock.costs()
-        self._note_progress()  # where no step was left
+        self._note_progress()  # records recoveries if no step was left
         recoveries = on_rank_zero(self.backend, "recoveries", lambda: recoveries_in(self.folder))
         more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
         more["recoveries"] = recoveries

@@ -36,7 +36,7 @@ _SETS = {
     "AVX512_CORE_AMX": {"avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"},
     "AVX512_CORE_AMX_FP16": {"amx_tile", "amx_fp16"},
 }
-#: Names that oneDNN takes too.
+#: Other names that oneDNN accepts.
 _SAME = {
     "AVX10_1_512": "AVX512_CORE_FP16",
     "AVX10_1_512_AMX": "AVX512_CORE_AMX",
@@ -45,16 +45,16 @@ _SAME = {
 
 
 def threads(backend: Backend) -> int:
-    """Return the default of ``--threads``: each rank's share of its host's cores, the least of all ranks. Collective."""
+    """Return the default of ``--threads``: a rank's share of its host's cores, the smallest over all ranks. Collective."""
     mine = min(MOST_THREADS, share_of(usable_cores(), backend.local_size))
     return int(min(backend.allgather_object(mine, name="default number of intra-op threads")))
 
 
 def use_threads(number: int, backend: Backend) -> None:
-    """Set the number of intra-op threads of this process, and print a line on rank 0 if OMP_NUM_THREADS is another one."""
+    """Set the number of intra-op threads of this process, and print a line on rank 0 if OMP_NUM_THREADS differs."""
     torch.set_num_threads(number)
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
-    # torchrun sets it to 1 where the user has set nothing, and a rank cannot tell which: the line is true in both cases.
+    # torchrun sets it to 1 if the user has not set it. A rank cannot tell the cases apart: the line must be true in both.
     if backend.rank == 0 and text and text.partition(",")[0].strip() != str(number):
         show(
             f"OMP_NUM_THREADS={text} has no influence: the number of intra-op threads of a rank is {number}, "
@@ -63,7 +63,7 @@ def use_threads(number: int, backend: Backend) -> None:
 
 
 def processor(backend: Backend) -> Facts:
-    """Return what is known of this rank's processor, by the names in ``PROCESSOR``; ``None`` where nothing is."""
+    """Return what is known of this rank's processor, by the names in ``PROCESSOR``; ``None`` if unknown."""
     described = _described(Path("/proc/cpuinfo"))
     # MKL chooses its kernels by the vendor of the CPU, unless MKL_CBWR names some.
     mkl = os.environ.get("MKL_CBWR") or described.get("vendor_id")
@@ -85,8 +85,8 @@ def onednn_set(flags: Collection[str], limit: str) -> str | None:
     """Return the largest instruction set that oneDNN uses on an x86 processor; ``None`` on others.
 
     Args:
-        flags: of the processor, as in /proc/cpuinfo.
-        limit: the value of ONEDNN_MAX_CPU_ISA. An unknown one limits nothing, as in oneDNN.
+        flags: the processor's flags, as in /proc/cpuinfo.
+        limit: the value of ONEDNN_MAX_CPU_ISA. An unknown value limits nothing, as in oneDNN.
     """
     limit = _SAME.get(limit.upper(), limit.upper())
     order = list(_SETS)
@@ -99,7 +99,7 @@ def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
 
     Args:
         written: the checkpoint's :func:`platform_of`; what it lacks is not compared.
-        here: this rank's.
+        here: this rank's :func:`platform_of`.
     """
     unlike = [name for name, value in here.items() if name in written and written[name] != value]
     if unlike:
@@ -108,7 +108,7 @@ def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
 
 
 def pin_cpus(unlike: Collection[str]) -> str:
-    """Return the end of a warning of unlike processors, by the names of what differs: a cure, or "" if there is none."""
+    """Return the cure, for a warning that the facts named in ``unlike`` differ; "" if there is none."""
     if {CAPABILITY, ONEDNN, MKL} & {*unlike}:
         return "; ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_CBWR let unlike CPUs use the same instructions"
     return ""
@@ -123,7 +123,7 @@ def _described(file: Path) -> dict[str, str]:
             for line in lines:
                 name, colon, value = line.partition(":")
                 if not colon:
-                    break  # the line between two processors
+                    break  # the empty line after the first processor
                 found[name.strip()] = value.strip()
     except OSError:
         pass

@@ -1,6 +1,6 @@
 """Objectives: a mean loss with its gradient, and the sums from which metrics over all ranks are computed exactly.
 
-Sums, because those of any batches on any ranks add up; means do not.
+Sums of any batches on any ranks can be added; means cannot.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-#: The sums: of the loss, of the weight that it is a mean over (samples, or tokens to predict), of correct predictions, and
-#: of predictions with the target among the five likeliest classes.
+#: The sums: the loss; its weight (the number of samples, or of tokens to predict); correct predictions; and targets that
+#: are among the five likeliest classes.
 NAMES = ("loss", "weight", "correct", "top5")
 IGNORED = -100  # a target that is left out
 
@@ -26,7 +26,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Objective(Protocol):
-    """A loss that also gives the sums for metrics. Any callable that returns such a pair is one."""
+    """A loss that also returns the sums for metrics. Any callable with this signature is one."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """Return the mean loss, (), with its gradient, and the sums of ``NAMES``, four numbers."""
@@ -39,7 +39,7 @@ def cross_entropy(
 
     Args:
         logits: (…, classes), of any floating dtype; computed in float32 at least.
-        targets: class numbers, (…), int64; those of -100 are left out.
+        targets: class numbers, (…), int64; targets of -100 are left out.
         label_smoothing: the probability that is moved from the true class to all classes.
 
     Returns:
@@ -70,19 +70,19 @@ def _top_classes(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _count(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    """Count the targets that are not ``IGNORED``, those predicted, and those in the top five; of tensors or arrays."""
+    """Count the targets that are not ``IGNORED``, those predicted, and those in the top five, in tensors or arrays."""
     hits = best == targets[:, None]  # never true for IGNORED
     return count_nonzero(targets != IGNORED), count_nonzero(hits[:, 0]), count_nonzero(hits)
 
 
 class CrossEntropy:
-    """Cross entropy of logits (…, classes) and class numbers (…), those of -100 left out."""
+    """Cross entropy of logits (…, classes) and class numbers (…). Targets of -100 are left out."""
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-        """See :class:`Objective`. In training with few operations: their overhead dominates the step of a tiny model."""
+        """See :class:`Objective`. Training uses few operations, since their overhead dominates a tiny model's step."""
         if not torch.is_grad_enabled():  # evaluation: sums in double precision, equal at all world sizes
             sums = cross_entropy(outputs, targets, self.label_smoothing)[1].cpu()
             return sums[0] / max(sums[1].item(), 1.0), sums.tolist()
@@ -111,10 +111,10 @@ class Adapted:
         self.loss = loss
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. Of a mean alone, no correct predictions are known.
+        """See :class:`Objective`. If the callable returns only a mean, correct predictions count as 0.
 
         Raises:
-            TypeError: the callable returns neither.
+            TypeError: the callable returns something else.
         """
         result: Any = self.loss(outputs, targets)
         if isinstance(result, tuple):
@@ -135,7 +135,7 @@ class Adapted:
 
 
 class TorchCrossEntropy:
-    """``nn.CrossEntropyLoss`` with torch's meaning; of plain class numbers, correct predictions are counted too."""
+    """``nn.CrossEntropyLoss`` as torch defines it; for class numbers, correct predictions are counted too."""
 
     def __init__(self, loss: nn.CrossEntropyLoss) -> None:
         plain = loss.weight is None and loss.reduction == "mean" and loss.ignore_index == IGNORED
@@ -143,7 +143,7 @@ class TorchCrossEntropy:
         self._other = Adapted(loss)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. Other targets weigh 1 each: where the loss weighs them unequally, means are inexact."""
+        """See :class:`Objective`. Other targets have weight 1 each, so means are inexact if the loss weighs classes."""
         if self._counting is not None and outputs.dim() == 2 and targets.dtype == torch.int64:
             return self._counting(outputs, targets)
         return self._other(outputs, targets)

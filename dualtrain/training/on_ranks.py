@@ -15,8 +15,8 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
     """Run ``task()`` on every rank, and return once it has succeeded on all. Collective; blocks.
 
     Raises:
-        UserError: on every rank, with the first rank's reason, if it raised UserError or OSError on all of them;
-            RanksDifferError if only on some.
+        UserError: on every rank, with the first rank's reason, if the task raised UserError or OSError on all ranks;
+            RanksDifferError if it did on some only.
     """
     result, problem, trace = None, None, ""
     try:
@@ -30,7 +30,7 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
             if all(other is not None for other in problems):
                 raise UserError(reason, shared=True, trace=trace, transient=transient)
             raise RanksDifferError(f"rank {rank}: {reason}", trace=trace, transient=transient)
-    return result  # type: ignore[return-value]  # every task that raised has ended above
+    return result  # type: ignore[return-value]  # the error of any task was raised above
 
 
 def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
@@ -53,7 +53,7 @@ def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
 
 
 def _problem(what: str, error: Exception) -> tuple[str, bool]:
-    """Return the message of an error, and whether the same may succeed later."""
+    """Return the message of an error, and whether the same task may succeed later."""
     if isinstance(error, UserError):
         return str(error), error.transient
     return f"{what}: {error}; free space or fix permissions, then try again", True

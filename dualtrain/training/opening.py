@@ -1,4 +1,4 @@
-"""The lines that a run prints first: the job, the settings that the recipe has not, the model."""
+"""Format the first lines of a run: the job, the settings that differ from the recipe's, the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualtrain.backends import Backend
 from dualtrain.config import own_settings
 from dualtrain.training.resume import in_words
 
-#: Settings that other lines show, or that say how a run is started and not what it computes.
+#: Settings that other lines show, or that do not affect what a run computes.
 _ELSEWHERE = ("recipe", "run_dir", "resume", "threads", "verbose")
 
 
@@ -31,7 +31,7 @@ def ranks_in_words(backend: Backend, virtual: int | None, threads: int) -> str:
 def settings_line(settings: Mapping[str, Any], folder: Path) -> str:
     """Format the settings in which a run differs from its recipe, as they are typed."""
     own = own_settings(settings)
-    # A batch size of another kind leaves the recipe's without a value.
+    # A given --global-batch-size sets the recipe's --batch-size to None, and the other way round.
     own = {name: value for name, value in own.items() if name not in _ELSEWHERE and value is not None}
     more = f" with {in_words(own)}" if own else ""
     return f"settings: recipe {settings['recipe']}{more}; all are in {folder / 'config.json'}"

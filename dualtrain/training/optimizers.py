@@ -16,7 +16,7 @@ from dualtrain.config import ScheduleSection, StepSection
 from dualtrain.config.values import option_value
 from dualtrain.errors import UserError
 
-_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base; one that calls the model back; one for sparse gradients
+_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base class; one that calls the model; one for sparse gradients
 
 
 def optimizer_names() -> dict[str, Any]:
@@ -31,7 +31,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
     """Make the optimizer that ``step`` names, over the parameters that require gradients.
 
     Raises:
-        UserError: an unknown name, or options that it does not have.
+        UserError: an unknown optimizer, or options that it does not have.
     """
     kinds = optimizer_names()
     kind = kinds.get(step.optimizer.lower())
@@ -71,8 +71,8 @@ def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-_FACTORED = ("row_var", "col_var")  # of Adafactor, which keeps sums over rows and columns
-#: Options that say how a step is computed, and not what: without them it can be tried on tensors that have no values.
+_FACTORED = ("row_var", "col_var")  # state of Adafactor: sums over rows and columns
+#: Options that choose an implementation of the step. Some cannot run on meta tensors.
 _HOW = ("capturable", "foreach", "fused")
 
 
@@ -80,7 +80,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     """Check that the options and the state that ``optimizer`` has loaded are of the kinds and shapes that it makes itself.
 
     Raises:
-        ValueError: a part is missing, or has another kind or shape: a step would fail, or repeat it for all elements.
+        ValueError: a part is missing, or has another kind or shape, so that a step would fail, or broadcast it.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     known = inspect.signature(type(inner)).parameters  # loading adds more to the defaults
@@ -109,7 +109,7 @@ def _check_state_of(parameter: torch.Tensor, state: dict[str, Any], expected: di
 
 
 def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the state that a first step makes, as tensors without values; empty if the optimizer needs values."""
+    """Return the state that a first step makes, as meta tensors; empty if the optimizer cannot step on those."""
     known = inspect.signature(type(optimizer)).parameters
     options = {name: group[name] for name in optimizer.defaults if name in known and name not in _HOW}
     twin = nn.Parameter(torch.empty_like(parameter, device="meta"))
@@ -123,7 +123,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
 
 
 def _alike(value: Any, expected: Any) -> bool:
-    """Return whether ``value`` is of the kind of ``expected``; whatever is optional and not given may be anything."""
+    """Return whether ``value`` is of the kind of ``expected``; if that is ``None``, any value is."""
     if expected is None or (isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor)):
         return True
     if isinstance(expected, int | float) and not isinstance(expected, bool):
@@ -191,12 +191,12 @@ def _milestones(section: ScheduleSection) -> list[int]:
 
 
 def _half_cosine(part: float) -> float:
-    """From 1 at 0 to 0 at 1."""
+    """Fall along a cosine, from 1 at 0 to 0 at 1."""
     return 0.5 * (1 + math.cos(math.pi * min(part, 1.0)))
 
 
 def _one_cycle(step: float, steps: int) -> float:
-    """From 1/25 to 1 in the first 30 %, then down to 1/250,000: torch's OneCycleLR with its defaults, momentum apart.
+    """Rise from 1/25 to 1 in the first 30 %, then fall to 1/250,000: torch's OneCycleLR by default, except for momentum.
 
     L. Smith, N. Topin: Super-Convergence, 2018.
     """

@@ -1,4 +1,4 @@
-"""Where a run came from: command, commit, hosts and versions, for config.json and summary.json."""
+"""Origin of a run: command, commit, hosts and versions, for config.json and summary.json."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _here(backend: Backend) -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of the current folder's Git work tree, with "-dirty" if tracked files were changed.
 
-    ``None`` outside of a work tree, without Git, and if Git has not answered within some seconds.
+    Return ``None`` outside of a work tree, without Git, and if Git has not answered within some seconds.
     """
     command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=64"]
     try:
@@ -46,7 +46,7 @@ def commit() -> str | None:
             capture_output=True,
             text=True,
             timeout=_GIT_SECONDS,
-            # Reading must not take the lock of the index, which a commit at the same time would find locked.
+            # Don't lock Git's index: a commit at the same time would fail.
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
             check=False,
         )

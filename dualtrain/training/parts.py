@@ -1,4 +1,4 @@
-"""The parts of a step, and which of them each rank computes: one each, or shards of which it may have several."""
+"""The parts of a step: one on each rank, or shards, of which a rank may compute several."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dualtrain.training.passes import Passes, Tensors
 from dualtrain.training.rank_state import local_state, restore_local_state
 from dualtrain.training.step import Step, with_last
 
-#: Of one shard: a batch, several batches (one backward pass each), or ``None`` for no samples.
+#: The input of one shard: a batch, several batches (one backward pass each), or ``None`` for no samples.
 ShardBatches = Tensors | Iterable[Tensors] | None
 Batches = Iterable[Tensors] | Sequence[ShardBatches]
 Evaluation = Iterable[Sequence[torch.Tensor]]
 
 
 class Parts(Protocol):
-    """How the work of a trainer is divided, and the state that the parts begin with.
+    """Division of a trainer's steps into parts, with the state that the parts begin with.
 
     Attributes:
-        count: how many parts a step has: what the gradient is the mean of.
-        numbers: how many numbers a part sends behind the scalars.
+        count: the number of parts of a step; the gradient is the mean of the parts' gradients.
+        numbers: how many numbers a part sends after the scalars.
     """
 
     count: int
@@ -58,12 +58,12 @@ class Parts(Protocol):
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            UserError: it is of another division.
+            UserError: the state is that of another division.
         """
 
 
 class RankParts:
-    """One part of a step on each rank. Running statistics and random numbers are each rank's own."""
+    """One part of a step on each rank. Running statistics and random numbers differ between ranks."""
 
     numbers = 0
     order: Literal["backend"] = "backend"
@@ -89,7 +89,7 @@ class RankParts:
         return self._backend.allreduce(mine, "sum", name="evaluation").tolist()
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
-        """See :class:`Parts`: the average over the ranks, each of which gets its own back."""
+        """See :class:`Parts`: they are averaged over the ranks; at the end, each rank gets its own values back."""
         return averaged_buffers(model, self._backend)
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,5 +100,7 @@ class RankParts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See :class:`Parts`. At another world size, generators are seeded anew."""
         if "virtual_ranks" in state:
-            raise UserError(f"the state is of a trainer with virtual_ranks={state['virtual_ranks']['shards']}: give it too")
+            raise UserError(
+                f"the state is of a trainer with virtual_ranks={state['virtual_ranks']['shards']}: give that too"
+            )
         restore_local_state(self._model, state["ranks"], self._backend)

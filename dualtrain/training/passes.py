@@ -19,14 +19,14 @@ Measure = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sums]]
 
 
 class Passes:
-    """Computes the passes of a step.
+    """Computation of the passes of a step.
 
     Args:
         measure: the mean loss of (inputs, targets), with its gradient, and the sums of ``objective.NAMES``.
         optimizer: averages the gradients over ``parts`` parts of a step.
-        precision: of forward, and the scale of the loss.
+        precision: autocast for forward, and the scale of the loss.
         parts: how many parts a step has, over all ranks.
-        piggyback: whether the scalars are sent with the gradients, behind which there is room for them.
+        piggyback: whether the scalars are sent with the gradients, in ``optimizer.extra``.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Passes:
         self.backend: Backend = optimizer.backend
         self._measure, self._precision, self._parts, self._piggyback = measure, precision, parts, piggyback
         self._scalars = StepScalars()
-        self._diverged = False  # a part of the step on this rank
+        self._diverged = False  # in any part of the step on this rank
         self._extra = optimizer.extra.numpy()
 
     def begin_part(self, control_flags: Sequence[float], *, first: bool = True) -> None:
-        """Begin a part of a step, or all that this rank has of it, with these control flags."""
+        """Begin a part of a step with these control flags; ``first`` is true for this rank's first part."""
         self._diverged = self._diverged and not first
         self._scalars.reset(control_flags)
 
@@ -56,11 +56,11 @@ class Passes:
         """Compute one batch, forward and backward.
 
         Args:
-            inputs: of the model.
-            targets: of the loss.
+            inputs: inputs of the model.
+            targets: targets of the loss.
             expected: the total weight of all batches of the step, over all ranks.
             load: called between forward and backward.
-            send: whether backward sends the gradients: this is the last batch of this rank.
+            send: whether backward sends the gradients, since this is the last batch of this rank.
         """
         with nullcontext() if send else self.optimizer.no_sync():
             with self._precision.autocast():
@@ -70,12 +70,12 @@ class Passes:
             self._diverged = self._diverged or self._scalars.diverged
             if load is not None:
                 load()
-            # The parts' gradients are averaged; the mean over all samples weighs each batch by its own weight.
+            # Gradients are averaged over parts, but the mean over all samples weighs each batch by its own weight.
             share = found[1] * self._parts / expected
             self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def load(self, more: torch.Tensor | None = None) -> None:
-        """Send the scalars of this part with its gradients, and ``more`` numbers behind them."""
+        """Send the scalars of this part with its gradients, and ``more`` numbers after them."""
         if self._piggyback:
             self._extra[: StepScalars.COUNT] = self._scalars.values
         if more is not None:
@@ -83,14 +83,14 @@ class Passes:
 
     @property
     def more(self) -> torch.Tensor:
-        """The sum over all parts of the numbers behind the scalars, float64, on the CPU; after :meth:`reduce`."""
+        """After :meth:`reduce`: the ``more`` numbers of :meth:`load`, summed over all parts, float64, on the CPU."""
         return self.optimizer.extra[StepScalars.COUNT :]
 
     def reduce(self) -> Step:
-        """Reduce what backward has not; return the result over all ranks. Collective; blocks.
+        """Reduce the gradients that backward has not; return the result over all ranks. Collective; blocks.
 
         Raises:
-            DivergedError: on every rank: a loss is infinite or not a number.
+            DivergedError: on every rank, if a loss is infinite or not a number.
         """
         self.optimizer.synchronize()
         step, diverged = StepScalars.result(self._totals())

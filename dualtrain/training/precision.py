@@ -1,7 +1,7 @@
 """Mixed precision: torch's autocast around the forward pass, and its GradScaler for fp16.
 
-The scaler sees gradients that are summed over the ranks already. Every rank therefore finds the same overflow, skips the
-same step and keeps the same scale, without a message of its own.
+The scaler gets gradients that are already summed over the ranks. Every rank therefore finds the same overflow, skips the
+same step and keeps the same scale, without further communication.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Precision:
 
     Args:
         amp: ``"off"``, ``"bf16"`` or ``"fp16"``.
-        device: where the model is.
+        device: the model's device.
 
     Raises:
-        ValueError: another ``amp``.
+        ValueError: ``amp`` has another value.
     """
 
     def __init__(self, amp: str, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Precision:
         return torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
 
     def skipped_step_allowed(self) -> AbstractContextManager[None]:
-        """Return the context for a schedule's step: the scaler may have skipped the optimizer's first one."""
+        """Return the context for a schedule's step: the scaler may have skipped the optimizer's first step."""
         # Only with a scaler: catching warnings takes longer than many a step.
         return _ignore_order_warning() if self.scaler.is_enabled() else nullcontext()
 

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a bar on a terminal, and elsewhere a line every few seconds. On rank 0 alone."""
+"""Show the progress of a run: a bar on a terminal, and elsewhere a line every few seconds. On rank 0 alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END_SECONDS = 1.0  # to wait for a line that is being printed
 
 
 class Ticker:
-    """A thread that prints ``line()`` every ``seconds`` inside its block; nothing with 0 seconds."""
+    """A thread that prints ``line()`` every ``seconds`` inside its block; never if that is 0."""
 
     def __init__(self, seconds: float, line: Callable[[], str]) -> None:
         self._seconds, self._line = seconds, line
@@ -56,7 +56,7 @@ class Waiting(Ticker):
 
 
 def duration(seconds: float) -> str:
-    """Format a time in the two largest of its units: ``45 s``, ``12 min``, ``3 h 5 min``, ``2 d 4 h``."""
+    """Format a time in its two largest units: ``45 s``, ``12 min 5 s``, ``3 h 5 min``, ``2 d 4 h``."""
     minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
     if days:
         return f"{days} d {hours % 24} h"
@@ -86,7 +86,7 @@ class Progress:
             initial=done,
             unit="step",
             file=sys.stdout,
-            # Under mpirun, standard output is a terminal of mpirun's, which tags and collects the lines.
+            # mpirun gives ranks a terminal as standard output, but collects and tags their lines.
             disable=not (shown and sys.stdout.isatty() and launcher != "mpirun"),
             # tqdm draws nothing on a terminal of unknown size; shutil falls back to 80×24.
             ncols=screen.columns,
@@ -96,7 +96,7 @@ class Progress:
         self._ticker = Ticker(seconds if shown and self._bar.disable else 0, self._line)
         self._step, self._total, self._samples, self._loss = done, total, 0, 0.0
         self._line_step, self._line_samples, self._line_time = done, 0, time.monotonic()
-        #: The first step of this start that ended, and when: it may compile, or wait for workers that start.
+        #: The first step after this start, and when it ended. It is not timed: it may compile, or wait for workers.
         self._first: tuple[int, float] | None = None
         self.phase("starting")
 
@@ -109,7 +109,7 @@ class Progress:
         self._bar.close()
 
     def phase(self, what: str) -> None:
-        """Note what begins now: a line says so if no step ends for long."""
+        """Set the phase that begins now, which lines name while no step ends."""
         self._phase, self._phase_began, self._batches = what, time.monotonic(), 0
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
@@ -119,7 +119,7 @@ class Progress:
             yield batch
 
     def step(self, samples: int, values: dict[str, float]) -> None:
-        """Advance by one optimizer step of so many samples, and of this ``loss``, ``accuracy`` and ``lr``."""
+        """Advance by one optimizer step of ``samples`` samples; ``values`` has its ``loss``, ``accuracy`` and ``lr``."""
         self._step, self._samples, self._loss = self._step + 1, self._samples + samples, values["loss"]
         if self._first is None:
             self._first = self._step, time.monotonic()
@@ -129,7 +129,7 @@ class Progress:
             self._bar.set_postfix_str(words, refresh=False)
 
     def _line(self) -> str:
-        """Format where the run is: how fast it was since the last line, or what has kept it from ending a step."""
+        """Format the run's position, and its speed since the last line; if no step ended, its phase."""
         now = time.monotonic()
         steps, samples, seconds = self._step - self._line_step, self._samples - self._line_samples, now - self._line_time
         self._line_step, self._line_samples, self._line_time = self._step, self._samples, now
@@ -141,7 +141,7 @@ class Progress:
         return f"{position}  loss {self._loss:.4f}  {speed}{self._left(now)}"
 
     def _left(self, now: float) -> str:
-        """Format how long the remaining steps take, evaluations and checkpoints included; empty after one step."""
+        """Format the time left, including evaluations and checkpoints; empty until two steps have ended."""
         if self._first is None or self._step == self._first[0]:
             return ""
         each = (now - self._first[1]) / (self._step - self._first[0])
@@ -153,7 +153,7 @@ class Progress:
             return
         with suppress(OSError):  # a full disk or a closed pipe must not end the training
             if self._bar.disable:
-                show(line)  # in one write: tqdm would write the end of the line by itself
+                show(line)  # in one write: tqdm would write the line break separately
             else:
                 tqdm.write(printable(line), file=sys.stdout)
                 sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""State that differs between ranks: random number generators, and running statistics of a rank's own samples."""
+"""State that differs between ranks: random number generators, and running statistics."""
 
 from __future__ import annotations
 

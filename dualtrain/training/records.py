@@ -18,19 +18,19 @@ from dualtrain.training.run_dir import MetricsFile
 
 
 class Records:
-    """The records of one run; on other ranks than 0 the methods do nothing. Making them raises OSError if that fails.
+    """The records of one run. On ranks other than 0, the methods do nothing. Construction may raise OSError.
 
     Args:
-        folder: the run's.
+        folder: the run's folder.
         output: what is recorded, and how often.
         shown: whether this is rank 0.
         launcher: what started the process.
         total: optimizer steps in the whole run.
         done: steps before this start.
-        lock: of the folder; nothing is written there once it is superseded.
+        lock: the folder's lock; once it is superseded, nothing is written there.
 
     Attributes:
-        progress: what is shown while the run goes on.
+        progress: the progress bar or lines.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Records:
         losses = f"train loss {values['train_loss']:.4f}  val loss {values['val_loss']:.4f}"
         rest = f"val accuracy {values['val_accuracy']:.4f}  {values['samples_per_second']:.0f} samples/s"
         self.progress.print(f"epoch {epoch}/{epochs}  step {step}  {losses}  {rest}")
-        self._since, self._samples = time.perf_counter(), 0  # without the time of the evaluation
+        self._since, self._samples = time.perf_counter(), 0  # leaves the evaluation out of the next speed
 
     def print(self, line: str) -> None:
         """Print a line."""
@@ -107,7 +107,7 @@ class Records:
 
 
 def check_tensorboard(output: OutputSection) -> None:
-    """Raise UserError where TensorBoard is requested and missing."""
+    """Raise UserError if TensorBoard is requested, but missing."""
     if output.tensorboard:
         try:
             import torch.utils.tensorboard  # noqa: F401

@@ -1,7 +1,8 @@
-"""Restarts that would end as the attempt before: a launcher that restarts a job must not train towards the same end again.
+"""Refuse restarts that would end like the attempt before: launchers would otherwise repeat the same failure.
 
-A run whose loss diverged, or that ended with an error of the user's while it trained, leaves ``do-not-restart.json`` in its
-folder; as does one that died three times in a row after the same step. A start with the same settings repeats the reason.
+A run leaves ``do-not-restart.json`` in its folder if its loss diverged, if an error that the user must fix ended it while
+it trained, or if it died three times in a row after the same step. A start with the same settings then fails at once, with
+that reason.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from dualtrain.training.folder_lock import FolderLock
 
 NAME = "do-not-restart.json"
 DEATHS = 3  # in a row, after the same step
-#: Settings that say nothing about how a run ends.
+#: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 
 
 def check_restart(output: OutputSection, settings: Mapping[str, Any]) -> None:
-    """Refuse a start that would end as the one before. On rank 0, which has the folder's lock if there is a run in it.
+    """Refuse a start that would end like the one before. On rank 0, which has the folder's lock if it holds a run.
 
-    A start whose settings were changed goes on, as does one with ``--resume``, but not ``--resume auto``: a restart by a
-    launcher has the same command line, and a person who has repaired something chooses.
+    A start with other settings is allowed, and so is a plain ``--resume`` or ``--resume FILE``, which a person has chosen.
+    ``--resume auto`` is refused, since a launcher that restarts a job repeats it.
 
     Raises:
-        UserError: with the reason of the end before, and the cure.
+        UserError: with the reason why the run ended, and the cure.
         OSError: the files cannot be read or written.
     """
     if output.run_dir is None or output.resume not in (None, AUTO):
         return
     folder = Path(output.run_dir)
     if output.resume is None and checkpoint.found(folder / "checkpoints"):
-        return  # it holds another run, and is refused for that
+        return  # another run is in it, for which the start is refused elsewhere
     path = folder / NAME
     if not path.exists():
         _check_deaths(folder, settings)
@@ -54,7 +55,7 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any]) -> None:
 
 
 def _check_deaths(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Forbid to restart a run that has died after the same step again and again."""
+    """Forbid the restart of a run that has died ``DEATHS`` times in a row after the same step."""
     events = read_events(folder)
     death = new_death(folder, events)
     if death is None:
@@ -67,7 +68,7 @@ def _check_deaths(folder: Path, settings: Mapping[str, Any]) -> None:
         f"time: {death.describe()})"
     )
     forbid_restart(folder, reason, settings)
-    # Those deaths count no more once a person has removed the file.
+    # After a person has removed the file, these deaths must not count again.
     append_events(folder, as_event(death), {"event": "refusal", "reason": reason})
 
 
@@ -79,20 +80,20 @@ def _since_refusal(events: Sequence[Event]) -> list[Death]:
 def step_of_deaths(deaths: Sequence[Death]) -> int | None:
     """Return the step after which the last ``DEATHS`` deaths came, if they all came after the same one.
 
-    Deaths while an attempt started up do not count, nor those that a signal to all ranks asked for.
+    Deaths before an attempt began to train do not count, nor stops of all ranks by a signal.
     """
     steps = [death.step for death in deaths if death.trained and not death.requested][-DEATHS:]
     return steps[0] if len(steps) == DEATHS and len(set(steps)) == 1 else None
 
 
 def forbid_restart(folder: Path, reason: str, settings: Mapping[str, Any]) -> None:
-    """Write the file that starts with these ``settings`` are refused by. Raises OSError."""
+    """Write the file that makes later starts with these ``settings`` fail. Raises OSError."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     write_json(folder / NAME, {"reason": reason, "since": since, "settings": _related(settings)})
 
 
 def allow_restart(folder: Path, lock: FolderLock) -> None:
-    """Remove that file: the run has been started in another way. Raises OSError, SupersededError."""
+    """Remove ``do-not-restart.json``, since this start was allowed. Raises OSError, SupersededError."""
     lock.check()
     (folder / NAME).unlink(missing_ok=True)
 
@@ -103,10 +104,10 @@ def _related(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) -> Iterator[None]:
-    """Record what ends the block, and forbid a restart where it would end in the same way.
+    """Record what ends the block, and forbid a restart that would end in the same way.
 
     Args:
-        attempt: has begun.
+        attempt: an attempt that has begun.
         settings: as they were given, by name.
         backend: the ranks.
     """
@@ -116,7 +117,7 @@ def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) ->
         except (UserError, DivergedError) as error:
             shared = isinstance(error, DivergedError) or error.shared
             if is_final(error) and attempt.is_newest and not (shared and backend.rank):
-                with suppress(OSError):  # a restart ends in the same way, and then writes it
+                with suppress(OSError):  # the restart then fails in the same way, and writes the file
                     forbid_restart(attempt.folder, str(error), settings)
                 attempt.refuse(str(error))
             raise

@@ -18,7 +18,7 @@ from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.run_dir import write_weights
 from dualtrain.training.trainer import Trainer
 
-#: Settings of which a summary says what was asked for, beside those that a resumed run must keep.
+#: Settings that a summary holds as they were given, since a resumed run may change them.
 PLANNED = ("epochs", "max_steps", "early_stop", "best")
 
 
@@ -44,11 +44,11 @@ def summarize(
     """Return the summary of a run that has ended, as ``summary.json`` holds it.
 
     Args:
-        trainer: names the ranks.
-        cursor: at the end.
-        weights: of the model.
+        trainer: the run's trainer.
+        cursor: the position at the end.
+        weights: the model's weights.
         settings: all settings of the run by name.
-        more: is added.
+        more: further entries.
     """
     backend = trainer.backend
     return {
@@ -92,13 +92,13 @@ def write_results(
     """Write the model and the summary, on rank 0. Collective.
 
     Args:
-        trainer: names the ranks.
-        folder: the run's.
-        weights: of the model.
-        summary: of the run.
+        trainer: the run's trainer.
+        folder: the run's folder.
+        weights: the model's weights.
+        summary: the run's summary.
         failed: returns the error of the last checkpoint's write; called on rank 0.
-        lock: of the folder.
-        again: which command line goes on with the run.
+        lock: the folder's lock.
+        again: the command line that continues the run.
 
     Raises:
         UserError: on every rank, if another process uses the folder by now; nothing is written.

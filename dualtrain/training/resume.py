@@ -24,14 +24,14 @@ _CHECKPOINTS = re.compile(r"(best|step-[0-9]+)\.safetensors")
 
 
 def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the checkpoint that ``output.resume`` asks for: that file, or the newest good one of the run's folder.
+    """Read the checkpoint that ``output.resume`` names, or else the newest good one in the run's folder.
 
     Args:
-        output: ``resume`` is neither ``None`` nor ``AUTO``.
+        output: a section whose ``resume`` is neither ``None`` nor ``AUTO``.
         settings: all settings of this run by name, to be compared with those in the checkpoint.
 
     Raises:
-        UserError: there is none, or it was made with other settings.
+        UserError: there is no such checkpoint, or it was made with other settings.
     """
     file = output.resume_file
     if file is not None:
@@ -47,10 +47,10 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
 
 
 def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with the checkpoint's values of those that a resumed run was not given and takes from it.
+    """Fill in, from the checkpoint, settings that were not given and that a resumed run keeps.
 
     Args:
-        settings: all settings of the resumed run by name; ``None`` where one was not given.
+        settings: all settings of the resumed run by name; ``None`` for those not given.
         written: the settings in the checkpoint, by name.
     """
     missing = [name for name, one in SETTINGS.items() if one.resumed and settings[name] is None]
@@ -58,17 +58,17 @@ def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str
 
 
 def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
-    """Refuse other values of fixed settings: the result would be neither this run's nor a new one's. Raises UserError.
+    """Raise UserError if fixed settings differ from the checkpoint's, since the run would mix the two.
 
     Args:
         tree: the checkpoint.
         settings: all settings of this run by name.
-        folder: that of the checkpoint's run.
+        folder: the folder of the checkpoint's run.
     """
     written_as = tree.get("format")
     if type(written_as) is not int or written_as not in checkpoint.READABLE:
         raise UserError(
-            "the checkpoint is not of a run of this version of dualtrain: start anew, or use the version it is of"
+            "the checkpoint is not that of a run, or of another version of dualtrain: start anew, or use that version"
         )
     _check_form(tree)
     config = tree["config"]
@@ -81,7 +81,7 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], f
 
 
 def with_its_weights(folder: Path, unlike: Mapping[str, Any]) -> str:
-    """Format how another run begins with the weights of the one in ``folder``; empty if it cannot."""
+    """Format the flag that starts another run from the weights of the run in ``folder``; "" if none does."""
     files = [folder / name for name in (WEIGHTS, BEST_WEIGHTS) if (folder / name).exists()]
     if not files or unlike.keys() & {"model", "dataset"}:
         return ""
@@ -89,8 +89,8 @@ def with_its_weights(folder: Path, unlike: Mapping[str, Any]) -> str:
 
 
 def differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in ``config`` of the settings that a resumed run must keep, where ``settings`` has others."""
-    # A setting that was added after the checkpoint was written had its default.
+    """Return the values in ``config`` of settings that a resumed run must keep but that differ in ``settings``."""
+    # A setting that is newer than the checkpoint had its default.
     written = {name: config.get(name, one.default) for name, one in SETTINGS.items() if one.fixed}
     written |= {name: config[name] for name, one in SETTINGS.items() if one.resumed and config.get(name) is not None}
     return {name: value for name, value in written.items() if value != settings[name]}
@@ -102,17 +102,17 @@ def in_words(values: Mapping[str, Any]) -> str:
 
 
 def _check_form(tree: dict[str, Any]) -> None:
-    """Raise UserError for a file that is in the format of checkpoints but lacks the parts of a run's."""
-    parts = {"platform": {}, **tree}  # older checkpoints have none
+    """Raise UserError if the checkpoint lacks a part that a run's checkpoint has."""
+    parts = {"platform": {}, **tree}  # older checkpoints have no platform
     kinds = {"trainer": dict, "cursor": dict, "config": dict, "platform": dict, "global_batch": int, "data": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(parts.get(name), kind)]
     wrong += [name for name in ("config", "platform") if name not in wrong and not _are_values(parts[name])]
     if wrong or any(type(tree["data"].get(name)) is not int for name in ("samples", "classes")):
-        raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
+        raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not that of a run; start anew")
 
 
 def _are_values(found: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's settings or facts can be compared, and used where a resumed run takes them from it."""
+    """Return whether a checkpoint's settings or platform are plain values, valid where a resumed run adopts them."""
     try:
         json.dumps(found)
     except TypeError:  # a tensor
@@ -130,7 +130,7 @@ def _as_flag(name: str, value: Any) -> str:
 
 
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
-    """Rename a run folder's files of steps after ``step``, and remove what a killed process left. On rank 0.
+    """Rename files of steps after ``step``, and remove temporary files of killed processes. On rank 0.
 
     Raises OSError, or SupersededError.
     """
@@ -144,7 +144,7 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     summary = folder / "summary.json"
     of = or_nothing(lambda: read_json(summary)).get("steps")
     if type(of) is int and of > step:
-        checkpoint.put_aside(summary, summary)  # a restart would find that the run has ended
+        checkpoint.put_aside(summary, summary)  # else a restart would conclude that the run has ended
 
 
 def restore_best(
@@ -155,15 +155,15 @@ def restore_best(
     Collective.
 
     Args:
-        trainer: has the state of ``saved``, before and after.
-        cursor: that of ``saved``.
-        saved: the checkpoint that the run goes on from.
-        folder: the run's.
+        trainer: holds the state of ``saved``, before and after this call.
+        cursor: the position in ``saved``.
+        saved: the checkpoint from which the run resumes.
+        folder: the run's folder.
         other: another folder of checkpoints to search.
-        lock: of the run's folder.
+        lock: the lock of the run's folder.
 
     Returns:
-        Whether the files are there: not if no checkpoint of that step is left.
+        Whether the files exist; ``False`` if no checkpoint of that step is left.
     """
     if not cursor.best:
         return True
@@ -171,7 +171,7 @@ def restore_best(
     there, state = on_rank_zero(trainer.backend, "best checkpoint", lambda: _find_best(folder, other, step, lock))
     if not there or state is None:
         return bool(there)
-    # All ranks compute the weights that are evaluated, from the state of that step.
+    # Collective: all ranks compute the evaluated weights from the state of that step.
     if step != cursor.step:
         trainer.load_state_dict(state)
     weights = weights_of(trainer)
@@ -182,7 +182,7 @@ def restore_best(
 
 
 def _find_best(folder: Path, other: Path | None, step: int, lock: FolderLock) -> tuple[bool, dict[str, Any] | None]:
-    """Return whether there is a checkpoint of ``step``, and the trainer's state in it if its weights have no file yet."""
+    """Return whether there is a checkpoint of ``step``, and its trainer state if the weights have no file yet."""
     best = folder / "checkpoints" / checkpoint.BEST
     if checkpoint.step_in(best) == step and step_of(folder / BEST_WEIGHTS) == step:
         return True, None

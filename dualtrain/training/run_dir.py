@@ -31,17 +31,17 @@ _NAMES = re.compile(
 
 
 def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) -> tuple[str | None, str | None]:
-    """Lock the run's folder, if it holds a run; with ``--resume auto`` make and lock it. On rank 0 only.
+    """Lock the run's folder, if it holds a run; with ``--resume auto``, make and lock it. On rank 0 only.
 
-    The latter decides from what is there where it starts: no other start must change that in between. So does a restart of
-    the job that made the run. It goes on by itself, and its folder has the job's name in its own where none is given.
-    A start that goes on waits for a process that is about to end. All waits together last half of ``timeout`` at most.
+    ``--resume auto``, like a restart of the job that made the run, finds in the folder where to start, so no other start
+    may change the folder meanwhile. Without ``--run-dir``, the folder's name has the job's in it: a restart finds it.
+    A start that resumes waits for a process that is about to end. All waits together last half of ``timeout`` at most.
 
     Returns:
-        The folder, unless it is to be made, and what to resume from, in place of those in ``output``.
+        The folder (``None`` if it must still be made) and what to resume from, which replace those in ``output``.
 
     Raises:
-        UserError: it cannot be written, holds another run, or another process uses it.
+        UserError: the folder cannot be written, holds another run, or is used by another process.
     """
     if output.run_dir is None and not lock.job:
         return None, output.resume
@@ -76,13 +76,13 @@ def claim(output: OutputSection, name: str, content: Mapping[str, Any], lock: Fo
 
     Args:
         output: names the folder.
-        name: begins that of a new folder, where ``output`` names none.
-        content: of ``config.json``.
-        lock: locks the folder, unless it has.
-        timeout: half of it is the longest wait.
+        name: the beginning of a new folder's name, if ``output`` names none.
+        content: the content of ``config.json``.
+        lock: locks the folder, unless it already has.
+        timeout: twice the longest wait, in seconds.
 
     Raises:
-        UserError: it cannot be written, holds another run, or is used by another process.
+        UserError: the folder cannot be written, holds another run, or is used by another process.
     """
     if output.run_dir is None:
         folder = _new_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -121,7 +121,7 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """Make a folder that did not exist: runs that start within the same second get different ones."""
+    """Make a folder that did not exist: runs that start within the same second get different folders."""
     number = 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")
@@ -151,17 +151,17 @@ def step_of(path: Path) -> int | None:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one object a line; each line is handed to the file system at once, whole or not at all."""
+    """``metrics.jsonl``: one object a line. Each line is written at once, whole or not at all."""
 
     def __init__(self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock) -> None:
-        """Keep the lines of earlier parts of the run up to ``step``; ``report`` others. Raises OSError, SupersededError."""
+        """Keep the metrics up to ``step``; ``report`` lines that are no metrics. Raises OSError, SupersededError."""
         path = folder / "metrics.jsonl"
         lines, unreadable = _lines(path)
         if unreadable:
             aside = path.with_name(f"{path.name}.aside")
             lock.check()
             link_whole(path, aside)
-            report(f"{path} has {unreadable} lines that are no metrics: they are left out, and it is kept as {aside.name}")
+            report(f"{path} has {unreadable} lines that are no metrics: they are dropped from it, and kept in {aside.name}")
         content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
         write_whole(path, content, lock.check)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -182,7 +182,7 @@ class MetricsFile:
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines that are metrics, and how many others there are."""
+    """Return the lines that are metrics, and the number of other lines."""
     if not os.path.lexists(path):
         return [], 0
     # The last line of a killed run may be incomplete: the resumed run writes it again.

@@ -1,6 +1,6 @@
 """Check that all ranks are in the same run: compare settings, versions, data and a trainer's arguments at the start.
 
-Ranks with different settings would train to other weights, or to a mixture, and end without an error.
+Ranks with different settings would train to different weights, or to a mixture, and end without an error.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MAY_DIFFER = {
     "device": "a GPU has another number on each rank; the kind of device is compared",
     "data_dir": "a path of each host; the data are compared",
     "text_file": "a path of each host; the data are compared",
-    "weights": "a path of each host; rank 0's weights are taken, and whether there is one is compared",
+    "weights": "a path of each host; rank 0's weights are used; whether ranks give the flag is compared",
     "run_dir": "rank 0 alone writes",
-    "resume": "rank 0 alone reads; whether the run goes on is compared",
-    "workers": "a host's own number of cores; no sample depends on it",
+    "resume": "rank 0 alone reads; whether the run resumes is compared",
+    "workers": "depends on a host's number of cores; no sample depends on it",
     "log_every": "rank 0 alone writes",
     "log_seconds": "rank 0 alone prints",
     "tensorboard": "rank 0 alone writes",
@@ -50,14 +50,14 @@ _CURES = {
     **dict.fromkeys(("Python", "torch", "dualtrain", "Horovod"), _SAME_VERSIONS),
     "kind of device": "give all ranks a GPU each, or --device cpu",
 }
-_SAMPLES = 16  # of a split that are compared
-_SECONDS = 5.0  # after which no further sample is read for it
+_SAMPLES = 16  # compared in each split
+_SECONDS = 5.0  # after which no further sample is read to be compared
 
 
 def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
     """Check that all ranks have the same settings, versions and kind of device. Collective; blocks.
 
-    Different processors are one warning: they round differently.
+    Different processors cause one warning, since they round differently.
 
     Args:
         settings: the values of all settings by name.
@@ -81,7 +81,7 @@ def compare_task(task: Task, backend: Backend) -> None:
     """Check that all ranks have the same data: sizes and classes, then some samples of each split. Collective; blocks.
 
     Raises:
-        RanksDifferError: on every rank; names what differs, a sample that some ranks cannot read included.
+        RanksDifferError: on every rank; names what differs, or which sample some ranks cannot read.
     """
     cure = "give every host the same data"
     _require_same(backend, "data", lambda: _sizes(task), cure)
@@ -96,9 +96,9 @@ def compare_trainer(
     objects: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> None:
-    """Check that a trainer is given the same on all ranks: classes, functions and settings. Collective; blocks.
+    """Check that all ranks make their trainers from the same classes, functions and settings. Collective; blocks.
 
-    Not the model's weights, which are rank 0's afterwards.
+    The model's weights are not compared, since rank 0's are broadcast later.
 
     Args:
         backend: the ranks.
@@ -144,7 +144,7 @@ def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, o
 
 
 def versions(backend: Backend) -> dict[str, str]:
-    """Return the versions of what computes the result, by name."""
+    """Return the versions of the software that computes the result, by name."""
     own = {"Python": platform.python_version(), "torch": str(torch.__version__), "dualtrain": __version__}
     return {**own, **backend.versions}
 
@@ -182,7 +182,7 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
         return {**first, **processor(backend)}
 
     found = compare(backend, what, read)
-    # A rank that was slow to read them has fewer.
+    # A rank that reads slowly has fewer samples.
     samples = [one for one in found if one.name not in PROCESSOR and None not in one.values]
     if not samples:
         return
@@ -197,7 +197,7 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
 def _why_not_comparable(
     backend: Backend, title: str, source: Source, first: Mapping[str, str], *, unlike: bool
 ) -> str | None:
-    """Return why different values may be of the same data, if there is a reason. Collective; equal on every rank."""
+    """Return a reason why the same data may differ in these values, if any. Collective; equal on every rank."""
     try:
         again = _checksums(title, source)
         repeats = all(again[name] == first[name] for name in again.keys() & first.keys())
@@ -205,7 +205,7 @@ def _why_not_comparable(
         repeats = False
     if not all(backend.allgather_object(repeats, name="whether samples can be read again")):
         return "the dataset gives another value each time that a sample is read"
-    # The same on every rank: an attribute of the class of a source.
+    # All ranks must decide alike.
     stored = all(backend.allgather_object(bool(getattr(source, "stored", False)), name="whether samples are as stored"))
     return "different processors compute them" if unlike and not stored else None
 
@@ -224,7 +224,7 @@ def _checksums(title: str, source: Source) -> dict[str, str]:
             try:
                 found[name] = hashlib.blake2b(describe(next(read)).encode(), digest_size=8).hexdigest()
             except Exception as error:
-                # A sample that no rank can read is equal on all: the run raises the error when it reaches it.
+                # A sample that no rank can read counts as equal: the run raises the error when it reaches that sample.
                 found[name] = f"unreadable ({' '.join(str(error).split()) or type(error).__name__})"
                 break
             if time.monotonic() - began > _SECONDS:

@@ -1,4 +1,4 @@
-"""When a checkpoint is due by time, and what saving costs the training loop."""
+"""Tell when a checkpoint is due by time, and what saving costs the training loop."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class SaveClock:
-    """Seconds since the last save, and in all saves since this was made.
+    """Clock of saves: the time since the last one, and the time spent in all of them.
 
     Args:
-        every: seconds after which the next save is due; 0: never.
+        every: seconds from one save until the next is due; 0: never.
     """
 
     def __init__(self, every: float) -> None:
@@ -21,7 +21,7 @@ class SaveClock:
 
     @property
     def due(self) -> bool:
-        """Whether the last save, or the start, was so long ago."""
+        """Whether ``every`` seconds have passed since the last save, or since the start."""
         return 0 < self._every <= time.perf_counter() - self._last
 
     @contextmanager
@@ -32,6 +32,6 @@ class SaveClock:
         self._count, self._seconds = self._count + 1, self._seconds + time.perf_counter() - self._last
 
     def costs(self) -> dict[str, float]:
-        """Return the number of saves, their seconds, and their fraction of all seconds, since this was made."""
+        """Return the number of saves, their seconds, and their fraction of the time since this clock was made."""
         whole = max(time.perf_counter() - self._started, 1e-9)
         return {"saves": self._count, "seconds": self._seconds, "fraction": self._seconds / whole}

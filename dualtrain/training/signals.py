@@ -18,21 +18,22 @@ SAVE = SIGNALS.index(signal.SIGUSR1)
 _REPEAT_SECONDS = 2.0  # a launcher repeats a Ctrl-C at once; a person does it later
 
 
-#: Has an entry if SIGUSR1 has come before there was anything to save.
+#: Has an entry if SIGUSR1 was received before there was anything to save.
 _early: list[bool] = []
 
 
 def note_early_requests() -> None:
     """Keep SIGUSR1 from ending this process before the first step and after the last one.
 
-    One that comes before the first step saves the state after that step. For a process that does nothing but train. While
-    Python itself starts, only a parent can help: it blocks the signal or ignores it (``trap '' USR1``).
+    If it comes before the first step, the state after that step is saved. Only for a process that does nothing but train.
+    While Python itself starts, only the parent process can prevent that end: by blocking or ignoring the signal
+    (``trap '' USR1``).
     """
     signal.signal(signal.SIGUSR1, lambda *_: _early.append(True))
 
 
 def take_early_request() -> bool:
-    """Return whether a SIGUSR1 has come before there was anything to save, and forget it."""
+    """Return whether SIGUSR1 was received before there was anything to save, and forget it."""
     came = bool(_early)
     _early.clear()
     return came

@@ -1,9 +1,9 @@
-"""How a run starts: at its beginning, or from a checkpoint; with ``--resume auto`` whichever its folder allows.
+"""Find where a run starts: at step 0 or from a checkpoint; with ``--resume auto``, as its folder allows.
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is taken, and sent by that rank, so that hosts
-need no common disk. A run that has ended is not trained again. A restart of the job that made the run goes on so without
-that flag.
+need no common disk. A run that has ended is not trained again. A restart of the job that made the run does all this without
+the flag.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from dualtrain.training.resume import (
 from dualtrain.training.run_dir import enter, step_of
 
 log = logging.getLogger("dualtrain")
-#: How many runs this process has started for each job: every one has a name of its own, and a restart repeats them.
+#: How many runs this process has started for each job. Their names contain the number, so that a restart repeats them.
 _runs: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: at its beginning, unless there is a checkpoint or a summary.
+    """Where a run starts: at step 0, unless there is a checkpoint or a summary.
 
     Attributes:
-        output: the run's folder and what it resumes from, as rank 0 has found them.
-        saved: the checkpoint that it goes on from.
+        output: the run's folder and what it resumes from, as found by rank 0.
+        saved: the checkpoint that it resumes from.
         copies: checkpoints that rank 0's folder lacks, by file name.
-        summary: of the run, which has ended.
+        summary: the summary of a run that has ended.
     """
 
     output: OutputSection
@@ -62,9 +62,9 @@ class Start:
 
 @dataclass(frozen=True)
 class _File:
-    """A checkpoint that ``rank`` sees; ``identity`` is equal for one file that several ranks see.
+    """A checkpoint that ``rank`` sees. ``identity`` is equal if several ranks see the same file.
 
-    ``digest`` is equal for files of equal content; empty for one that cannot be read.
+    ``digest`` is equal for files of equal content; empty for a file that cannot be read.
     """
 
     step: int
@@ -79,11 +79,11 @@ def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], back
     """Lock the run's folder, if it is there, and find where the run starts. Collective; blocks.
 
     Args:
-        output: names the run's folder, and what to go on from.
-        name: of the run, which begins that of a new folder.
+        output: names the run's folder, and what to resume from.
+        name: the run's name, with which a new folder's name begins.
         settings: all settings of this run by name.
         backend: the ranks.
-        lock: of rank 0 on the folder.
+        lock: rank 0's lock of the folder.
 
     Raises:
         UserError: on every rank; the folder or the checkpoint cannot be used, or is of a run with other settings.
@@ -102,7 +102,7 @@ def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], back
 def _enter(
     output: OutputSection, name: str, settings: Mapping[str, Any], world: World, lock: FolderLock
 ) -> tuple[str | None, str | None]:
-    """Name the job, do what :func:`enter` does, and check that a start is of use. On rank 0 only."""
+    """Name the job, call :func:`enter`, and check that the run may be restarted. On rank 0 only."""
     job = job_of(world, settings["timeout"])
     if job:
         _runs[job] += 1
@@ -119,8 +119,8 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
         output: names the run's folder.
         settings: all settings of this run by name.
         backend: the ranks.
-        by: begins the line that is printed.
-        from_file: whether the run did not begin at step 0, but went on from a checkpoint that its flags name.
+        by: the beginning of the line that is printed.
+        from_file: whether the run began not at step 0 but from a checkpoint that its flags name.
 
     Raises:
         UserError: on every rank, if a rank's folder holds a run with other settings.
@@ -173,7 +173,7 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
 
 
 def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> bool:
-    """Return whether a run was completed as these settings ask; ``False`` for summaries of older versions."""
+    """Return whether the run has completed what these settings request; ``False`` for summaries of older versions."""
     step = StepSection(batch_size=settings["batch_size"], global_batch_size=settings["global_batch_size"])
     return (
         summary.get("planned") == {name: settings[name] for name in PLANNED}
@@ -187,8 +187,8 @@ def _say_who_sees(folder: Path, exists: Sequence[bool], rank: int) -> None:
     if rank == 0 and any(exists) and not all(exists):
         ranks = ", ".join(str(number) for number, there in enumerate(exists) if there)
         log.warning(
-            "--run-dir %r holds the run only for rank %s of %d: the others are sent the checkpoint; a disk that all hosts "
-            "share keeps it when that host is lost",
+            "--run-dir %r holds the run only for rank %s of %d: the others are sent the checkpoint; use a disk that all "
+            "hosts share, so that the run survives the loss of a host",
             str(folder),
             ranks,
             len(exists),
@@ -200,7 +200,7 @@ def _newest(
 ) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
     """Return the newest checkpoint that is good, and those that rank 0's folder lacks. Collective.
 
-    Raises UserError where none is good and one is ``needed``, which says why.
+    Raises UserError if none is good but one is needed; ``needed`` says why.
     """
     problems: list[str] = []
     tried: list[Sequence[int]] = []
@@ -233,7 +233,7 @@ def _newest(
 
 
 def _warn_of_another(file: _File, files: Sequence[_File], backend: Backend) -> None:
-    """Warn of another rank's checkpoint of the same step with other content: hosts without a common disk hold two runs."""
+    """Warn if two ranks hold different checkpoints of one step: hosts without a common disk may hold two runs."""
     same = (other for other in files if (other.step, other.generation) == (file.step, file.generation) and other.digest)
     unlike = next((other for other in same if other.digest != file.digest), None)
     if unlike is not None and backend.rank == 0:
@@ -244,10 +244,10 @@ def _warn_of_another(file: _File, files: Sequence[_File], backend: Backend) -> N
 
 
 def _send(folder: Path, name: str, owner: int, backend: Backend) -> tuple[dict[str, Any] | None, str]:
-    """Read a checkpoint on rank ``owner``; return it on every rank, or in what way it is damaged. Collective.
+    """Read a checkpoint on rank ``owner``; return it, or what is wrong with it, on every rank. Collective.
 
     Raises:
-        UserError: on every rank; it cannot be read at the moment, and may be good.
+        UserError: on every rank, if the checkpoint cannot be read now, but may be good.
     """
     answer: tuple[dict[str, Any] | None, str, bool] = (None, "", True)
     if backend.rank == owner:
@@ -262,7 +262,7 @@ def _send(folder: Path, name: str, owner: int, backend: Backend) -> tuple[dict[s
 
 
 def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) -> dict[str, dict[str, Any]]:
-    """Return the checkpoints that rank 0 needs files of: ``saved``, and the best before it. Collective."""
+    """Return the checkpoints that rank 0 must write: ``saved``, and the best one before it. Collective."""
     copies = {file.name: saved}
     best = saved["cursor"].get("best")
     if isinstance(best, dict) and best.get("step", file.step) != file.step:
@@ -273,7 +273,7 @@ def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) 
 
 
 def _say(backend: Backend, by: str, what: str, problems: Sequence[str] = ()) -> None:
-    """Print one line, and those of checkpoints that were passed over. On rank 0 alone."""
+    """Print one line, and one for each checkpoint that was passed over. On rank 0 alone."""
     if backend.rank == 0:
         for line in (f"{by}: {what}", *(f"passed over: {problem}" for problem in problems)):
             show(line)

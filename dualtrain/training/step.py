@@ -48,7 +48,7 @@ class Step:
 class StepScalars:
     """This rank's scalars of a step: the sums of ``objective.NAMES``, a divergence flag, the control flags.
 
-    Plain numbers, which are added up faster than tensors, and to the same bits.
+    Plain numbers: they are added faster than tensors, with the same result.
     """
 
     COUNT = len(NAMES) + 1 + CONTROL_FLAGS

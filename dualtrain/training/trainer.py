@@ -1,7 +1,7 @@
-"""``Trainer``: one optimizer step over all ranks, and all state that a model takes from one step to the next.
+"""``Trainer``: one optimizer step over all ranks, and all state that the next step depends on.
 
-It knows a ``Backend`` and a ``DistributedOptimizer``, and never which backend it is on. ``loop.py`` gives it the batches of
-the command line's run; a user's own program gives it any loader (``fit``).
+It uses a ``Backend`` and a ``DistributedOptimizer``, but does not know which backend that is. ``loop.py`` gives it the
+batches of a run of the command line; your own program can give it any loader (``fit``).
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ class Trainer:
     """A model in training on every rank of ``backend``. Making one is collective; rank 0's weights are broadcast.
 
     Args:
-        model: on the backend's device; its parameters stay the optimizer's.
-        optimizer: any torch optimizer over them that needs no closure.
-        loss: ``loss(outputs, targets)``, the mean over the samples, or an ``Objective``, which returns a pair of that and
-            four sums; cross entropy by default.
+        model: on the backend's device, with the parameters that ``optimizer`` has.
+        optimizer: any torch optimizer of these parameters that needs no closure.
+        loss: ``loss(outputs, targets)``, which returns the mean over the samples, or an ``Objective``, which returns a pair
+            of that mean and four sums; cross entropy by default.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; steps once an optimizer step.
         clip_norm: gradients are scaled down to this total norm, after the sum over ranks.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an exponential moving average of the weights, which is evaluated in their place.
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
-        forward: computes the outputs, if not ``model`` itself: a compiled form of it, or replicas.
-        measure: an ``Objective`` of (inputs, targets) in training, in place of ``loss`` of the outputs.
+        forward: computes the outputs in place of ``model``: its compiled form, or its replicas.
+        measure: in training, an ``Objective`` that is called with (inputs, targets), in place of ``loss``.
         virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
             over any backend and transport, on one kind of processor and with one number of torch's threads. With several
             threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: not all operations repeat without
             it. ``None`` for one part of a step on each rank.
-        seed: of all random numbers in forward passes, with ``virtual_ranks``: the generators of torch, numpy and Python are
-            seeded from it before each shard, and after each step, from which on they are equal on all ranks.
+        seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. From it, the generators of torch,
+            numpy and Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
-        ValueError: ``virtual_ranks`` with ``compress``, below 1, or with BatchNorm over all ranks where these are fewer or
-                more; or a parameter whose gradient cannot be averaged.
-        RanksDifferError: on every rank, where the ranks are given other classes, functions or settings; the model's weights
-            may differ. Names what differs, and each rank's value.
+        ValueError: ``virtual_ranks`` is below 1, or is given with ``compress``, or with SyncBatchNorm on another number of
+            ranks; or a parameter's gradient cannot be averaged.
+        RanksDifferError: on every rank, if the ranks are given different classes, functions or settings (the model's
+            weights may differ). Names what differs, and each rank's value.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Trainer:
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
         if virtual_ranks is not None and compress != "none":
-            raise ValueError("virtual_ranks and compress exclude each other: rounded partial sums depend on the ranks")
+            raise ValueError("virtual_ranks and compress exclude each other: rounded sums depend on the number of ranks")
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
         # Matrix products on the CPU depend on the number of threads, so it must be the same on all ranks.
         threads = torch.get_num_threads() if virtual_ranks is not None and backend.device.type == "cpu" else None
@@ -147,13 +147,13 @@ class Trainer:
         Args:
             batches: this rank's part, one backward pass each, on the backend's device; may be empty. With virtual ranks,
                 for each of :attr:`shards` a batch, several batches (one backward pass each), or ``None``.
-            expected: the total weight on all ranks (the number of samples, say), the same on every rank. Where the real
-                one differs, the gradients are rescaled to it.
+            expected: an estimate of the total weight (the number of samples, for example) over all ranks, the same on every
+                rank. If the real total differs, the gradients are rescaled.
             control_flags: ``CONTROL_FLAGS`` numbers that are summed over the ranks.
             news: deprecated name of ``control_flags``.
 
         Raises:
-            DivergedError: on every rank, before the optimizer steps: a loss is infinite or not a number.
+            DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number.
             BackendError: a rank failed, or the timeout passed.
         """
         if news is not None:
@@ -199,14 +199,14 @@ class Trainer:
     def fit(self, loader: Iterable[Sequence[torch.Tensor]], epochs: int = 1) -> list[dict[str, float]]:
         """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
-        Ranks may have different numbers of batches: those without any left contribute nothing to the remaining steps. A
+        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps. A
         loader's ``sampler.set_epoch`` is called if it has one.
 
         Returns:
             One dict an epoch: the mean loss and, of classifiers, the accuracies, over all ranks' samples.
 
         Raises:
-            RanksDifferError: the ranks are given other ``epochs``: one would wait for the others at its end.
+            RanksDifferError: the ranks are given different ``epochs``.
             ValueError: the trainer has virtual ranks.
         """
         if not isinstance(self._parts, RankParts):
@@ -229,7 +229,7 @@ class Trainer:
         more = True
         while more:
             batch, last = next(batches, (None, True))
-            if not expected:  # agreed on once: the largest first batch of any rank, times the ranks
+            if not expected:  # once: the largest first batch of any rank, times the number of ranks
                 size = torch.tensor([0.0 if batch is None else float(len(batch[1]))])
                 expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
             mine = [] if batch is None else [self.to_device(batch)]
@@ -264,8 +264,8 @@ class Trainer:
 
         Args:
             batches: this rank's; with virtual ranks, the batches of each of :attr:`shards`.
-            objective: another one than in training.
-            prefix: of the names in the result.
+            objective: by default, that of training.
+            prefix: the beginning of the names in the result.
         """
         model = self.evaluated
         forward = self._forward if self.ema is None else model
@@ -329,7 +329,7 @@ class Trainer:
         self._parts.load_state_dict(state)
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
-            # As after each step: this rank's own buffers, not those of the rank that wrote the file.
+            # As after each step, use this rank's own buffers, not those of the rank that wrote the file.
             for average, own in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
                 average.copy_(own)
 
@@ -350,5 +350,5 @@ class Trainer:
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
-    """Drop the functions that some schedulers keep in their state: the resuming program has them too."""
+    """Drop the functions in the state of some schedulers: the program that resumes makes them anew."""
     return {name: value for name, value in state.items() if not callable(value)}

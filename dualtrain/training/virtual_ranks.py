@@ -1,10 +1,10 @@
-"""Training as a job of V ranks would, on any number of ranks: the shards of a step, and the state that they begin with.
+"""Train as a job of V ranks would, on any number of ranks: the shards of a step, and the state that they begin with.
 
 A global batch is split into V shards. Each rank owns consecutive ones and computes them one after another. All that a shard
-depends on is set before it: random numbers are seeded from (seed, step, shard), and running statistics have the values
-that all shards of the step begin with. What the shards make of these is averaged over all of them, along the same tree
-as the gradients. After a step, the generators are equal on all ranks. EasyScale (Li et al., SC 2023) and VirtualFlow (Or
-et al., MLSys 2022) are published relatives.
+depends on is set before it: random numbers are seeded from (seed, step, shard), and running statistics get the values
+that all shards of the step begin with. The running statistics after the shards are averaged along the same tree as the
+gradients. After a step, the generators are equal on all ranks. EasyScale (Li et al., SC 2023) and VirtualFlow (Or et al.,
+MLSys 2022) are published relatives.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class VirtualRanks:
     """The shards of a trainer's steps; see :class:`~dualtrain.training.parts.Parts`.
 
     Args:
-        shards: their number, V.
-        seed: of the random numbers.
+        shards: the number of shards, V.
+        seed: the seed of all random numbers.
         model: its buffers are the state that forward passes change.
         backend: the ranks.
 
@@ -54,7 +54,7 @@ class VirtualRanks:
         self.order = sum_order(shards, backend.size)
         self.mine = self.order.ranges[backend.rank]
         self._backend, self._seed = backend, seed
-        self._steps = 0  # that were taken: the next one's number
+        self._steps = 0  # steps taken so far
         self._after = "step"  # or "evaluation": what came last
         _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model)
@@ -63,13 +63,13 @@ class VirtualRanks:
             idle = f"rank {shards} has" if backend.size == shards + 1 else f"ranks {shards} to {backend.size - 1} have"
             log.warning(
                 "%s nothing to compute, since there are %d virtual ranks: start fewer ranks, or begin a run with more "
-                "virtual ones",
+                "virtual ranks",
                 idle,
                 shards,
             )
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
-        """Return this rank's shards of a global batch, which every rank has; ``None`` for an empty one."""
+        """Return this rank's shards of a global batch, which every rank has; ``None`` for an empty shard."""
         numbers = torch.arange(len(batch[1]))
         parts = [share(numbers, shard, self.count) for shard in self.mine]
         return [(batch[0][part], batch[1][part]) if len(part) else None for part in parts]
@@ -94,7 +94,7 @@ class VirtualRanks:
         return step
 
     def _of_shards(self, batches: Iterable[T]) -> list[tuple[int, T]]:
-        """Pair this rank's shards with their batches. Raises ValueError if they are not as many."""
+        """Pair this rank's shards with their batches. Raises ValueError if their numbers differ."""
         given = list(batches)
         if len(given) != len(self.mine):
             raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
@@ -114,7 +114,7 @@ class VirtualRanks:
 
     @contextmanager
     def _begun_step(self) -> Iterator[None]:
-        """Begin a step; where it fails, give the buffers the values that it began with."""
+        """Take a step inside the block; if it fails, restore the buffers."""
         self._buffers.keep()
         try:
             yield
@@ -147,7 +147,7 @@ class VirtualRanks:
     def _flags(self, mine: Sequence[float]) -> Sequence[float]:
         """Return what this rank sends with its first shard, so that the sum is that of all ranks' flags.
 
-        Collective where some ranks own no shard, and so send nothing; not otherwise.
+        Collective only if some ranks own no shard and so send nothing.
         """
         if self._backend.size <= self.count:
             return mine
@@ -169,11 +169,11 @@ class VirtualRanks:
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
-        """See :class:`~dualtrain.training.parts.Parts`: they are equal after every step."""
+        """See :class:`~dualtrain.training.parts.Parts`: the buffers are equal after every step."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """See :class:`~dualtrain.training.parts.Parts`: nothing of single ranks."""
+        """See :class:`~dualtrain.training.parts.Parts`: nothing in it belongs to a single rank."""
         numbers = {"shards": self.count, "steps": self._steps, "seed": self._seed, "after": self._after}
         numbers["threads"] = torch.get_num_threads()
         return {"virtual_ranks": {**numbers, "buffers": self._buffers.state_dict()}}
@@ -215,7 +215,7 @@ def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
 
 
 def _order_norms(model: nn.Module, order: SumOrder, backend: Backend) -> None:
-    """Let BatchNorm over all ranks add up in ``order``. Raises ValueError where ranks have not one shard each."""
+    """Make SyncBatchNorm sum in ``order``. Raises ValueError unless every rank has one shard."""
     for name, layer in model.named_modules():
         if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
             continue

@@ -1,7 +1,7 @@
 """Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are stand-ins.
 
-A set-up takes a second, needs no network and compiles nothing. The stand-ins record their arguments, and
-files of the test say what they answer.
+A set-up takes a second, needs no network and compiles nothing. The stand-ins record their arguments; the test writes
+their answers into files.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.pool import ROOT
 
 SECONDS = 60.0
 
-# The interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the facts of torch are
-# in the file "torch"; all else is Python's. pip's wheel of Horovod keeps the variables of its build in the file "build".
+# The interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the version of torch is
+# in the file "torch"; other calls go to Python. pip's wheel of Horovod stores its build variables in the file "build".
 PYTHON = """#!/bin/bash
 here={folder}
 case "$1 $2" in
@@ -61,7 +61,7 @@ esac
 
 
 class Setup:
-    """Set-ups into one folder."""
+    """Runs of setup.sh for one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.venv = folder / "venv"
@@ -92,7 +92,7 @@ class Setup:
         (self._folder / "horovod").write_text("".join(f"[X] {part}\n" for part in parts))
 
     def torch(self, build: str, cuda: str = "none", architectures: str = "80,90", abi: int = 1) -> None:
-        """Set the build of torch in the environment. That for CUDA brings headers, libcudart and NCCL."""
+        """Set the build of torch in the environment. A CUDA build brings headers, libcudart and NCCL."""
         packages = self._folder / "packages"
         (self._folder / "torch").write_text(f"cpython-311-x86_64 {build} {cuda} {abi} {architectures} {packages}\n")
         if cuda == "none":
@@ -107,7 +107,7 @@ class Setup:
         (self._folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
 
     def toolkit(self, version: str, *, complete: bool = True) -> Path:
-        """Make a CUDA toolkit: a complete one, or what NVIDIA's wheels have. Its nvcc fails with the file "nvcc"."""
+        """Make a CUDA toolkit: complete, or with the parts in NVIDIA's wheels. A file "nvcc" makes its nvcc fail."""
         self._program("toolkit/bin/nvcc", NVCC.format(folder=self._folder, version=version))
         for file in ("include/cuda_runtime.h", "include/cublas_v2.h", "include/cusparse.h", "lib64/libcudart.so"):
             if complete:
@@ -116,12 +116,12 @@ class Setup:
         return self._folder / "toolkit"
 
     def build(self) -> dict[str, str]:
-        """The variables of the last build of Horovod."""
+        """Return the variables of the last build of Horovod."""
         lines = (self._folder / "build").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
     def pip(self, script: str) -> None:
-        """Sets what pip does: shell commands that know its arguments as $*, and the test's folder as $here."""
+        """Set what pip does: shell commands, in which $* are its arguments and $here is the test's folder."""
         (self._folder / "pip").write_text(script)
 
     def calls(self) -> list[str]:
@@ -140,13 +140,13 @@ class Setup:
         return process
 
     def run(self, *prefix: str, **env: str) -> tuple[int, str, str]:
-        """Exit status, standard output and standard error."""
+        """Run setup.sh; return the exit status, standard output and standard error."""
         process = self.start(*prefix, **env)
         output, errors = process.communicate(timeout=SECONDS)
         return process.returncode, output, errors
 
     def end(self) -> None:
-        """Kills what a failed test has left."""
+        """Kill the processes that a failed test has left."""
         for process in self._started:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

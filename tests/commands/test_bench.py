@@ -1,4 +1,4 @@
-"""The bench: what it makes of measurements, and one small real run. Nothing here depends on how fast a machine is."""
+"""The bench: statistics, tables and plans of measurements, none of which depend on the machine's speed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 # -- statistics ---------------------------------------------------------------------------------------------------
 
 
-def test_of_equal_values_the_interval_is_a_point():
+def test_equal_values_have_an_interval_without_width():
     assert estimate([1.5] * 7) == estimate([1.5] * 7)
     found = estimate([1.5] * 7)
     assert (found.value, found.low, found.high, found.pairs) == (1.5, 1.5, 1.5, 7)
@@ -104,7 +104,7 @@ def said_of(found: Results) -> str:
 
 
 def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
-    """Seven rounds of contenders that take these ``seconds``; all become slower by the same factor from round to round."""
+    """Return seven rounds of contenders that take these ``seconds``; each round is slower than the last by one factor."""
     found = Results(missing=missing or {}, step_fractions=[1.0] * ROUNDS)
     for name, value in seconds.items():
         name = name.replace("_", "-")
@@ -133,7 +133,7 @@ def test_ratios_are_of_pairs_so_that_drift_cancels_out():
     assert row(rows, "shm", "alone").verdict == NOT_MET
 
 
-def test_an_interval_around_the_target_shows_neither(tmp_path):
+def test_an_interval_around_the_target_shows_neither_success_nor_failure(tmp_path):
     found = results(shm=0.1, ddp_tuned=0.15)
     found.samples["shm"][2].seconds["resnet18"] *= 1.4  # one slow round: a ratio of 1.07 beside six of 1.5
     for number, sample in enumerate(found.samples["shm"]):
@@ -148,7 +148,7 @@ def test_an_interval_around_the_target_shows_neither(tmp_path):
     assert "targets that are not met" not in said
 
 
-def test_targets_are_shown_on_request_and_one_that_is_not_met_is_exit_status_1(tmp_path, capsys):
+def test_targets_are_shown_on_request_and_a_missed_one_is_exit_status_1(tmp_path, capsys):
     missed, kept = results(shm=0.1, alone=0.08, ddp_tuned=0.15), results(shm=0.1, ddp_tuned=0.15)
     for found, targets, status in ((missed, True, 1), (missed, False, 0), (kept, True, 0)):
         assert bench._conclude(tmp_path, found, MACHINE, targets=targets) == status
@@ -178,7 +178,7 @@ def test_a_speed_with_other_weights_meets_no_target():
     assert "meets no target" in said_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
 
 
-def test_fewer_than_seven_pairs_are_not_judged():
+def test_fewer_than_seven_pairs_give_no_conclusion():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     found.samples["shm"][0] = None
     for sample in found.samples["shm"][1:]:
@@ -194,14 +194,14 @@ def test_fewer_than_seven_pairs_are_not_judged():
     assert said.endswith("This rests on 6 pairs only: a verdict needs 7.")
 
 
-def test_seven_pairs_are_judged_and_nothing_is_said_of_their_number():
+def test_seven_pairs_give_a_conclusion_without_their_number():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     said = said_of(found)
     assert "not judged" not in said
     assert "only" not in said.splitlines()[-1]
 
 
-def test_the_noise_floor_is_left_out_where_the_target_says_so():
+def test_the_noise_floor_is_left_out_if_the_target_requires_it():
     quiet = results(native=0.1010, ddp_tuned=0.1, ddp_tuned_again=0.1)
     assert row(rows_of(quiet), "native", TUNED).verdict == NOT_MET
     noisy = results(native=0.1010, ddp_tuned=0.1, ddp_tuned_again=0.103)
@@ -210,7 +210,7 @@ def test_the_noise_floor_is_left_out_where_the_target_says_so():
     assert "noise" in found.note
 
 
-def test_what_is_a_cost_must_stay_below():
+def test_a_cost_must_stay_below_its_target():
     found = results(shm=0.1, ddp_tuned=0.1)
     for number, sample in enumerate(found.samples["shm"]):
         sample.seconds.update({"trainer": 15e-6, "start": 3.5 + number, "sweep/4096": 50e-6})
@@ -252,7 +252,7 @@ def test_the_answer_names_the_ratios_and_the_weights():
     assert "differ in rounding" in answer(found, rows_of(found))
 
 
-def test_a_contender_that_is_missing_is_said_and_its_cure():
+def test_a_missing_contender_is_reported_with_its_cure():
     found = results(shm=0.1, missing={"hvd-gloo": "horovod is not installed", "fabric": "it broke"})
     said = said_of(found)
     assert "Lightning Fabric: not measured: it broke" in said
@@ -260,7 +260,7 @@ def test_a_contender_that_is_missing_is_said_and_its_cure():
 
 
 class Page(HTMLParser):
-    """Which tags there are, and the text."""
+    """Parser that collects the tags and the text of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def test_each_job_is_described_with_the_size_of_its_model():
         assert size in ABOUT[name]
 
 
-def test_sizes_are_said_as_people_do():
+def test_sizes_are_formatted_in_readable_units():
     assert [bytes_of(size) for size in (4, 4096, 1 << 20, 256 << 20, 100_000_000)] == [
         "4 B",
         "4 KB",
@@ -357,7 +357,7 @@ def _job_of(target: str) -> str:
     return next((job for job, sizes in SIZES.items() if size and int(size) in sizes), target)
 
 
-def test_what_is_compared_is_measured():
+def test_all_compared_contenders_are_measured():
     assert set(LENGTHS) == set(WORKLOADS)
     for comparison in COMPARISONS:
         one, other = (
@@ -372,7 +372,7 @@ def test_what_is_compared_is_measured():
     assert modules == files
 
 
-def test_who_was_left_out_early_does_not_answer():
+def test_a_contender_that_was_left_out_early_does_not_answer():
     found = results(shm=1.0, native=2.0, hvd_gloo=3.0, hvd_mpi=3.0)
     for name in ("shm", "hvd-gloo"):
         found.samples[name][1:] = [None] * (ROUNDS - 1)
@@ -391,7 +391,7 @@ def test_a_fallback_answers_the_same_question():
         assert {"small", "convnet"} <= set(jobs_of(ENTRIES[fallback], QUICK))
 
 
-def test_the_ranks_of_no_communication_meet_before_the_first_batch(monkeypatch):
+def test_ranks_without_communication_synchronize_before_the_first_batch(monkeypatch):
     happened = []
     monkeypatch.setattr(alone, "dist", SimpleNamespace(barrier=lambda: happened.append("met")))
     task = Task("tiny", CPU, 0.5)
@@ -415,7 +415,7 @@ def test_resnet18_is_torchvisions():
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "convnet"])
-def test_everyone_meets_the_same_task(name):
+def test_all_contenders_get_the_same_task(name):
     tasks = [Task(name, CPU, 0.5) for _ in range(2)]
     weights = [[p.detach().clone() for p in task.model().parameters()] for task in tasks]
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
@@ -445,7 +445,7 @@ def test_the_generated_samples_are_in_mnists_format(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["local/native//2", "local/native/virtual/2"])
-def test_the_trainer_takes_the_steps_of_a_task(option):
+def test_the_trainer_runs_the_steps_of_a_task(option):
     contender = trainers.start(option, CPU)
     assert (contender.size, contender.parts, contender.virtual_ranks) == (1, 2, 2 if "virtual" in option else None)
     task = Task("tiny", CPU, 0.5)
@@ -533,7 +533,7 @@ def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monk
 
 
 def run_with(monkeypatch, tmp_path, plan, broken=()):
-    """The modules and options that were started, in order, and what the run found."""
+    """Return the modules and options that were started, in order, and the results of the run."""
     calls = []
 
     def run_entry(entry, *_):
@@ -546,7 +546,7 @@ def run_with(monkeypatch, tmp_path, plan, broken=()):
     return calls, measure.measure(plan, LaunchSpec(2, "cpu", tmp_path), lambda _: None)
 
 
-def test_rounds_go_forth_and_back(tmp_path, monkeypatch):
+def test_the_order_of_contenders_alternates_between_rounds(tmp_path, monkeypatch):
     calls, _ = run_with(monkeypatch, tmp_path, Plan(["alone", TUNED], ("tiny",), 3, 0.5, 1000))
     assert calls == ["alone", "ddp tuned", "ddp tuned", "alone", "alone", "ddp tuned"]
 
@@ -612,7 +612,7 @@ def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
     assert "failed in 1 of its starts: no luck" in said_of(found)
 
 
-def test_no_round_is_begun_that_would_not_end_in_time(tmp_path, monkeypatch):
+def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path, monkeypatch):
     line = {"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}
     monkeypatch.setattr(measure, "run_entry", lambda *_: [line])
     said: list[str] = []
@@ -659,14 +659,14 @@ def test_a_slow_machine_takes_fewer_steps_and_as_many_rounds(monkeypatch, tmp_pa
     assert 900 < ended <= 1140
 
 
-def test_the_last_round_is_not_lost_to_the_rounding_of_steps(monkeypatch, tmp_path):
+def test_rounding_of_steps_does_not_drop_the_last_round(monkeypatch, tmp_path):
     for tenths in range(300, 500):
         _, counts, ended, _ = rounds_at(monkeypatch, tmp_path, tenths / 10, [0.9], 1140)
         assert counts == [7, 7, 7], tenths
         assert ended <= 1140
 
 
-def test_a_contender_that_hangs_has_no_longer_than_there_is_time(monkeypatch, tmp_path):
+def test_a_contender_that_hangs_is_ended_when_the_time_is_up(monkeypatch, tmp_path):
     clock, timeouts = [0.0], []
 
     def run_entry(entry, jobs, spec, step_fraction):
@@ -687,7 +687,7 @@ def test_a_contender_that_hangs_has_no_longer_than_there_is_time(monkeypatch, tm
     assert "failed in 1 of its starts: it did not end" in said_of(found)
 
 
-def test_a_machine_that_was_slow_in_the_first_round_gets_through_them(monkeypatch, tmp_path):
+def test_a_machine_that_was_slow_in_the_first_round_completes_all_rounds(monkeypatch, tmp_path):
     found, counts, ended, _ = rounds_at(monkeypatch, tmp_path, 20, [30, 10, 3], 1140)
     assert found.step_fractions[0] == 0.125 < found.step_fractions[-1]
     assert counts == [7, 7, 7]
@@ -760,7 +760,7 @@ def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch
     assert not used[0].exists()
 
 
-def test_it_is_no_rank_itself(monkeypatch, capsys):
+def test_the_bench_itself_is_no_rank(monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert main([]) == 2

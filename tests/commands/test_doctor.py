@@ -1,4 +1,4 @@
-"""The doctor on healthy worlds, and on broken ones, for which it names the problem and the cure."""
+"""The doctor on healthy worlds, and on broken worlds, for which it names the problem and the cure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.exit(main())
 
 
 def row(rank=0, **other):
-    """The facts of a healthy rank."""
+    """Return the facts of a healthy rank."""
     versions = {"dualtrain": "1", "Python": "3.11", "torch": "2.13", "horovod": "0.28.1"}
     healthy = {"rank": rank, "size": 2, "launcher": "torchrun", "ignored": {}, "versions": versions, "horovod": None}
     fine = {"torch": {"error": None}, "horovod": {"error": None}}
@@ -81,14 +81,14 @@ def test_two_ranks_reach_each_other_on_both_backends(tmp_path):
     assert second.stdout == ""
 
 
-def test_half_a_description_is_a_problem(monkeypatch, capsys):
+def test_an_incomplete_set_of_launcher_variables_is_a_problem(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["--backend", "torch"]) == 2
     said = capsys.readouterr().err
     assert "RANK is not set, but WORLD_SIZE is: the process has only a part of its environment" in said
 
 
-def test_a_rendezvous_that_nobody_serves_ends_in_time(tmp_path):
+def test_a_rendezvous_without_a_server_ends_in_time(tmp_path):
     port = str(free_port())
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     end = run((*DOCTOR, "--timeout", "1"), tmp_path, env=ENV | place)
@@ -99,7 +99,7 @@ def test_a_rendezvous_that_nobody_serves_ends_in_time(tmp_path):
 
 
 @pytest.mark.parametrize(("backend", "status", "kind"), [("all", 0, "note"), ("horovod", 2, "problem")])
-def test_a_missing_horovod_matters_to_those_who_want_it(backend, status, kind, tmp_path):
+def test_a_missing_horovod_is_a_problem_only_if_it_is_requested(backend, status, kind, tmp_path):
     end = run(("-c", WITHOUT_HOROVOD, "--backend", backend), tmp_path, env=ENV)
     assert end.returncode == status, end.stderr
     assert f"{kind}: horovod: Horovod is not installed" in end.stdout
@@ -139,14 +139,14 @@ def test_ranks_that_differ_are_named():
     assert notes == ["the ranks have different versions of Python: 3.11 on ranks 0, 2, 3.12 on rank 1; make them the same"]
 
 
-def test_a_backend_that_fails_matters_if_it_is_the_chosen_one():
+def test_a_backend_that_fails_is_a_problem_if_it_is_the_chosen_one():
     failed = {"torch": {"error": None}, "horovod": {"error": "no"}}
     rows = [row(0), row(1, probes=failed)]
     assert advise(rows, "torch") == ([], ["horovod on rank 1: no"])
     assert advise(rows, "horovod") == (["horovod on rank 1: no"], [])
 
 
-def test_another_torch_than_horovod_was_built_against_is_said():
+def test_another_torch_than_horovod_was_built_against_is_reported():
     _, notes = advise([row(0, horovod={"torch": "2.12"})], "torch")
     assert notes == ["Horovod was built against torch 2.12, but rank 0 has 2.13: build it again with launch/setup.sh"]
 
@@ -160,19 +160,19 @@ def test_a_quota_counts_as_the_cores_that_it_allows():
     four = [row(rank, cores=[0, 1, 2, 3], quota=2.5) for rank in range(4)]
     _, notes = advise(four, "torch")
     limit = (
-        "here: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of its 4 cores, and stops what uses more: --threads "
-        "counts that, --workers is up to you"
+        "here: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of 4 cores, and slows down what uses more: lower "
+        "--workers (--threads follows the quota)"
     )
     assert notes == ["here has 4 ranks for 2 cores: they slow each other down; start fewer", limit]
     assert advise(four[:2], "torch") == ([], [limit])
     assert advise([row(0, quota=2.0)], "torch") == ([], [])
 
 
-def test_ranks_that_mpirun_binds_to_a_core_each_are_noted():
+def test_ranks_that_mpirun_binds_to_one_core_each_are_noted():
     bound = [row(rank, cores=[rank], host_cores=8, launcher="mpirun") for rank in range(2)]
-    share = "which its threads and data workers share: give mpirun --bind-to none"
+    share = "for its threads and data workers together: give mpirun --bind-to none"
     assert advise(bound, "horovod") == ([], [f"here: mpirun binds each rank to 1 of 8 cores, {share}"])
-    free = [{**one, "cores": [0, 1]} for one in bound]  # a container's, say
+    free = [{**one, "cores": [0, 1]} for one in bound]  # as in a container
     assert advise(free, "horovod") == ([], [])
 
 
@@ -197,7 +197,7 @@ def test_bf16_instructions_are_found_in_the_processors_description(monkeypatch, 
     assert has_bf16() is found
 
 
-def test_ranks_bound_to_a_core_each_are_not_too_many():
+def test_ranks_bound_to_one_core_each_do_not_outnumber_the_cores():
     assert advise([row(rank, cores=[rank]) for rank in range(2)], "horovod") == ([], [])
 
 
@@ -208,7 +208,7 @@ ONE_WITHOUT = WITHOUT_HOROVOD.replace(
 
 
 @pytest.mark.parametrize(("backend", "seconds", "statuses"), [("all", "60", [0, 0]), ("horovod", "1", [2, 2])])
-def test_a_rank_without_horovod_is_named_and_holds_nobody_up(backend, seconds, statuses, tmp_path):
+def test_a_rank_without_horovod_is_named_and_delays_no_other_rank(backend, seconds, statuses, tmp_path):
     require_horovod()
     command = ("-c", ONE_WITHOUT, "--backend", backend, "--timeout", seconds)
     with torchrun(2) as places:

@@ -1,4 +1,4 @@
-"""What the doctor says of CUDA, NCCL and the driver, on stand-ins for a driver's files."""
+"""The doctor's report on CUDA, NCCL and the driver, with stand-ins for the driver's files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpus(driver="580.65.06", driver_cuda="13.0", cuda="13.2", nccl="2.30.7"):
         (gpus(None, None, None, None), "none in torch (a CPU build); no NVIDIA driver: runs use the CPU"),
     ],
 )
-def test_the_report_says_which_cuda_and_driver_there_are(gpu, line):
+def test_the_report_shows_the_versions_of_cuda_and_the_driver(gpu, line):
     assert gpu_line(gpu) == line
 
 
@@ -45,7 +45,7 @@ def test_the_report_says_which_cuda_and_driver_there_are(gpu, line):
         ({"gpu": gpus(), "cuda": True, "devices": ["H200"] * 2, "horovod": WITHOUT_NCCL}, "Horovod on here has no NCCL"),
     ],
 )
-def test_what_keeps_ranks_from_the_gpu_is_noted_once_a_host(facts, part):
+def test_why_ranks_cannot_use_the_gpu_is_noted_once_per_host(facts, part):
     problems, notes = advise([row(0, **facts), row(1, **facts)], "torch")
     assert problems == []
     (note,) = notes

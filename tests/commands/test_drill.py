@@ -1,4 +1,4 @@
-"""The drill: its flags, its faults, its plan and its verdict. tests/launch/test_drill.py carries one out."""
+"""The drill: its flags, its faults, its plan and its verdict. tests/launch/test_drill.py runs a whole drill."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def exercise(tmp_path, seed=0):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--run-dir", "x"], "--run-dir is the drill's own to set: leave it out"),
-        (["--resume=x"], "--resume is the drill's own to set"),
+        (["--run-dir", "x"], "--run-dir is set by the drill: leave it out"),
+        (["--resume=x"], "--resume is set by the drill"),
         (["--faults", "0"], "--faults"),
         (["--lr", "-1"], "--lr must be a number above 0"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["--out", "{folder}"], "is there already: name a new folder"),
+        (["--out", "{folder}"], "exists already: name a new folder"),
     ],
 )
 def test_bad_flags_are_one_line(flags, message, tmp_path, capsys):
@@ -112,7 +112,7 @@ def test_the_verdict_and_the_exit_status_follow_from_the_problems(problems, monk
     assert found["rows"][0]["repeated"] == 2
 
 
-def test_a_job_without_a_program_to_start_it_says_so(monkeypatch, tmp_path):
+def test_a_job_without_its_launcher_reports_that(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     job = Job(tmp_path / "run", [], 2, horovod=True, restarts=0)
     with pytest.raises(UserError, match="horovodrun is not installed"):
@@ -133,7 +133,7 @@ RANK = "import sys, time; print('--resume auto: going on from step 46, since', f
 
 @pytest.fixture
 def rank(tmp_path):
-    """A job of one process that looks like rank 1."""
+    """Make a job of one process that looks like rank 1."""
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
     job._command = ["env", "RANK=1", sys.executable, "-c", RANK, "dualtrain.main"]
     job.start()
@@ -150,9 +150,9 @@ def test_the_ranks_of_a_job_are_found_by_its_mark(rank):
     assert other.ranks() == {}
 
 
-def test_what_is_left_of_a_job_is_ended(rank):
+def test_remaining_processes_of_a_job_are_ended(rank):
     os.kill(rank.launcher, signal.SIGSTOP)
-    assert rank.end() == []  # it was continued, and has ended by SIGTERM
+    assert rank.end() == []  # after SIGCONT, SIGTERM has ended it
     assert rank.ranks() == {}
     assert rank.status() == -signal.SIGTERM
 
@@ -164,7 +164,7 @@ def test_a_fault_ends_processes(name, rank):
     assert rank._launcher.wait(20) == -signal.SIGKILL
 
 
-def test_a_damaged_checkpoint_is_noticed_and_the_best_one_stays(rank):
+def test_a_damaged_checkpoint_is_detected_and_the_best_one_is_kept(rank):
     folder = rank.folder / "checkpoints"
     folder.mkdir(parents=True)
     for step in (3, 7):
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_best_one_stays(rank):
     assert rank._launcher.wait(20) == -signal.SIGKILL
 
 
-#: Works in a small file system of its own, and prints what is left of it.
+#: Program that uses a small file system, and prints what is left of it.
 IN_SMALL_DISK = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
@@ -239,7 +239,7 @@ def test_without_mounts_a_drill_has_the_other_faults(tmp_path, monkeypatch):
     assert said == [f"without the fault {FULL_DISK.name!r}: no file system can be mounted (Operation not permitted)"]
 
 
-def test_a_run_is_not_killed_after_one_step_until_it_ends_for_that(tmp_path):
+def test_a_run_is_not_killed_after_one_step_until_it_refuses_to_restart(tmp_path):
     steps = [7, 7, 7, 7, 8]
 
     class Slow:

@@ -1,4 +1,4 @@
-"""Whole jobs of two ranks that a launcher's variables describe: what they say, and how they end."""
+"""Whole jobs of two ranks, described by a launcher's variables: their output, and their end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def backend(request):
     return request.param
 
 
-def test_the_default_job_learns_and_rank_0_alone_speaks(tmp_path):
+def test_the_default_job_learns_and_only_rank_0_prints(tmp_path):
     first, second = run_ranks(2, (*MAIN, "--run-dir", tmp_path / "run"), tmp_path, env=ENV)
     assert (first.returncode, first.stderr) == (0, "")
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
@@ -34,7 +34,7 @@ def test_the_default_job_learns_and_rank_0_alone_speaks(tmp_path):
 
 
 def test_a_killed_rank_is_named_and_the_other_stops(backend, tmp_path):
-    victim = {"torch": 0, "horovod": 1}[backend]  # the others are in test_spawn.py
+    victim = {"torch": 0, "horovod": 1}[backend]  # test_spawn.py has the other combinations
     command = (*MAIN, "--backend", backend, "--epochs", "5000", "--run-dir", tmp_path / "run")
     ranks = [Forked(command, tmp_path, env=ENV | place) for place in places(2)]
     try:
@@ -72,7 +72,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(backend, tmp_path):
         assert "failing_step" in end.stderr  # the traceback
 
 
-# All cases one after another in the same processes. Patched: other ranks print the error of a mistyped flag at once.
+# All cases run in turn in the same processes. The patch makes other ranks print the error of a mistyped flag at once.
 REFUSED = """
 import sys
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ print([main([*flags, *case]) for case in cases])
 """
 
 
-def test_a_refusal_is_said_by_every_rank_that_it_concerns(backend, tmp_path):
+def test_a_refusal_is_printed_by_every_rank_that_it_concerns(backend, tmp_path):
     first, second = run_ranks(2, ("-c", REFUSED, backend, tmp_path / "run"), tmp_path, env=ENV)
     for end in (first, second):
         assert end.returncode == 0, end.stderr

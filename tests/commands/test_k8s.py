@@ -1,7 +1,7 @@
 """launch/k8s: the manifests are valid for the operators, as far as can be checked without a cluster.
 
-Always: the rules of the operators' own types and validation (training-operator's v1, mpi-operator's v2beta1), written
-out here. Where the package kubeflow-training is installed, also its models: each field's name and type, down to the pods'.
+The rules of the operators' types and validation (training-operator's v1, mpi-operator's v2beta1) are written out here. If
+the package kubeflow-training is installed, its models are checked too: the name and type of each field, down to the pods.
 tests/launch/test_k8s.py runs the pods' own commands.
 """
 
@@ -41,7 +41,7 @@ def test_the_kinds_and_versions_are_the_operators():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_spec_has_known_fields_of_known_values(kind):
+def test_the_spec_has_known_fields_with_known_values(kind):
     job = JOBS[kind]
     assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
     assert job["kind"] == kind
@@ -141,6 +141,6 @@ def test_the_published_models_have_all_fields():
     from kubernetes import client
 
     known(JOBS["PyTorchJob"], "KubeflowOrgV1PyTorchJob", models, client)
-    # The package has MPIJob in v1 only: check the parts that v2beta1 has in common with it.
+    # The package has only v1 of MPIJob: check the parts that v2beta1 has in common with v1.
     known(JOBS["MPIJob"]["spec"]["runPolicy"], "KubeflowOrgV1RunPolicy", models, client)
     known(replicas("MPIJob"), "dict(str, KubeflowOrgV1ReplicaSpec)", models, client)

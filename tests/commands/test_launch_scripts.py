@@ -15,7 +15,7 @@ SCRIPTS = ["torchrun", "horovodrun", "mpirun"]
 
 
 def start(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    # The scripts use the virtual environment of this interpreter, and do not look for another.
+    # The scripts use the virtual environment of this interpreter, and look for no other.
     env = {**os.environ, "DUALTRAIN_VENV": str(Path(sys.executable).parent.parent), **variables}
     command = ["bash", str(ROOT / "launch" / f"{name}.sh"), *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
@@ -44,10 +44,10 @@ def test_the_set_up_has_help_and_refuses_what_it_does_not_know():
 def test_several_hosts_of_torchrun_need_a_port():
     end = start("torchrun", HOSTS="one,two:3", PORT="")
     assert end.returncode == 2
-    assert "PORT is not set, and 2 hosts must meet at one: set it to a free port of one" in end.stderr
+    assert "PORT is not set, but 2 hosts need one to meet: set it to a free port of one" in end.stderr
 
 
-#: What each script starts by NPROC=3 and by HOSTS="one:2,two" IFACE="lo".
+#: The command that each script starts with NPROC=3, and with HOSTS="one:2,two" IFACE="lo".
 STARTS = {
     "torchrun": (
         "torchrun --standalone --nproc-per-node=3 -m dualtrain.main --lr 1",

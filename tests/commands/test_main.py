@@ -1,4 +1,4 @@
-"""The command line as one process: exit status, messages, what is left behind."""
+"""The command line as one process: exit status, messages, remaining files and processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAIN = ("-m", "dualtrain.main")
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def test_a_run_ends_well_and_says_what_came_out(tmp_path):
+def test_a_run_ends_with_status_0_and_prints_its_results(tmp_path):
     end = run((*MAIN, "--max-steps", "3"), tmp_path, env=ENV, cwd=tmp_path)
     assert (end.returncode, end.stderr) == (0, "")
     assert "val accuracy" in end.stdout.splitlines()[-1]
@@ -40,7 +40,7 @@ def test_a_terminal_gets_a_bar(tmp_path):
         while data := os.read(ours, 65536):
             shown += data
     except BlockingIOError:
-        pass  # all is read
+        pass  # end of the terminal's output
     finally:
         process.kill()
         os.close(theirs)
@@ -60,7 +60,7 @@ def test_a_terminal_gets_a_bar(tmp_path):
         ([], {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "rank 2"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, env, part):
+def test_an_error_that_a_user_can_fix_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, env, part):
     monkeypatch.chdir(tmp_path)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -71,7 +71,7 @@ def test_what_a_user_can_mend_is_one_line_and_status_2(tmp_path, monkeypatch, ca
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_lost_peer_at_the_start_is_a_bounded_wait(monkeypatch, capsys):
+def test_the_wait_for_a_missing_peer_at_the_start_is_bounded(monkeypatch, capsys):
     world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in world.items():
         monkeypatch.setenv(name, value)
@@ -93,7 +93,7 @@ def test_horovod_missing_names_its_cure(tmp_path):
     assert "horovodrun" in line
 
 
-def test_an_unforeseen_error_keeps_its_traceback(tmp_path, monkeypatch, capsys):
+def test_an_unexpected_error_keeps_its_traceback(tmp_path, monkeypatch, capsys):
     def broken(*_: object) -> None:
         raise KeyError("lost key")
 
@@ -107,13 +107,13 @@ def test_an_unforeseen_error_keeps_its_traceback(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (UserError("mend it", shared=True), 2),
-        (UserError("mend it"), 2),
+        (UserError("fix it", shared=True), 2),
+        (UserError("fix it"), 2),
         (DivergedError("inf"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_the_status_says_what_kind_of_end_it_was(tmp_path, monkeypatch, capsys, error, status):
+def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, capsys, error, status):
     def ending(*_: object) -> None:
         raise error
 
@@ -128,7 +128,7 @@ def give_up(backend) -> int:
     return command._give_up(errors[backend.size - 2], backend)
 
 
-def test_each_rank_says_that_the_ranks_differ_and_rank_0_what_all_have_met(capsys):
+def test_each_rank_prints_that_ranks_differ_and_rank_0_an_error_of_all(capsys):
     assert run_threads(2, give_up) == [2, 2]
     lines = sorted(capsys.readouterr().err.splitlines())
     assert lines == [f"dualtrain: error (rank {rank} of 2): do not restart: another seed" for rank in range(2)]
@@ -136,7 +136,7 @@ def test_each_rank_says_that_the_ranks_differ_and_rank_0_what_all_have_met(capsy
     assert capsys.readouterr().err.splitlines() == ["dualtrain: error (rank 0 of 3): the disk is full"]
 
 
-def test_rank_0_answers_a_mistyped_flag_and_another_rank_if_it_is_not_stopped_then(monkeypatch, capsys):
+def test_rank_0_reports_a_mistyped_flag_and_another_rank_if_it_still_runs_later(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     silent: list[str] = []
@@ -148,13 +148,13 @@ def test_rank_0_answers_a_mistyped_flag_and_another_rank_if_it_is_not_stopped_th
         parse(["--lr", "x"])
 
 
-def test_a_launcher_that_restarts_is_given_a_reason_not_to(capsys):
+def test_a_launcher_that_restarts_gets_the_reason_not_to_restart(capsys):
     for launcher, said in (("torchrun", "do not restart: no such flag"), ("environment", "no such flag")):
         assert refuse_on_all(UserError("no such flag"), World(launcher=launcher)) == 2
         assert capsys.readouterr().err == f"dualtrain: error: {said}\n"
 
 
-# The run has saved its state for a signal, and gets the signal again before it exits.
+# The run has saved because of a signal, and gets the signal again before it exits.
 STOPPED_TWICE = """
 import os, signal, sys
 import dualtrain.main, dualtrain.training.loop
@@ -176,7 +176,7 @@ sys.exit(dualtrain.main.main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_does_not_silence_a_run_that_ends_for_the_first(tmp_path, number):
+def test_a_second_signal_does_not_suppress_the_message_of_the_first(tmp_path, number):
     end = run(("-c", STOPPED_TWICE, str(int(number))), tmp_path, env=ENV)
     assert (end.returncode, end.stderr) == (128 + number, "dualtrain: error: saved in step 3\n")
 

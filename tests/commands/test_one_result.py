@@ -68,7 +68,7 @@ def test_a_run_that_has_not_ended_is_named(tmp_path, capsys):
 
 # -- the script ---------------------------------------------------------------------------------------------------
 
-#: Stands in for every program of the environment: logs its command line, and writes the summary of a run, if it is one.
+#: Stand-in for all programs of the environment: logs its command line; if that is a run, writes its summary.
 PROGRAM = """#!/bin/bash
 case "$*" in
   "-m dualtrain.compare"*) exec {python} "$@" ;;
@@ -85,7 +85,7 @@ cp {summary} "$run"
 
 
 class Script:
-    """``launch/one_result.sh`` in an environment whose programs are stand-ins."""
+    """Runs of ``launch/one_result.sh`` in an environment whose programs are stand-ins."""
 
     def __init__(self, folder: Path, python: str) -> None:
         self.folder, self.bin, self.log = folder, folder / "bin", folder / "log"
@@ -94,7 +94,7 @@ class Script:
         (folder / "launch").mkdir()
         shutil.copy(ROOT / "launch" / "one_result.sh", folder / "launch")
         (folder / "launch" / "setup.sh").write_text('echo "with $DUALTRAIN_WITH"\n')
-        self.tools = folder / "tools"  # of the machine, without an mpirun that it may have
+        self.tools = folder / "tools"  # the machine's programs, without its mpirun
         self.tools.mkdir()
         for name in ("bash", "cat", "cp", "date", "dirname", "grep", "id", "mkdir", "sed", "tail", "touch"):
             (self.tools / name).symlink_to(shutil.which(name) or name)
@@ -134,9 +134,9 @@ def test_help_is_the_head_comment(script):
         ((), {"V": "0"}, "V is '0', and must be a number of virtual ranks: V=4"),
         ((), {"RANKS": "1 two"}, "RANKS has 'two', and must be numbers of ranks"),
         ((), {"WAYS": "chain slurm"}, "WAYS has 'slurm', and must be some of nproc-shm"),
-        (("--virtual-ranks=8",), {}, "--virtual-ranks is the script's own: set V"),
-        (("--epochs", "1", "--run-dir", "x"), {}, "--run-dir is the script's own: set RUNS"),
-        (("--backend", "torch"), {}, "--backend is the script's own: set WAYS and RANKS"),
+        (("--virtual-ranks=8",), {}, "--virtual-ranks is set by the script: use V"),
+        (("--epochs", "1", "--run-dir", "x"), {}, "--run-dir is set by the script: use RUNS"),
+        (("--backend", "torch"), {}, "--backend is set by the script: use WAYS and RANKS"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_started(flags, variables, message, script):
@@ -146,7 +146,7 @@ def test_wrong_arguments_are_refused_before_anything_is_started(flags, variables
     assert end.stderr.count("\n") == 1
 
 
-def test_every_way_is_started_and_the_chain_goes_on_from_checkpoints(script):
+def test_every_way_is_started_and_the_chain_resumes_from_checkpoints(script):
     end = script.run("--lr", "1", V="8", RANKS="5")
     assert end.returncode == 0, end.stdout + end.stderr
     job = "-m dualtrain.main --virtual-ranks 8 --lr 1"
@@ -194,7 +194,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(script):
     assert end.stdout.splitlines()[-1] == "3 runs, 1 hash: torchrun-shm-2 has not ended"
 
 
-def test_wrong_flags_of_the_job_end_it_at_once(script):
+def test_wrong_flags_of_the_job_end_the_script_at_once(script):
     (script.bin / "status-one-process").write_text("2")
     end = script.run("--lr", "fast")
     assert (end.returncode, len(script.started())) == (2, 1)

@@ -1,4 +1,4 @@
-"""Predicting from image files: they go through what evaluation images go through, and wrong input is one line."""
+"""Prediction from image files: they are transformed like evaluation images, and wrong input is a one-line error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNT = 100
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on the digits that has learned them, with normalization."""
+    """Train on the digits, with normalization, until the model has learned them."""
     folder = tmp_path_factory.mktemp("predict") / "run"
     with connect("local") as backend, pytest.MonkeyPatch.context() as patch:
         # Use one thread: on a busy machine, two threads of a tiny batch mostly wait for each other.
@@ -38,12 +38,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """Copy the run, so that a test may change it."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
 def save(pixels: torch.Tensor, path: Path) -> str:
-    """A digit (1, 8, 8), from 0 to 1, as a PNG file."""
+    """Save a digit (1, 8, 8), from 0 to 1, as a PNG file."""
     Image.fromarray(pixels[0].mul(255).round().byte().numpy()).save(path)
     return str(path)
 
@@ -85,13 +85,13 @@ def test_the_likeliest_classes_come_first_with_their_names(run, digits, capsys):
     assert chances == sorted(chances, reverse=True)
 
 
-def test_an_image_of_another_size_and_with_colours_is_brought_to_the_digits(trained, digits, tmp_path):
+def test_an_image_of_another_size_in_colour_is_converted_to_the_digits_format(trained, digits, tmp_path):
     large = tmp_path / "large.jpg"
     Image.open(digits[0]).resize((160, 160), Image.Resampling.NEAREST).convert("RGB").save(large, quality=100)
     assert predict(str(trained), [str(large)])[0][0][0] == predict(str(trained), digits[:1])[0][0][0]
 
 
-def test_files_of_an_image_folder_go_through_its_evaluation(tmp_path):
+def test_files_of_an_image_folder_are_transformed_as_in_evaluation(tmp_path):
     generator = torch.Generator().manual_seed(0)
     for part in ("train", "val"):
         for name in ("cat", "dog"):
@@ -161,11 +161,11 @@ def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, 
     Image.new("I;16", (8, 8)).save(tmp_path / "deep.png")
     for bad, reason in (("text.png", "none of JPEG"), ("deep.png", "8 bits"), ("gone.png", "No such file")):
         assert main([str(run), digits[0], str(tmp_path / bad)]) == 2
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert bad in told.err
-        assert reason in told.err
-        assert told.err.count("\n") == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert bad in printed.err
+        assert reason in printed.err
+        assert printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

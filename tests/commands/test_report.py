@@ -1,4 +1,4 @@
-"""The report: what is in the page, from whole and from broken run folders."""
+"""The report: the contents of the page, from complete and from broken run folders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lines(steps: int = 40) -> list[dict[str, Any]]:
 
 
 def make(folder: Path, summary: dict[str, Any] | None = SUMMARY, **config: Any) -> str:
-    """A run's folder."""
+    """Make a run's folder."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()))
     (folder / "config.json").write_text(json.dumps({"dataset": "digits", "run_dir": str(folder), "lr": 0.1, **config}))
@@ -53,7 +53,7 @@ def make(folder: Path, summary: dict[str, Any] | None = SUMMARY, **config: Any) 
 
 
 class Page(html.parser.HTMLParser):
-    """The tags, the text and the script of a page, and the attributes of its tags."""
+    """Parser of a page's tags, attributes, text and script."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Page(html.parser.HTMLParser):
             self.text += data
 
     def all(self, name: str) -> list[str]:
-        """All values of an attribute."""
+        """Return all values of an attribute."""
         return [attributes[name] for _, attributes in self.attributes if name in attributes]
 
 
@@ -108,7 +108,7 @@ def test_the_page_is_one_file_for_any_screen_that_runs_its_own_script_alone(tmp_
     assert all(f"--c{number}:" in shown.style for number in range(COLORS))
 
 
-def test_a_single_run_shows_where_it_came_from_and_all_of_its_settings(tmp_path):
+def test_a_single_run_shows_its_origin_and_all_of_its_settings(tmp_path):
     origin = {
         "command": "python -m dualtrain.main --lr <1>",
         "commit": "0123abc-dirty",
@@ -127,7 +127,7 @@ def test_a_single_run_shows_where_it_came_from_and_all_of_its_settings(tmp_path)
     both = differing_settings(read_runs([going, finished]))
     assert both is not None
     assert [row for row in both.rows if row[0] in ("commit", "versions", "command")] == [["commit", "0123abc-dirty", "fff"]]
-    # Without any of it, and with values of other kinds.
+    # Without these values, and with values of other kinds.
     for odd in ({}, {"origin": 7}, {"origin": {"hosts": "one", "versions": [1], "commit": {"<b>": 1}}}):
         assert Page(page(read_runs([make(tmp_path / str(len(str(odd))), None, **odd)]))).tags.count("b") == 0
 
@@ -164,7 +164,7 @@ def test_out_names_the_page(tmp_path):
 
 
 def paths_of(shown: Page) -> dict[tuple[str, str], list[str]]:
-    """The data of all lines by the run and the kind of curve."""
+    """Return the data of all lines by run and kind of curve."""
     found: dict[tuple[str, str], list[str]] = {}
     run = ""
     for tag, attributes in shown.attributes:
@@ -204,7 +204,7 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes():
     assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
 
 
-def test_more_runs_than_colours_share_them(tmp_path):
+def test_runs_share_colours_if_they_outnumber_them(tmp_path):
     runs = read_runs([make(tmp_path / f"r{number:02}") for number in range(COLORS + 1)])
     assert [run.color for run in runs] == [*(f"c{number}" for number in range(COLORS)), "c0"]
 
@@ -237,7 +237,7 @@ def test_what_differs_between_the_machines_is_listed_too(tmp_path):
     assert main([*folders, "--out", str(tmp_path / "r.html")]) == 0
 
 
-def test_whether_the_weights_are_the_same_is_said_of_finished_runs(tmp_path):
+def test_finished_runs_are_compared_by_their_weights(tmp_path):
     a, b = make(tmp_path / "a"), make(tmp_path / "b")
     c, going = make(tmp_path / "c", {**SUMMARY, "weights_sha256": "ff"}), make(tmp_path / "going", None)
     assert "yes" in same_weights(read_runs([a, b, going]))
@@ -260,12 +260,12 @@ def test_a_run_that_has_not_finished_shows_how_far_it_has_come(tmp_path):
     assert main([str(folder)]) == 0
 
 
-def test_a_run_that_was_gone_on_with_is_not_finished(tmp_path):
+def test_a_run_that_was_resumed_after_its_end_is_not_finished(tmp_path):
     folder = Path(make(tmp_path / "run", {**SUMMARY, "steps": 20}))
     assert results(read_runs([str(folder)])).rows[1][1] == "not finished"
 
 
-def test_runs_with_one_name_are_told_apart_and_a_run_named_twice_is_one(tmp_path):
+def test_runs_with_one_name_are_distinguished_and_a_run_named_twice_is_one(tmp_path):
     paths = [make(tmp_path / name) for name in ("x/p/run", "y/p/run", "other")]
     runs = read_runs([*paths, str(tmp_path / "x" / ".." / "other")])
     assert [run.label for run in runs] == ["x/p/run", "y/p/run", "other"]
@@ -325,7 +325,7 @@ def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
     assert main([str(folder)]) == 0
 
 
-def test_what_is_wrong_is_told_in_one_line(tmp_path, capsys):
+def test_errors_are_one_line(tmp_path, capsys):
     good, new = make(tmp_path / "run"), tmp_path / "new"
     new.mkdir()
     (new / "metrics.jsonl").write_text("")

@@ -21,7 +21,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: bash tests/extras.sh browser")
 
-#: Runs in the page after its own script, and leaves what it sees in an element.
+#: Script that runs in the page after the page's script, and writes what it sees into an element.
 VISIT = """
 const seen = {};
 const figure = document.querySelector("figure.chart");
@@ -66,7 +66,7 @@ document.body.appendChild(Object.assign(document.createElement("pre"), { id: "se
 
 def visit(text: str, folder: Path, width: int) -> tuple[dict[str, Any], str]:
     """Open a page with ``VISIT`` in it; return what that saw, and what the browser wrote to its console."""
-    # The page's policy lets no other script run.
+    # The page's content security policy allows no other script.
     path = folder / "visited.html"
     path.write_text(re.sub("<meta http-equiv[^>]*>", "", text).replace("</body>", f"<script>{VISIT}</script></body>"))
     command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
@@ -78,7 +78,7 @@ def visit(text: str, folder: Path, width: int) -> tuple[dict[str, Any], str]:
     return json.loads(html.unescape(found[1])), console
 
 
-def test_the_charts_answer_to_the_pointer_and_the_legend(tmp_path):
+def test_the_charts_respond_to_the_pointer_and_the_legend(tmp_path):
     runs = [make(tmp_path / name) for name in ("run-a", "a-run-of-a-very-long-name-" * 4)]
     metrics = Path(runs[1]) / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"kind": "step", "step": 400, "loss": 70.0}\n')

@@ -1,4 +1,4 @@
-"""The report that is served while runs go on: who gets it, when it changes, how it ends."""
+"""The report that is served while runs train: access, updates, and the end of the server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serving(*folders: str) -> Iterator[ReportServer]:
 
 
 def get(url: str, path: str | None = None, **headers: str) -> tuple[int, str, str | None]:
-    """Return the status, the body and the version of an answer."""
+    """Return the status, the body and the version of a response."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname, parts.port, timeout=20)
     try:
@@ -77,7 +77,7 @@ def test_only_those_who_know_the_secret_see_the_page(tmp_path):
         assert urlsplit(server.url).path != secret
 
 
-def test_clients_that_do_not_read_or_do_not_ask_do_not_stop_the_server(tmp_path, capfd):
+def test_clients_that_send_no_request_or_do_not_read_do_not_block_the_server(tmp_path, capfd):
     with serving(make(tmp_path / "run")) as server:
         address = server.server_address[:2]
         for sent in (b"", b"GET / HTTP/1.1\r\nHost", f"GET {server.path} HTTP/1.0\r\n\r\n".encode()):

@@ -1,7 +1,7 @@
 """launch/setup.sh: what it installs for each purpose, and that the next call repairs an interrupted one.
 
 A stand-in for the interpreter makes the environment, so that a set-up takes a second and needs no network.
-It records pip's arguments, and a file of the test says what pip does.
+It records pip's arguments; the test writes what pip does into a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_each_purpose_gets_what_it_needs_and_dev_serves_the_demo(setup):
     assert not [call for call in calls if "[dev]" in call]
     assert [call for call in calls if call.endswith(f"--editable {ROOT}")]
     assert not list(setup.venv.glob("build.*"))
-    # The tests' tools come on top; the wheel is there.
+    # The tools for tests are added; the wheel of Horovod is in the cache.
     (setup.venv / "installed").touch()
     status, output, _ = setup.run()
     assert (status, "was built before" in output) == (0, True)
@@ -38,8 +38,8 @@ def test_each_purpose_gets_what_it_needs_and_dev_serves_the_demo(setup):
         assert (status, output.endswith("to set up again)\n"), setup.calls()) == (0, True, [])
 
 
-def test_what_a_killed_set_up_left_is_removed_and_its_commands_are_waited_for(setup, tmp_path):
-    # Killed while pip installs torch: pip itself goes on for a moment.
+def test_files_of_a_killed_set_up_are_removed_after_its_commands_have_ended(setup, tmp_path):
+    # The set-up is killed while pip installs torch; pip itself runs on for a moment.
     setup.pip('case "$*" in *torch*) touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done ;; esac')
     first = setup.start()
     until((tmp_path / "began").exists)
@@ -58,7 +58,7 @@ def test_what_a_killed_set_up_left_is_removed_and_its_commands_are_waited_for(se
     assert not (setup.venv / "half").exists()
 
 
-def test_a_second_call_waits_and_finds_the_first_ones_environment(setup, tmp_path):
+def test_a_second_call_waits_and_uses_the_environment_of_the_first(setup, tmp_path):
     setup.pip('touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done')
     first = setup.start()
     until((tmp_path / "began").exists)
@@ -124,7 +124,7 @@ def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup)
 
     if subprocess.run([*on_a_disk_of("1m"), "true"], capture_output=True, timeout=SECONDS).returncode != 0:
         pytest.skip("needs a mount namespace, and this root may make none")
-    # Append: truncating the file would free space, with which the build that runs beside it might succeed.
+    # Append: truncating the file would free space, with which the build in the background might succeed.
     setup.pip(f'case "$*" in *torch*) head -c 200000 /dev/zero >>{setup.venv}/half {rest} ;; esac')
     # The second call has room. Same mount namespace, because the disk ends with it.
     script = f'"$@"; mount -o remount,size=9m {setup.venv}; exec "$@"'

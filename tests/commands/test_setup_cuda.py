@@ -13,7 +13,7 @@ NCCL = {"DUALTRAIN_GPU": "nccl", "DUALTRAIN_WITH": "none"}
 
 
 def refusal(setup, **env):
-    """The one line with which a set-up ends before Horovod's build."""
+    """Return the line with which a set-up ends before Horovod's build."""
     status, _, errors = setup.run(**NCCL | env)
     (line,) = errors.splitlines()
     assert status == 2
@@ -25,7 +25,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     setup.torch("2.15.0+cu1377", "13.77", "75,90")
     setup.toolkit("13.77", complete=False)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # While Horovod is built, the libraries have the names that its CMake files look for, which ask torch itself.
+    # During the build, libraries have the names that Horovod's CMake files look for; these files import torch.
     found = '[ -e "$CUDA_HOME/lib64/libcudart.so" ] && [ -e "$HOROVOD_NCCL_LIB/libnccl.so" ]'
     found += ' && [ ! -e "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" ]'
     setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')
@@ -98,7 +98,7 @@ def test_each_folder_that_may_hold_a_toolkit_is_looked_at(setup):
     setup.torch("2.6.0+cu1277", "12.77")
     toolkit = setup.toolkit("12.77")
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # The first one does not fit, and its name begins with that of the one that does.
+    # The first folder does not fit, and its name is the beginning of the name of the one that fits.
     other = toolkit.with_name("toolkit-12.4")
     (other / "bin").mkdir(parents=True)
     (other / "bin" / "nvcc").symlink_to("/bin/true")
@@ -200,7 +200,7 @@ def test_another_torch_is_installed_with_the_torchvision_for_it(setup, tmp_path)
     assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.6.0")[0] == 0
     calls = setup.calls()
     assert [call for call in calls if call.endswith(" torch==2.6.0+cpu")]
-    # pip leaves a package of the same version as it is; this one is built against another torch.
+    # pip would keep the installed Horovod, which has the same version but is built against another torch.
     (wheel,) = (call for call in calls if call.endswith(".whl"))
     assert "--force-reinstall" in wheel
 

@@ -1,4 +1,4 @@
-"""Ranks that the command line starts itself: their place, the job's status, signals, and that none is left behind."""
+"""Ranks that the command line starts itself: their environment, the job's status, signals, and no remaining processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dual
 
 
 class Job(Forked):
-    """A running program of ranks; ``pids`` are those that they have printed."""
+    """A running program of ranks; ``pids`` are the process ids that they have printed."""
 
     @property
     def pids(self) -> dict[int, int]:
@@ -56,7 +56,7 @@ class Job(Forked):
         assert holds(lambda: len(self.pids) == count), self.errors
 
     def ended_by(self, number: int) -> bool:
-        """Whether this signal ends the job soon. Sends it again: two that arrive before the first is handled are one."""
+        """Send a signal repeatedly; return whether it ends the job soon. Two signals may arrive as one."""
         self.send_signal(number)
         return holds(lambda: self.poll() is not None, 2)
 
@@ -73,7 +73,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts programs; whatever a test did, none of their ranks outlives it."""
+    """Return a function that starts programs; check at the end of the test that none of their ranks runs on."""
     jobs: list[Job] = []
 
     def start(
@@ -101,7 +101,7 @@ def test_every_rank_has_its_place_and_the_arguments_as_they_were(start):
     place = "world = detect_world()\nprint(rank, world.launcher, world.size, world.job, *arguments, flush=True)\nreturn 0"
     job = start(place, "--lr", "a b")
     assert job.wait(SECONDS) == 0, job.errors
-    [name] = {line.split()[3] for line in job.output.splitlines()}  # which each start of ranks makes anew
+    [name] = {line.split()[3] for line in job.output.splitlines()}  # each start of the ranks makes a new name
     assert sorted(job.output.splitlines()) == [f"0 spawn 2 {name} --lr a b", f"1 spawn 2 {name} --lr a b"]
 
 
@@ -121,7 +121,7 @@ def test_the_first_rank_that_fails_ends_the_job_and_gives_its_status(start, body
     assert len(job.errors.splitlines()) == bool(said)
 
 
-def test_an_error_of_a_rank_is_shown_without_the_machinery_around_it(start):
+def test_an_error_of_a_rank_is_shown_without_tracebacks_of_multiprocessing(start):
     job = start("raise KeyError('lost key')", nproc=1)
     assert job.wait(SECONDS) == 1
     assert job.errors.count("Traceback") == 1
@@ -138,8 +138,8 @@ def test_a_signal_ends_the_ranks_and_is_the_status(start, number, status):
     assert job.errors == ""
 
 
-def test_a_job_that_is_told_to_stop_has_the_time_that_it_needs(start):
-    slow = "told = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: told.set())\n"
+def test_a_job_that_gets_sigterm_has_unlimited_time_to_stop(start):
+    slow = "received = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: received.set())\n"
     slow += "print(f'pid {rank} {os.getpid()};', flush=True)\ntold.wait(60)\n"
     slow += "if rank == 0:\n    time.sleep(1.5)\n    print('saved', flush=True)\nreturn 143"
     job = start(slow, settings=QUICK)
@@ -149,7 +149,7 @@ def test_a_job_that_is_told_to_stop_has_the_time_that_it_needs(start):
     assert "saved" in job.output
 
 
-def test_a_second_signal_ends_those_that_do_not_hear_the_first(start):
+def test_a_second_signal_ends_ranks_that_ignore_the_first(start):
     job = start(DEAF + WAIT, settings=QUICK)
     job.await_ranks(2)
     job.send_signal(signal.SIGTERM)
@@ -159,15 +159,15 @@ def test_a_second_signal_ends_those_that_do_not_hear_the_first(start):
 
 
 def test_sigusr1_is_passed_on_and_the_job_goes_on(start):
-    note = "signal.signal(signal.SIGUSR1, lambda *_: told.set())\n"
-    wait = "print(f'pid {rank} {os.getpid()};', flush=True)\nreturn 0 if told.wait(60) else 1"
-    job = start(f"told = threading.Event()\n{note}{wait}")
+    note = "signal.signal(signal.SIGUSR1, lambda *_: received.set())\n"
+    wait = "print(f'pid {rank} {os.getpid()};', flush=True)\nreturn 0 if received.wait(60) else 1"
+    job = start(f"received = threading.Event()\n{note}{wait}")
     job.await_ranks(2)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(SECONDS) == 0
 
 
-def test_a_sigusr1_before_the_first_rank_is_there_is_passed_on(start):
+def test_a_sigusr1_before_the_first_rank_starts_is_passed_on(start):
     early = "from dualtrain.training import signals\nsignals.note_early_requests()\nos.kill(os.getpid(), signal.SIGUSR1)\n"
     wait = f"deadline = time.monotonic() + {SECONDS}\n"
     wait += "while not signals._early and time.monotonic() < deadline: time.sleep(0.01)\nreturn 0 if signals._early else 1"
@@ -217,7 +217,7 @@ def test_a_killed_parent_leaves_no_ranks_behind(start):
     assert holds(lambda: all(gone(pid) for pid in job.pids.values()))
 
 
-def test_a_system_that_starts_no_more_processes_is_named_and_the_signals_are_given_back(monkeypatch):
+def test_a_failure_to_start_processes_is_reported_and_signal_handlers_are_restored(monkeypatch):
     def refuse() -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -241,7 +241,7 @@ def test_a_cpu_quota_limits_the_ranks(monkeypatch):
         spawn(len, [], 17)
 
 
-def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monkeypatch):
+def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
     started = []
 
     def start() -> None:
@@ -264,7 +264,7 @@ def test_a_signal_that_comes_while_ranks_are_started_keeps_back_the_others(monke
         ([1], 0, 1),
     ],
 )
-def test_a_job_is_restarted_unless_a_restart_is_of_no_use(monkeypatch, capsys, statuses, restarts, status):
+def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsys, statuses, restarts, status):
     """Each rank of the job exits with the next of the statuses; no process is started."""
     left, arguments = list(statuses), []
 
@@ -341,7 +341,7 @@ def test_its_ranks_train_on_both_backends_as_ranks_of_a_launcher_do(start, tmp_p
     assert {result["world_size"] for result in found.values()} == {2}
 
 
-def test_a_refusal_is_said_once(start):
+def test_a_refusal_is_printed_once(start):
     job = start(None, "--data-dir", "missing")
     assert job.wait(SECONDS) == 2
     (line,) = job.errors.splitlines()

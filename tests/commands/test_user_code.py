@@ -1,4 +1,4 @@
-"""The user's own model, data and code fail: their traceback down to their line, then one line, and torchrun's summary."""
+"""Failures of the user's model, data and code: the traceback down to the user's line, then one line; torchrun's summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.threads import run_threads
 
 
 class Own(nn.Module):
-    """Its second layer does not fit the first one."""
+    """Model whose second layer does not fit the first."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Own(nn.Module):
 
 
 class LateError(Own):
-    """Fails in training, after the trial of one sample."""
+    """Model that fails in training, after the trial with one sample."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_every_other_error_is_in_torchruns_summary_too(tmp_path, monkeypatch, ca
     assert command.main(["--lr", "x"]) == 2
     assert json.loads(file.read_text())["message"]["message"].startswith("--lr must be a number")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
-    assert command.main(["--lr", "y"]) == 2  # it cannot be written: the error itself is what counts
+    assert command.main(["--lr", "y"]) == 2  # torchrun's file cannot be written; the error is reported all the same
     assert "'y'" in capsys.readouterr().err
 
 

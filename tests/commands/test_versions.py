@@ -1,7 +1,7 @@
-"""tests/versions.sh: which versions it refuses, what it makes once, and its table.
+"""tests/versions.sh: the versions that it refuses, the environments that it makes once, and its table.
 
 A stand-in for the interpreter makes the environments, so that a run takes a second and needs no network. It records
-pip's arguments. A test writes what pip, pytest and torchrun shall do, as shell code, into files of these names.
+pip's arguments. A test writes what pip, pytest and torchrun do, as shell code, into files of these names.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ JOB = 'while [ "$1" != --run-dir ]; do shift; done; mkdir -p "$2"; echo \'{summa
 
 
 class Versions:
-    """Runs of the script into one folder."""
+    """Runs of the script for one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.into, self.temporary, self.folder = folder / "into", folder / "tmp", folder
@@ -68,7 +68,7 @@ class Versions:
         return subprocess.Popen(command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit status, standard output and standard error; nothing may be left in the temporary folder."""
+        """Run the script; return its exit status, standard output and standard error. It must leave no temporary files."""
         process = self.start(*arguments)
         output, errors = process.communicate(timeout=SECONDS)
         assert list(self.temporary.iterdir()) == []
@@ -202,7 +202,7 @@ def test_the_tests_run_on_a_copy_of_all_tracked_files(versions):
     ],
     ids=["a failed test", "no tests", "a crash", "a failed job"],
 )
-def test_a_version_that_falls_short_is_named_and_the_status_is_1(versions, script, result):
+def test_a_version_whose_tests_fail_is_named_and_the_status_is_1(versions, script, result):
     versions.set(**script)
     status, output, errors = versions.run("2.6.0")
     assert (status, errors) == (1, "")
@@ -212,7 +212,7 @@ def test_a_version_that_falls_short_is_named_and_the_status_is_1(versions, scrip
     assert ("failed under torch 2.6.0: tests.a::two" in output) == (result == "tests failed")
 
 
-def test_terminated_it_ends_its_step_and_removes_its_files(versions):
+def test_after_sigterm_it_ends_its_step_and_removes_its_files(versions):
     versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600')
     process = versions.start("2.6.0")
     deadline = time.monotonic() + SECONDS

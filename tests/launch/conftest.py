@@ -21,7 +21,7 @@ def _untraced() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A run's folder, which is on every command line of the run; fails the test if such a process is left."""
+    """Return a run's folder, which every command line of the run contains; fail if such a process is left."""
     yield tmp_path / "run"
     deadline = time.monotonic() + 10
     while (left := processes(str(tmp_path))) and time.monotonic() < deadline:

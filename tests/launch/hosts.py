@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: One core per host, because sums depend on the number of threads, which is that of the cores.
+#: One core per host, because sums depend on the number of threads, which equals the number of cores.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # The first process of a host. It has its own mounts: the machine's /etc, /run and /dev/shm are not changed.

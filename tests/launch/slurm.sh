@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command with a private Slurm of two nodes on this machine. Its ports, keys, state and logs are its own, in a
-# temporary folder; it does not connect to another cluster, and leaves nothing behind.
+# Runs a command with a private Slurm of two nodes on this machine. This Slurm has its own ports, and its keys, state and
+# logs in a temporary folder; it does not connect to another cluster, and leaves nothing behind.
 #
 #   bash tests/launch/slurm.sh COMMAND…
 #
@@ -40,9 +40,9 @@ finish() {
   trap '' INT TERM HUP
   exec 2>/dev/null # no messages about processes that have exited
   scancel --quiet --full --user=root || true
-  # In Slurm's own order while that goes: the daemons see the jobs' last processes end.
+  # First in Slurm's own order, so that the daemons see the jobs' last processes end.
   for ((i = 0; i < 50; i++)); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
-  export -n SLURM_CONF # so that ours does not find itself
+  export -n SLURM_CONF # so that ours does not find this script's own commands
   end TERM
   end KILL
   wait
@@ -78,13 +78,13 @@ start_munge() {
   head -c 128 /dev/urandom >"$work/munge/key"
   chmod 400 "$work/munge/key"
   chown -R munge: "$work/munge"
-  chmod 755 "$work" "$work/munge" # its socket is for all users, as munge demands
+  chmod 755 "$work" "$work/munge" # all users must reach munge's socket
   daemon setpriv --reuid=munge --regid=munge --clear-groups munged --foreground --socket="$work/munge/socket" \
     --key-file="$work/munge/key" --pid-file="$work/munge/pid" --log-file="$work/munge/log" --seed-file="$work/munge/seed"
   until_true munged munge --socket="$work/munge/socket" --no-input
 }
 
-# Two nodes, both this machine: their names lead to an address that other hosts would reach it by, if it has one.
+# Two nodes, both this machine: their names resolve to its address for other hosts, if it has one.
 name_nodes() {
   address=$(hostname -I | cut -d' ' -f1)
   address=${address:-127.0.0.1}
@@ -141,5 +141,5 @@ export SLURM_CONF=$work/slurm.conf
 daemon slurmctld -D -i
 for node in "${nodes[@]}"; do daemon slurmd -D -N "$node"; done
 until_true Slurm nodes_are_idle
-"$@" <&0 & # in the background: a signal is not held up by it
+"$@" <&0 & # in the background, so that signals are handled at once
 wait $!

@@ -1,4 +1,4 @@
-"""A compiled model. It is among the launches because compilation takes as long as one."""
+"""A compiled model. This test is among the launches because compilation takes as long as a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One drill of a job under torchrun: its ranks are killed, and its result is the undisturbed one."""
+"""One drill of a job under torchrun: its ranks are killed, and its result is that of an undisturbed run."""
 
 from __future__ import annotations
 

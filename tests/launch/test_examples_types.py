@@ -1,4 +1,4 @@
-"""Type checks of the pages' examples. They are among the launches because mypy reads all of torch, which takes a minute."""
+"""Type checks of the pages' examples, among the launches because mypy takes a minute to read all of torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xdist_group("package")  # built once
 
 
 def test_strict_type_checks_of_the_pages_examples_pass(built, tmp_path):  # noqa: F811
-    """Against the wheel as pip installs it: without its py.typed, mypy would not read its types."""
+    """The examples are checked against the installed wheel: without its py.typed, mypy would not read its types."""
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")
     programs = {**EXAMPLES, "horovod": HOROVOD_SCRIPT}

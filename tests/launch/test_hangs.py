@@ -1,4 +1,4 @@
-"""Calls on which Horovod hangs or crashes and dualtrain.hvd does not (tests/hvd/). Here because the ranks use all cores."""
+"""Calls on which Horovod hangs or crashes, but dualtrain.hvd does not (tests/hvd/). The ranks use all cores."""
 
 from __future__ import annotations
 

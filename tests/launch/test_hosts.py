@@ -1,4 +1,4 @@
-"""Whole jobs on two hosts, started by the launch scripts; and their end when the link between the hosts is cut.
+"""Whole jobs on two hosts, started by the launch scripts, and their end when the link between the hosts is cut.
 
 Hosts are network namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all but torchrun.
 """
@@ -21,7 +21,7 @@ from tests.conftest import require_horovod
 from tests.launch.hosts import CORES, ROOT, Cluster, require_hosts, two_hosts
 from tests.launch.jobs import rank_of, run, summary, torchrun
 
-pytestmark = pytest.mark.xdist_group("machine")  # they list all processes of this machine
+pytestmark = pytest.mark.xdist_group("machine")  # these tests list all processes of this machine
 
 EPOCHS = "4"
 START_SECONDS = 150.0  # for four ranks on a busy machine
@@ -105,7 +105,7 @@ def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of two ranks."""
+    """Train with two ranks; return the run's folder."""
     return on_one_host(tmp_path_factory.mktemp("alone") / "run", 2)
 
 
@@ -191,7 +191,7 @@ def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend,
     assert job.ranks() == PLACES, job.output()
     cluster.cut()
     job.until(lambda: not any(job.ranks().values()), STOP_SECONDS)
-    # The other ranks' output is on their own host's terminal, or lost.
+    # The output of the other ranks is on the other host's terminal, or lost.
     assert "rank 0 of 2): stopping, since rank " in job.output()
     assert "cannot be reached: its host 10.77.0.2 no longer answers" in job.output()
     if launcher == "torchrun":

@@ -1,4 +1,4 @@
-"""The same as tests/training/test_kills.py with Horovod, and with virtual ranks; other ranks are killed."""
+"""The tests of tests/training/test_kills.py, with Horovod, with virtual ranks, and with other killed ranks."""
 
 from __future__ import annotations
 

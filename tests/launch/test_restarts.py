@@ -1,4 +1,4 @@
-"""A job under two agents of torchrun on one host, whose ranks and whose second agent are killed."""
+"""A job under two agents of torchrun on one host; its ranks and its second agent are killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 90.0  # for any wait, on a busy machine
 FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
 FLAGS += ["--log-every", "1", "--timeout", "30"]
 
-#: The new agent may get rank 0, and the other one would keep the address of the killed one.
+#: If the new agent gets rank 0, the other agent would keep the address of the killed one.
 FRESH = {**ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -39,7 +39,7 @@ class Agent:
         self._folder = folder
 
     def rank(self) -> int | None:
-        """Return the process of its rank, if there is one."""
+        """Return the process of the agent's rank, if there is one."""
         found = [
             pid for pid in processes(str(self._folder)) if rank_of(pid) is not None and _parent(pid) == self.process.pid
         ]
@@ -93,7 +93,7 @@ def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, 
             wait(lambda: pids.extend(filter(None, [agents[number % 2].rank()])) or pids, "a rank")  # noqa: B023
             os.kill(pids[0], signal.SIGKILL)
             wait(lambda: trains(number + 1, 2), f"recovery {number + 1}")  # noqa: B023
-        # The rank of a killed agent saves and ends; the other agent goes on alone.
+        # The rank of a killed agent saves and ends; the other agent trains on alone.
         agents[1].kill()
         wait(lambda: trains(KILLS + 1, 1), "the recovery with one rank")
         opened = log.read_text().count(" on 2 × cpu")

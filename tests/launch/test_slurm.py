@@ -44,7 +44,7 @@ def weights(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """SLURM_CONF of a running Slurm. It ends when its command's standard input is closed, also if the tests are killed."""
+    """Start a Slurm; return its SLURM_CONF. Slurm ends when its standard input closes, even if the tests are killed."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     for program in ("slurmctld", "munged"):
         if shutil.which(program, path=path) is None:
@@ -73,7 +73,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Hash of the weights after the same run on two ranks under torchrun."""
+    """Return the hash of the weights after the same run on two ranks under torchrun."""
     folder = tmp_path_factory.mktemp("torchrun") / "run"
     end = run("torchrun", "--nproc_per_node=2", "-m", "dualtrain.main", *FLAGS, "--run-dir", str(folder))
     assert end.returncode == 0, end.stderr
@@ -119,7 +119,7 @@ def test_a_preempted_job_of_two_nodes_is_requeued_and_ends_with_the_same_weights
     until(lambda: "epoch 1/" in output.read_text(), output)
     run("scancel", "--batch", "--signal=USR1", number, SLURM_CONF=slurm)  # as Slurm does before the limit
     until(lambda: job_is("Restarts=1", "JobState=PENDING"), output)
-    # Slurm delays a requeued job by two minutes. Within a second after its end, its nodes would refuse to start it again.
+    # Slurm delays a requeued job by two minutes. In the first second after the job's end, the nodes refuse to start it.
     time.sleep(2.0)
     run("scontrol", "update", f"job={number}", "StartTime=now", SLURM_CONF=slurm)
     until(lambda: job_is("Restarts=1", "JobState=COMPLETED"), output)
@@ -147,7 +147,7 @@ def script(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Comp
     return run("bash", SBATCH, *arguments, **{"PATH": f"{tmp_path}:{ENV['PATH']}", **variables})
 
 
-def test_the_script_passes_on_flags_and_a_new_secret(tmp_path):
+def test_the_script_forwards_flags_and_a_new_secret(tmp_path):
     end = script(tmp_path, "--lr", "0.1", SLURM_JOB_ID="7")
     assert end.stdout == (
         "secret of 64: --kill-on-bad-exit=0 python -m dualtrain.main --lr 0.1 --run-dir runs/slurm-7 --resume auto\n"
@@ -166,7 +166,7 @@ def test_a_job_and_a_requeued_one_have_the_same_flags(flag, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--resume earlier", "--resume=earlier"])
-def test_a_job_with_a_resume_of_its_own_goes_on_from_its_checkpoints_once_it_has_some(flag, tmp_path):
+def test_a_job_that_was_given_resume_resumes_from_its_own_checkpoints_once_it_has_some(flag, tmp_path):
     flags = ["--run-dir", str(tmp_path), *flag.split()]
     variables = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     assert script(tmp_path, *flags, **variables).stdout.endswith(f"{flag}\n")

@@ -88,7 +88,7 @@ SHOWN = {"torchrun, two agents": "torchrun", "horovodrun --mpi": "mpirun", "elas
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """Hash of the weights for each world size, from forked ranks without a launcher."""
+    """Return the hash of the weights for each world size, from forked ranks without a launcher."""
     folder, found = tmp_path_factory.mktemp("reference"), {}
     for size in (1, 2):
         command = ("-m", "dualtrain.main", "--backend", "torch", "--max-steps", "5", "--run-dir", folder / str(size))

@@ -23,7 +23,7 @@ FLAGS += ("--checkpoint-every", "1")
 
 
 class KilledError(BaseException):
-    """Ends a run as SIGKILL would: nothing handles it, and nothing is recorded."""
+    """Error that ends a run like SIGKILL: nothing handles it, and nothing is recorded."""
 
 
 def train(backend, folder: Path, *more: str) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def auto(folder: Path, *more: str) -> dict[str, Any]:
 
 
 def ends(folder: Path, error: BaseException, step: int, *more: str) -> None:
-    """Let a run end with ``error`` after ``step``; 0: before its first one."""
+    """Let a run end with ``error`` after ``step``; 0: before its first step."""
     original = loop.Run._step
 
     def failing(run: loop.Run) -> list[float]:
@@ -59,7 +59,7 @@ def test_every_recovery_is_printed_and_kept(tmp_path, capsys):
     folder = tmp_path / "run"
     ends(folder, KilledError(), 2)
     ends(folder, ValueError("a bad sample\nand more"), 3)
-    ends(folder, StoppedError("saved", 15), 3)  # no step of its own
+    ends(folder, StoppedError("saved", 15), 3)  # this start takes no step
     capsys.readouterr()
     summary = auto(folder)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
@@ -150,7 +150,7 @@ def test_lines_that_are_no_events_are_left_out(tmp_path):
     assert death == Death("a", 1.0, "not known", None, False, 2, False)
 
 
-# -- restarts that are of no use --------------------------------------------------------------------------------------
+# -- restarts that would end in the same way --------------------------------------------------------------------------
 
 
 def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
@@ -167,9 +167,9 @@ def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
         assert refusal.value.shared
         assert not refusal.value.transient
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == before
-    (tmp_path / restarts.NAME).unlink()  # as the message says
+    (tmp_path / restarts.NAME).unlink()  # as the message tells the user to
     ends(tmp_path, KilledError(), 2)
-    assert auto(tmp_path)["steps"] == 4  # one more death is no third one
+    assert auto(tmp_path)["steps"] == 4  # deaths are counted anew
     assert not (tmp_path / restarts.NAME).exists()
 
 
@@ -204,7 +204,7 @@ def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, mo
         assert str(refusal.value).startswith(f"{end.value}; the run would end in the same way again: ")
         assert f"remove {tmp_path / restarts.NAME}, or change the settings" in str(refusal.value)
     assert not trained
-    # A person goes on: with other settings, from a checkpoint, or without the file.
+    # A person can resume: with other settings, from a checkpoint, or without the file.
     checkpoint = max((tmp_path / "checkpoints").glob("step-*.safetensors"))
     for more in (("--timeout", "60"), ("--resume",), ("--resume", str(checkpoint))):
         with pytest.raises(DivergedError):

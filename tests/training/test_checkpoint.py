@@ -46,7 +46,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no temporary file is left
 
 
-def test_the_last_few_are_kept(tmp_path):
+def test_the_newest_checkpoints_are_kept(tmp_path):
     for step in range(1, 8):
         save(tmp_path, step, {"step": step})
     steps = [checkpoint.load(path)["step"] for path in checkpoint.found(tmp_path)]
@@ -54,7 +54,7 @@ def test_the_last_few_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
-def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, damage):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage):
     save(tmp_path, 1, {"x": torch.ones(5)})
     newest = save(tmp_path, 2, {"x": torch.zeros(5)})
     data = newest.read_bytes()
@@ -68,14 +68,14 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, damage):
     assert newest.name in problems[0]
 
 
-def test_nothing_to_go_on_from(tmp_path):
+def test_a_folder_without_a_good_checkpoint_is_refused(tmp_path):
     with pytest.raises(UserError, match="no checkpoint"):
         checkpoint.newest_good(tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         checkpoint.load(tmp_path / "step-1.safetensors")
 
 
-def test_a_full_disk_leaves_the_old_ones_whole(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_old_checkpoints_whole(tmp_path, monkeypatch):
     old = save(tmp_path, 1, TREE)
 
     def full(descriptor: int) -> None:
@@ -93,7 +93,7 @@ def test_code_is_refused(tmp_path):
         save(tmp_path, 1, {"function": print})
 
 
-def test_what_is_packed_does_not_change_with_the_originals(tmp_path):
+def test_packed_tensors_do_not_change_with_the_originals(tmp_path):
     tree = {"weight": torch.ones(3), "view": torch.ones(2, 3)[0]}
     packed = checkpoint.Packed(tree)
     for tensor in tree.values():
@@ -102,7 +102,7 @@ def test_what_is_packed_does_not_change_with_the_originals(tmp_path):
     assert same(checkpoint.load(tmp_path / "file"), {"weight": torch.ones(3), "view": torch.ones(3)})
 
 
-def test_every_generator_goes_on_from_its_saved_state(tmp_path):
+def test_every_generator_resumes_from_its_saved_state(tmp_path):
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), float(numpy.random.standard_normal()), random.random()
 

@@ -1,4 +1,4 @@
-"""The command line: every flag, its bounds, and one clear line for what is wrong."""
+"""The command line: every flag, its bounds, and one clear line for each error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_switch_can_be_turned_off_again():
     assert not parse(["--recipe", "mnist-resnet18", "--no-deterministic"]).run.deterministic
 
 
-def test_another_optimizer_leaves_the_recipes_momentum_behind():
+def test_another_optimizer_does_not_get_the_recipes_momentum():
     assert parse([]).step.momentum == 0.9
     assert parse(["--optimizer", "adam"]).step.momentum == 0
     assert parse(["--optimizer", "rmsprop", "--momentum", "0.5"]).step.momentum == 0.5

@@ -36,12 +36,12 @@ def test_the_loss_sum_by_the_weight_is_the_mean_loss(smoothing):
     )
 
 
-def test_right_answers_are_counted_among_the_first_and_the_first_five():
+def test_correct_predictions_are_counted_in_the_top_1_and_the_top_5():
     logits = torch.arange(8.0).repeat(5, 1)
     assert sums(logits, torch.tensor([7, 7, 3, 2, -100]))[1:].tolist() == [4, 2, 3]
 
 
-def test_with_few_classes_all_that_counts_is_among_the_first_five():
+def test_with_few_classes_every_counted_target_is_in_the_top_5():
     logits = torch.arange(3.0).repeat(4, 1)
     assert sums(logits, torch.tensor([2, 0, 1, -100]))[1:].tolist() == [3, 1, 3]
 
@@ -53,7 +53,7 @@ def test_tokens_count_one_by_one():
     assert sums(logits, targets)[1:].tolist() == [3, 1, 2]
 
 
-def test_a_batch_of_which_nothing_counts_gives_zeros_and_no_gradient():
+def test_a_batch_of_ignored_targets_gives_zeros_and_no_gradient():
     logits = torch.randn(3, 4, requires_grad=True)
     result = sums(logits, torch.full((3,), -100), 0.1)
     result[0].backward()
@@ -62,7 +62,7 @@ def test_a_batch_of_which_nothing_counts_gives_zeros_and_no_gradient():
     assert not logits.grad.any()
 
 
-def test_half_precision_is_summed_in_more():
+def test_half_precision_is_summed_in_higher_precision():
     logits = torch.zeros(3000, 2, dtype=torch.float16)
     result = sums(logits, torch.zeros(3000, dtype=torch.int64))
     assert (result.dtype, result[1].item()) == (torch.float64, 3000)
@@ -98,9 +98,9 @@ def test_a_cpu_is_refused_in_one_line_that_names_the_cure():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_an_output_device_that_is_not_there_is_named():
+def test_an_output_device_that_does_not_exist_is_named():
     count = torch.cuda.device_count()
-    with pytest.raises(UserError, match=f"--output-device {count} is not there: torch sees {count} GPUs"):
+    with pytest.raises(UserError, match=f"--output-device {count} does not exist: torch sees {count} GPUs"):
         replicate(model().cuda(), torch.device("cuda", 0), count)
 
 

@@ -42,12 +42,12 @@ def train(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
 
 
 def best_of(folder: Path) -> tuple[int | None, int | None]:
-    """Steps of the two files of the best evaluation."""
+    """Return the steps of the two files of the best evaluation."""
     return checkpoint.step_in(folder / "checkpoints" / checkpoint.BEST), step_of(folder / "model-best.safetensors")
 
 
 class KilledError(BaseException):
-    """Ends a write as SIGKILL would: nothing handles it."""
+    """Error that ends a write like SIGKILL: nothing handles it."""
 
 
 @pytest.mark.parametrize("place", ["keep_as_best", "write_weights"])
@@ -68,7 +68,7 @@ def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkey
         with pytest.raises(KilledError):
             train(tmp_path / "run", epochs, *more)
     step = whole["best"]["step"]
-    assert step == 2 * epochs  # the last evaluation is the best: its files are those that are missing
+    assert step == 2 * epochs  # the last evaluation is the best, so its files are missing
     assert best_of(tmp_path / "run") != (step, step)
     resumed = train(tmp_path / "run", epochs, "--resume")
     assert resumed["best"] == whole["best"]
@@ -77,7 +77,7 @@ def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkey
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_the_best_follows_where_a_run_goes_on_from(tmp_path, capsys):
+def test_the_best_is_that_of_the_checkpoint_from_which_a_run_resumes(tmp_path, capsys):
     train(tmp_path, 3)
     assert best_of(tmp_path) == (6, 6)
     earlier = checkpoint.path_of(tmp_path / "checkpoints", 4)
@@ -85,7 +85,7 @@ def test_the_best_follows_where_a_run_goes_on_from(tmp_path, capsys):
         interrupted_resume(tmp_path, earlier)
     assert best_of(tmp_path) == (4, 4)  # not those of step 6, which this run has not made
     assert (tmp_path / "checkpoints" / "step-00000006.safetensors.aside").exists()
-    # Where no checkpoint of that step is left, the summary does not name it.
+    # If no checkpoint of that step is left, the summary does not name the step.
     (tmp_path / "checkpoints" / checkpoint.BEST).unlink()
     state = checkpoint.load(earlier)
     state["cursor"]["best"] = {**state["cursor"]["best"], "step": 3}
@@ -99,7 +99,7 @@ def test_the_best_follows_where_a_run_goes_on_from(tmp_path, capsys):
 
 
 def interrupted_resume(folder: Path, path: Path) -> None:
-    """Resumes, and stops before the first step."""
+    """Resume, and stop before the first step."""
 
     def interrupt(run: loop.Run, signals: Any) -> None:
         with run.records:
@@ -110,18 +110,18 @@ def interrupted_resume(folder: Path, path: Path) -> None:
         train(folder, 3, "--resume", str(path))
 
 
-def test_what_is_put_aside_replaces_nothing_that_was(tmp_path):
+def test_files_that_are_set_aside_replace_no_earlier_ones(tmp_path):
     for content in (b"first", b"second"):
         (tmp_path / "step").write_bytes(content)
         os.link(tmp_path / "step", tmp_path / "best")
-        for name in ("step", "best"):  # two names of one file: it is kept once
+        for name in ("step", "best"):  # two links to one file: the file is kept once
             checkpoint.put_aside(tmp_path / name, tmp_path / "step")
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert kept == {"step.aside": b"first", "step.aside-2": b"second"}
 
 
 class FullDisk:
-    """No room for files with ``part`` in their name, while it is entered."""
+    """Context in which no file with ``part`` in its name can be written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
         fsync = os.fsync
@@ -182,7 +182,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, capsys
         patch.setattr(MetricsFile, "write", full)
         assert train(tmp_path, 2)["steps"] == 4
     said = "metrics.jsonl: step 2 could not be written (No space left on device): training goes on"
-    assert capsys.readouterr().out.count(said) == 2  # of a step, and of an evaluation
+    assert capsys.readouterr().out.count(said) == 2  # for a step, and for an evaluation
 
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_the_others_whole(tmp_path):
@@ -301,7 +301,7 @@ def optimizer_of(
 
 
 def stepped(kind: Any, **options: Any) -> dict[str, Any]:
-    """The state of an optimizer after a step."""
+    """Return the state of an optimizer after a step."""
     optimizer = optimizer_of(kind, **options)
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
@@ -344,7 +344,7 @@ def test_a_state_that_the_next_step_would_fail_on_is_refused(forge, part):
 
 
 def json_copy(value: Any) -> Any:
-    """A copy of the containers, not of the tensors."""
+    """Copy the containers, not the tensors."""
     if isinstance(value, dict):
         return {key: json_copy(item) for key, item in value.items()}
     return [json_copy(item) for item in value] if isinstance(value, list) else value
@@ -367,7 +367,11 @@ def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_pat
     flags = ["--dataset", "imagefolder", "--data-dir", str(images), "--image-size", "8", "--batch-size", "2", "--workers"]
     flags += ["1", "--model", "convnet", "--lr", "0.01", "--epochs", "2"]
     step = loop.Run._step
-    for first, last in ((2, 3), (3, 2), (2, 2)):  # the steps before which the helper processes, and this one, get SIGTERM
+    for first, last in (
+        (2, 3),
+        (3, 2),
+        (2, 2),
+    ):  # the steps before which the helper processes, and this process, get SIGTERM
 
         def signalled(run: loop.Run, first: int = first, last: int = last) -> list[float]:
             if run.cursor.step + 1 == first:
@@ -388,7 +392,7 @@ def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_pat
 
 
 def helpers(run: loop.Run) -> list[int]:
-    """The worker processes of a run, and the server that they come from."""
+    """Return the worker processes of a run, and the server that forks them."""
     loaders = (run.task.train._loader, run.task.val._loader)  # type: ignore[attr-defined]
     workers = [worker.pid for loader in loaders if loader is not None for worker in loader._iterator._workers]
     assert workers
@@ -420,7 +424,7 @@ def test_a_structure_that_is_nested_too_deeply_is_refused(tmp_path):
             checkpoint.load(path)
 
 
-def test_sizes_that_do_not_fit_into_memory_are_one_line(tmp_path, monkeypatch):
+def test_sizes_that_do_not_fit_into_memory_are_a_one_line_error(tmp_path, monkeypatch):
     for flags, part in (
         (["--recipe", "synthetic", "--samples", str(2**32 - 1)], "has 4294967295 samples"),
         (["--pad", str(2**32 - 1), "--augment", "crop-flip"], "too large for this machine"),

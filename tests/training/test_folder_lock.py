@@ -37,7 +37,7 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A folder that another open file has locked."""
+    """Make a folder that another open file has locked."""
     lock = FolderLock()
     lock.take(folder, LIMIT)
     try:
@@ -60,7 +60,7 @@ def test_a_second_job_is_refused_and_changes_nothing(tmp_path, monkeypatch, capl
         before = content(tmp_path)
         with pytest.raises(UserError, match=f"is used by process {os.getpid()} on .* since .*: wait for its end") as caught:
             train(tmp_path, *resume, "--epochs", "2")
-        assert caught.value.shared  # every rank ends with it, and rank 0 prints it
+        assert caught.value.shared  # every rank raises the error, and rank 0 prints it
         assert content(tmp_path) == before
     # A start that resumes may be a restart, whose old process is about to end.
     assert ["waiting up to 0.2 s" in record.getMessage() for record in caplog.records] == ([True] if resume else [])
@@ -120,7 +120,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     os.close(reader)
     os.read(started, 1)
     try:
-        with pytest.raises(UserError):  # the parent still has it, although the child has closed the file
+        with pytest.raises(UserError):  # the parent still has the lock, although the child has closed the file
             FolderLock().take(tmp_path, LIMIT)
         lock.release()
         with locked(tmp_path):
@@ -138,7 +138,7 @@ def test_without_locks_a_process_that_renews_its_file_keeps_the_folder(tmp_path,
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     train(tmp_path)
-    train(tmp_path, "--resume")  # without a wait: the process before it has left the folder
+    train(tmp_path, "--resume")  # without a wait: the earlier process has left the folder
     assert not caplog.records
     with locked(tmp_path), pytest.raises(UserError, match=f"may be used by process {os.getpid()} on"):
         train(tmp_path, "--resume", "auto", "--timeout", "0.4")
@@ -155,7 +155,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_no_lock(tmp_path, make):
+def test_a_lock_that_is_no_regular_file_is_refused(tmp_path, make):
     make(tmp_path / "generation-3")
     with pytest.raises(UserError, match="cannot be written"):
         train(tmp_path, "--resume", "auto")
@@ -186,7 +186,7 @@ def test_of_many_starts_in_one_folder_one_trains(tmp_path, resume):
             assert len(errors) == 1
             assert "is used by" in errors[0] or "holds another run" in errors[0]
         elif end is not trained[0]:
-            assert resume  # it came after the end, and says what the run ended with
+            assert resume  # this start came after the end, and prints the run's result
             assert "nothing is left to train" in end.stdout
     assert json.loads((folder / "summary.json").read_text())["weights_sha256"] == expected
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -212,7 +212,7 @@ def test_a_stopped_process_keeps_its_folder_until_its_end(tmp_path):
     assert "going on from step" in end.stdout.splitlines()[0]
 
 
-def test_two_names_of_one_lock_are_one(tmp_path):
+def test_two_paths_of_one_folder_have_one_lock(tmp_path):
     with locked(tmp_path):
         (tmp_path / "link").symlink_to(tmp_path)
         with pytest.raises(UserError):

@@ -1,4 +1,4 @@
-"""Generations of a run's folder: one process owns it, and one that another has replaced changes nothing."""
+"""Generations of a run's folder: one process owns the folder; a process that was replaced changes nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def locked(folder: Path) -> FolderLock:
 
 
 def supersede(folder: Path) -> None:
-    """Make the next generation, as a process of another host does after its wait."""
+    """Make the next generation, as a process on another host does after its wait."""
     number = generation.newest(folder) + 1
     descriptor = generation.create(folder, number, generation.Owner(7, "elsewhere", 7, "now"))
     assert descriptor is not None
@@ -59,21 +59,21 @@ def supersede(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
-    """Release the locks of a test at its end: their threads look at the generation."""
+    """Release the locks of a test at its end, since their threads check the generation."""
     yield
     for lock in list(folder_lock._held):
         lock.release()
 
 
 def renew(lock: FolderLock, end: threading.Event) -> None:
-    """Renew the file more often than a lock does, so that on a busy machine nobody waits in vain."""
+    """Renew the file more often than a lock does, so that a busy machine does not delay it too long."""
     while not end.wait(0.05):
         lock._write(renew=True)
 
 
 @contextmanager
 def renewed(folder: Path) -> Iterator[FolderLock]:
-    """A folder that is locked and renewed."""
+    """Make a folder that is locked and renewed."""
     lock, end = locked(folder), threading.Event()
     thread = threading.Thread(target=renew, args=(lock, end))
     thread.start()
@@ -97,7 +97,7 @@ def test_a_start_on_another_host_is_refused_where_the_file_is_renewed(tmp_path, 
         assert first.is_mine()
     assert ["waiting 6 s for that" in record.getMessage() for record in caplog.records] == [True]
     assert locked(tmp_path).generation == 2
-    assert len(caplog.records) == 1  # a process that has left the folder is not waited for
+    assert len(caplog.records) == 1  # no wait for a process that has left the folder
 
 
 def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file(tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
     assert (second.generation, second.restarted) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["generation-2"]
     assert not first.is_mine()
-    with pytest.raises(SupersededError, match=r"process .* took over .* generation 1 for 0\.9 s: this one ends"):
+    with pytest.raises(SupersededError, match=r"process .* took over .* generation 1 for 0\.9 s: this process ends"):
         first.check()
     first.release()
     second.check()
@@ -159,7 +159,7 @@ def test_a_slow_start_does_not_make_an_older_generation_than_there_is(tmp_path, 
         monkeypatch.setattr(generation, "create", create)
         supersede(folder)
         supersede(folder)
-        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # their process has no lock
+        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # makes this start take the process for one on another host
         return create(folder, number, owner)
 
     monkeypatch.setattr(generation, "create", slow)
@@ -168,7 +168,7 @@ def test_a_slow_start_does_not_make_an_older_generation_than_there_is(tmp_path, 
 
 
 def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
-    """They are on two hosts. Each round's process is killed, so that the next one finds a folder that nobody has left."""
+    """They are on two hosts. Each round's process is killed, and so does not leave the folder in good order."""
     for number in range(ROUNDS):
         replies, reply = os.pipe()
         started, start = os.pipe()
@@ -210,7 +210,7 @@ def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[in
 
 
 def answers(replies: int) -> list[str]:
-    """Return the line of each process, once all have written theirs."""
+    """Return the line of each process, once all have written."""
     data, deadline = b"", time.monotonic() + LIMIT
     while data.count(b"\n") < STARTS and time.monotonic() < deadline:
         if select.select([replies], [], [], 1.0)[0]:
@@ -229,7 +229,7 @@ def test_checkpoints_name_their_generation_and_older_ones_are_read(tmp_path):
     train(tmp_path, "--resume", "--epochs", "2")
     assert checkpoint.generation_in(checkpoint.path_of(tmp_path / "checkpoints", 4))[0] == 2
     tree = checkpoint.load(first)
-    checkpoint.write(first, tree)  # as before there were generations
+    checkpoint.write(first, tree)  # as versions without generations wrote it
     assert checkpoint.generation_in(first) == (0, digest)
     assert checkpoint.generation_in(tmp_path / "config.json") == (0, "")
     for path in (tmp_path / "generation-2", checkpoint.path_of(tmp_path / "checkpoints", 4)):
@@ -241,10 +241,10 @@ def test_checkpoints_name_their_generation_and_older_ones_are_read(tmp_path):
 def run_superseded_at(
     folder: Path, number: int, patch: pytest.MonkeyPatch
 ) -> tuple[dict[str, tuple[bytes, int]] | None, UserError | None]:
-    """Train in ``folder``, which another process gets at this look at the generation.
+    """Train in ``folder``, which another process takes over at this check of the generation.
 
     Returns:
-        The files at that moment, and the error of the run; ``None`` if the run looks less often.
+        The files at that moment, and the error of the run; ``None`` if the run checks less often.
     """
     looks, before = 0, None
     is_mine, write = FolderLock.is_mine, Writer.write
@@ -259,7 +259,7 @@ def run_superseded_at(
 
     def write_and_wait(writer: Writer, *arguments: Any, **named: Any) -> None:
         write(writer, *arguments, **named)
-        writer.wait()  # so that nothing is between the look and the write
+        writer.wait()  # so that nothing comes between the check and the write
 
     patch.setattr(FolderLock, "is_mine", look)
     patch.setattr(FolderLock, "_renew", lambda lock: None)
@@ -272,7 +272,7 @@ def run_superseded_at(
 
 
 def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_write(tmp_path):
-    """At each of its looks at the generation in turn, from the lock of the folder to the summary."""
+    """It is replaced at each of its checks in turn, from the lock of the folder to the summary."""
     number, begun = 0, tmp_path / "begun"
     train(begun)
     while True:
@@ -282,7 +282,7 @@ def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_wr
             before, error = run_superseded_at(folder, number, patch)
         if before is None:
             break
-        if error is None:  # it was about to record its end, after the summary
+        if error is None:  # after the summary, the run was about to record its end
             assert any(name.endswith("summary.json") for name in before)
         else:
             assert "process 7 on elsewhere since now took over" in str(error), number
@@ -294,7 +294,7 @@ def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_wr
     assert read_json(folder / "summary.json")["steps"] == 4
 
 
-#: The whole program, as on a host of its own, with short renewals.
+#: The whole program, as on another host, with short renewals.
 PROGRAM = """
 import sys
 import dualtrain.training.folder_lock as folder_lock
@@ -340,6 +340,6 @@ def test_a_job_that_was_stopped_and_goes_on_ends_and_changes_nothing(tmp_path):
     errors = [line for end in ends for line in end.stderr.splitlines() if "error" in line]
     assert len(errors) == 1
     assert f"process {second.pid} on" in errors[0]
-    assert "this one ends, and changes nothing there" in errors[0]
+    assert "this process ends, and changes nothing there" in errors[0]
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)

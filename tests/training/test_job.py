@@ -1,4 +1,4 @@
-"""The name of a job: its restarts go on by themselves, and another job's start in its folder is refused."""
+"""The name of a job: its restarts resume by themselves, and another job's start in its folder is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(job: str, epochs: int, *more: str, again: bool = True) -> dict[str, Any]:
-    """Train as a process of ``job``; as another process than the last one, unless it is not ``again``."""
+    """Train as a process of ``job``; ``again`` simulates a new process."""
     if again:
         start._runs.clear()
     with connect("local", world=World(job=job)) as backend:
@@ -35,7 +35,7 @@ def train(job: str, epochs: int, *more: str, again: bool = True) -> dict[str, An
 
 
 def killed(job: str, epochs: int, steps: int, *more: str) -> None:
-    """Train, and end after so many steps of this start."""
+    """Train, and end after this number of steps of this start."""
     step, done = loop.Run._step, 0
 
     def count(run: loop.Run) -> list[float]:
@@ -81,13 +81,13 @@ def test_a_restart_of_the_same_job_goes_on_by_itself(tmp_path, capsys):
 def test_another_job_is_refused_and_changes_nothing(tmp_path, job):
     killed("one", 3, 3, "--run-dir", str(tmp_path))
     before = content(tmp_path)
-    for _ in range(2):  # nor does a restart of it go on
+    for _ in range(2):  # nor may a restart of it resume
         with pytest.raises(UserError, match="holds another run: choose a new folder, or go on with that run"):
             train(job, 3, "--run-dir", str(tmp_path))
         assert content(tmp_path) == before
 
 
-def test_the_run_is_then_of_the_job_that_goes_on_with_it(tmp_path, capsys):
+def test_a_resumed_run_belongs_to_the_job_that_resumed_it(tmp_path, capsys):
     flags = "--run-dir", str(tmp_path)
     killed("one", 3, 3, *flags)
     killed("two", 3, 2, *flags, "--resume", "auto")
@@ -114,7 +114,7 @@ def test_without_a_folder_the_jobs_name_is_in_that_of_the_run(tmp_path, monkeypa
     train("one", 2)
     assert "restart of job one: going on from step 2" in capsys.readouterr().out
     train("two", 1)
-    # The second run of a process is not the first one's restart; it has the same name in a restart.
+    # The second run of a process is no restart of its first run. After a restart it has the same name.
     killed("one", 3, 1)
     train("one", 1, "--seed", "1", again=False)
     assert sorted(os.listdir("runs")) == [f"digits-convnet-{name}" for name in ("one", "one.2", "two")]
@@ -137,7 +137,7 @@ def test_a_run_that_began_from_a_file_goes_on_from_its_own_checkpoints(tmp_path,
             train("one", 3, *flags)
     killed("one", 3, 0, *flags)
     capsys.readouterr()
-    killed("one", 3, 2, *flags)  # from the file still, which is the newest one in its own folder
+    killed("one", 3, 2, *flags)  # still from the file, which is the newest in that folder
     said = capsys.readouterr().out
     assert ("restart of job one: going on from step 2" in said) == own
     killed("one", 3, 1, *flags)

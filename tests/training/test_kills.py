@@ -1,4 +1,4 @@
-"""A rank is killed in each phase of a run, and the job goes on to the result of an undisturbed one."""
+"""A rank is killed in each phase of a run, and the job still ends with the result of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine contributes to a run's bits: intra-op threads and the kind of processor; recorded, resumed, compared."""
+"""What a machine contributes to a run's bits: intra-op threads and the kind of processor, recorded and compared."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 
 
 def recorded(folder: Path, name: str) -> list[Any]:
-    """A setting, or the platform, in config.json and in the newest checkpoint."""
+    """Return a setting, or the platform, from config.json and from the newest checkpoint."""
     tree = checkpoint.load(checkpoint.found(folder / "checkpoints")[0])
     found = tree["platform"] if name == "platform" else tree["config"][name]
     return [json.loads((folder / "config.json").read_text())[name], found]
@@ -55,7 +55,7 @@ def recorded(folder: Path, name: str) -> list[Any]:
 # ------------------------------------------------------------------------------------------------ number of threads
 
 
-def test_the_default_is_a_share_of_the_cores_and_the_least_of_all_ranks(monkeypatch):
+def test_the_default_is_the_smallest_share_of_the_cores_over_all_ranks(monkeypatch):
     cores = iter([9, 6, 12])
     monkeypatch.setattr(machine, "usable_cores", lambda: next(cores))
     assert run_threads(3, machine.threads) == [2, 2, 2]
@@ -115,7 +115,7 @@ MISSING = object()
 
 
 def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str:
-    """The refusal of a run's settings by a checkpoint with other ones, or ""."""
+    """Return the refusal of a run's settings by a checkpoint with other settings, or ""."""
     config = {name: value for name, value in {**PLAIN, **written}.items() if value is not MISSING}
     tree = {"format": checkpoint.FORMAT, "trainer": {}, "cursor": {}, "data": {"samples": 1, "classes": 1}}
     path = folder / "step-00000001.safetensors"
@@ -180,7 +180,7 @@ def test_the_platform_is_recorded_and_an_equal_one_is_no_warning(tmp_path, one_b
 
 
 def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
-    """Train to a checkpoint on one platform, resume on another: the warnings of this rank."""
+    """Train to a checkpoint on one platform and resume on another; return the warnings of this rank."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Models by name: each one builds, learns a step, and takes weights that fit or says what does not."""
+"""Models by name: each is built, learns a step, and loads weights that fit; others are refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dualtrain.models.classifiers import names
 
 
 class Trap:
-    """A pickle of it would touch a file."""
+    """Object whose unpickling touches a file."""
 
     def __init__(self, path):
         self.path = path
@@ -50,7 +50,7 @@ def same_start():
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """torch hub's folder, with weights of resnet18 in it."""
+    """Make a folder of torch hub that contains weights of resnet18."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     path = tmp_path / "checkpoints" / weights.published("resnet18").url.rpartition("/")[2]
     path.parent.mkdir()
@@ -60,7 +60,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def step(model, inputs, targets):
-    """The loss before and after one step of SGD."""
+    """Return the loss before and after one step of SGD."""
     model.train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
@@ -112,7 +112,7 @@ def test_the_tutorials_models_have_the_tutorials_layers():
 
 
 def as_in_the_tutorials(model):
-    """The same layers, with ReLU before pooling as in the tutorials."""
+    """Build the same layers, with ReLU before pooling as in the tutorials."""
     layers = list(model)
     for number, (layer, following) in enumerate(itertools.pairwise(layers)):
         if isinstance(layer, nn.MaxPool2d) and isinstance(following, nn.ReLU):
@@ -127,7 +127,7 @@ def test_pooling_before_the_relu_changes_no_bit(name, amp, layout):
     model = build(name, (1, 28, 28), 10).to(memory_format=layout)
     other = as_in_the_tutorials(copy.deepcopy(model))
     assert [type(layer) for layer in other] != [type(layer) for layer in model]
-    # Few different numbers: windows with several largest ones, and with none above 0, are among them.
+    # Few different numbers, so that some windows have several largest numbers, and some none above 0.
     inputs = torch.randint(-2, 3, (16, 1, 28, 28)).float().contiguous(memory_format=layout)
     targets = torch.randint(10, (16,))
     for one in (model, other):

@@ -15,7 +15,7 @@ from dualtrain.training.opening import model_line, ranks_in_words, settings_line
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)))
 
 
-def test_the_settings_are_those_that_the_recipe_has_not():
+def test_the_settings_are_those_that_differ_from_the_recipe():
     given = ["--lr", "0.25", "--batch-size", "8", "--no-drop-last", "--run-dir", "x", "--threads", "3"]
     assert settings_line(parse(given).plain(), Path("x")) == (
         "settings: recipe digits-convnet with --batch-size 8 --lr 0.25; all are in x/config.json"
@@ -63,7 +63,7 @@ def test_all_settings_and_with_torchinfo_the_layers(monkeypatch, installed):
         ("data:build", "model:build", "own"),
     ],
 )
-def test_a_run_is_called_by_what_it_trains(dataset, model, name):
+def test_a_run_is_named_after_what_it_trains(dataset, model, name):
     assert run_name("digits-convnet", dataset, model) == name
 
 
@@ -81,7 +81,7 @@ def test_all_settings_of_a_recipe_have_an_effect(recipe):
     [
         (
             "--recipe cifar10-resnet50-frozen --image-size 32",
-            "--image-size 32 has no effect: --augment weights has the sizes",
+            "--image-size 32 has no effect: --augment weights uses the sizes",
         ),
         ("--pad 2", "--pad 2 has no effect: only --augment crop-flip"),
         (
@@ -105,9 +105,9 @@ def test_a_setting_without_effect_is_one_line(flags, line):
     assert found.startswith(line)
 
 
-def test_what_only_the_run_knows_is_noted_too():
+def test_settings_without_effect_at_run_time_are_noted_too():
     assert notes("--weights", "x", resumed=True) == [
-        "--weights x has no effect: the run goes on with the weights of a checkpoint"
+        "--weights x has no effect: the run resumes with the weights of a checkpoint"
     ]
     assert notes("--sync-batchnorm", norms=False) == [
         "--sync-batchnorm has no effect: the model has no BatchNorm that is trained"

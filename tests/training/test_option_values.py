@@ -1,4 +1,4 @@
-"""Values of ``--optimizer-options``: which texts mean what they meant when PyYAML read them, and which are refused."""
+"""Values of ``--optimizer-options``: which texts mean the same as with PyYAML, and which are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OTHERWISE = {
 
 
 def with_yaml(text):
-    """What ``--optimizer-options`` made of a text with PyYAML."""
+    """Return what ``--optimizer-options`` made of a text with PyYAML."""
     yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install PyYAML")
     value = yaml.safe_load(text)
     if isinstance(value, str):
@@ -57,7 +57,7 @@ def test_a_value_is_what_it_was_with_yaml(text):
 
 
 @pytest.mark.parametrize("text", OTHERWISE)
-def test_the_values_that_are_read_otherwise(text):
+def test_the_values_that_are_read_differently(text):
     before, now = OTHERWISE[text]
     assert_alike(with_yaml(text), before)
     assert_alike(option_value(text), now)
@@ -85,7 +85,7 @@ def test_the_default_of_every_option_can_be_written():
 
 
 @pytest.mark.parametrize("options", ["nesterov=flase", "nesterov=[", "dampening=much", "momentum='0.5'"])
-def test_a_text_for_a_number_or_a_truth_value_is_refused(options):
+def test_text_in_place_of_a_number_or_a_bool_is_refused(options):
     with pytest.raises(UserError, match="is no value; give a number, true or false") as refusal:
         make_optimizer(parse(["--optimizer-options", options]).step, dropping((1, 8, 8), 10), 0.1)
     assert "\n" not in str(refusal.value)

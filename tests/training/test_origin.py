@@ -1,4 +1,4 @@
-"""Where a run came from: its commit, hosts, command and versions, in config.json and summary.json."""
+"""Origin of a run: its commit, hosts, command and versions, in config.json and summary.json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.threads import run_threads
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: a Git work tree with one commit, in a subfolder of it."""
+    """Make a Git work tree with one commit, and change to a subfolder of it."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)

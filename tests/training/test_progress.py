@@ -102,7 +102,7 @@ def test_the_time_that_is_left_counts_the_steps_after_the_first(monkeypatch):
     monkeypatch.setattr("dualtrain.training.progress.time.monotonic", lambda: now[0])
     progress = Progress(1000, 100, shown=False, launcher="none", seconds=0)
     values = {"loss": 0.5, "accuracy": 1.0, "lr": 0.1}
-    now[0] = 100.0  # compiles
+    now[0] = 100.0  # the first step compiles
     progress.step(64, values)
     assert progress._line() == "step 101/1000  loss 0.5000  1 samples/s"
     now[0] = 104.0
@@ -120,7 +120,7 @@ def test_durations_have_two_units(seconds, text):
 
 
 class Writes(io.TextIOWrapper):
-    """A file whose every write reaches the launcher by itself, as with PYTHONUNBUFFERED."""
+    """File that records each write separately, as a launcher receives it with PYTHONUNBUFFERED."""
 
     def __init__(self):
         self.parts = []

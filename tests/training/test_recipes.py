@@ -1,4 +1,4 @@
-"""Every recipe, on small data: it trains, and interrupted at any step and resumed it ends with the same bits."""
+"""Every recipe, on small data: it trains, and ends with the same bits if it is interrupted at any step and resumed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Data for the recipes that need files."""
+    """Make data for the recipes that need files."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("recipes")
@@ -77,7 +77,7 @@ def flags(case: str, places: dict[str, str], run: Path) -> list[str]:
 
 
 def train(backend, arguments: list[str], stop_after: int | None = None, by: int = signal.SIGTERM) -> dict[str, Any] | str:
-    """Train; return the summary, or the error of a run that a signal on the last rank has ended."""
+    """Train; return the summary, or the error if a signal on the last rank has ended the run."""
     step = loop.Run._step
 
     def step_and_stop(run: loop.Run) -> list[float]:
@@ -170,7 +170,7 @@ def test_a_signal_saves_and_ends_the_run(places, tmp_path, by, name):
     assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
 
 
-def test_a_run_that_is_stopped_behind_its_last_step_is_still_evaluated(places, tmp_path):
+def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tmp_path):
     whole = train_alone(flags("digits", places, tmp_path / "whole"))
     part = flags("digits", places, tmp_path / "part")
     assert "after step 16 of 16" in train_alone(part, stop_after=16)
@@ -186,7 +186,7 @@ def test_a_run_that_is_stopped_behind_its_last_step_is_still_evaluated(places, t
     [
         (["--model", "tests.training.test_recipes:pair"], ["tuple", "one row of logits"]),
         (["--model", "tests.training.test_recipes:narrow"], ["class numbers", "model's 3"]),
-        # The first class that the model does not have.
+        # The smallest class number that the model does not have.
         (
             [
                 "--model",
@@ -196,7 +196,19 @@ def test_a_run_that_is_stopped_behind_its_last_step_is_still_evaluated(places, t
                 "--classes",
                 "10",
             ],
-            ["from 0 to below the model's 3, and there is 3"],
+            ["from 0 to below the model's 3, and one is 3"],
+        ),
+        # One row of logits for each of two targets, of which the second is wrong.
+        (
+            [
+                "--model",
+                "tests.training.test_recipes:two_rows",
+                "--dataset",
+                "tests.training.test_recipes:two_targets",
+                "--classes",
+                "10",
+            ],
+            ["from 0 to below the model's 3, and one is 7"],
         ),
         (["--model", "tests.training.test_recipes:misfit"], ["(1, 8, 8)", "RuntimeError"]),
         (["--model", ":build"], ["':build'", "pkg.mod:function"]),
@@ -229,6 +241,15 @@ def linear():
 
 def narrow():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+
+def two_rows():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Unflatten(1, (2, 3)))
+
+
+def two_targets():
+    samples = [(torch.zeros(1, 8, 8), torch.tensor([2, 7]))] * 20
+    return samples, samples
 
 
 def misfit():
@@ -264,13 +285,13 @@ def test_the_last_and_the_best_are_kept(places, tmp_path):
     assert (tmp_path / "model-best.safetensors").exists()
 
 
-def test_training_stops_early_where_nothing_gets_better(places, tmp_path):
+def test_training_stops_early_if_the_metric_does_not_improve(places, tmp_path):
     arguments = [*flags("digits", places, tmp_path), "--lr", "1e-9", "--momentum", "0", "--best", "val_accuracy"]
     summary = train_alone([*arguments, "--epochs", "50", "--early-stop", "2"])
     assert summary["epochs"] < 10
 
 
-def test_a_full_disk_is_said_and_training_goes_on(places, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_reported_and_training_goes_on(places, tmp_path, monkeypatch, capsys):
     write, failed = loop.checkpoint.Packed.write, []
 
     def full(packed, path, lock):

@@ -22,7 +22,7 @@ from dualtrain.data.wrapped import wrap
 from dualtrain.errors import RanksDifferError, UserError
 from tests.threads import run_threads
 
-#: The decision on every setting. A new one belongs here, or into ``same_run.MAY_DIFFER`` with the reason.
+#: Settings that are compared. A new setting belongs here, or into ``same_run.MAY_DIFFER`` with the reason.
 COMPARED = {
     *("backend", "transport", "nproc", "threads", "data_parallel", "output_device", "parallel_loss", "recipe", "timeout"),
     *("deterministic", "dataset", "download", "augment", "image_size", "resize", "pad", "normalize", "classes", "shape"),
@@ -62,7 +62,7 @@ def warnings_of_this_test():
 
 
 def message(call, *args: Any) -> str:
-    """The refusal, or "" where there is none."""
+    """Return the refusal, or "" if there is none."""
     try:
         call(*args)
     except RanksDifferError as error:
@@ -71,7 +71,7 @@ def message(call, *args: Any) -> str:
 
 
 def alike(answers: list[Any]) -> Any:
-    """What all ranks say."""
+    """Return the message of all ranks."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
@@ -80,7 +80,7 @@ def alike(answers: list[Any]) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
-    """Another value of the setting; not ``None``."""
+    """Return another value of the setting; not ``None``."""
     kind = SETTINGS[name].kind
     if kind is bool:
         return not value
@@ -194,7 +194,7 @@ def numbered(samples: int, **changed: float) -> TensorSource:
 
 
 class Pairs:
-    """A user's dataset, with augmentation out of ``draw``."""
+    """A user's dataset, augmented by random numbers from ``draw``."""
 
     num_classes = 3
 
@@ -216,7 +216,7 @@ def drawn() -> float:
 
 
 class Streamed(Source):
-    """A user's source with nothing but what a source must have."""
+    """A user's source with only the required methods."""
 
     def __init__(self, offset: float) -> None:
         self.offset = offset
@@ -274,7 +274,10 @@ DATA = {
         lambda rank: wrap(Pairs(broken=19 if rank else None), Pairs()),
         "on rank 0 and 'unreadable (sample 19 of the dataset failed: RuntimeError: sample 19 is broken, in test_same_run",
     ),
-    "own, broken on all": (lambda rank: wrap(Pairs(broken=19), Pairs()), ""),  # the run meets it if it gets there
+    "own, broken on all": (
+        lambda rank: wrap(Pairs(broken=19), Pairs()),
+        "",
+    ),  # the run raises the error if it reaches that sample
     "streamed, equal": (lambda rank: task_of(Streamed(0)), ""),
     "streamed, other": (lambda rank: task_of(Streamed(rank)), "checksum of training sample 0 is '"),
     "nearly a source": (lambda rank: task_of([Streamed(0), Duck()][rank]), ""),
@@ -299,7 +302,7 @@ def test_data_are_compared(tmp_path):
     assert "checksum of training sample 19 is '" in other_file
 
 
-def test_a_file_that_is_no_file_is_not_waited_for(tmp_path):
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
     import os
 
     os.mkfifo(tmp_path / "0.jpg")
@@ -309,11 +312,11 @@ def test_a_file_that_is_no_file_is_not_waited_for(tmp_path):
 
 
 def own_generators(backend) -> str:
-    # Other draws on each rank, and at each reading.
+    # Random numbers that differ on each rank, and at each reading.
     return message(same_run.compare_task, wrap(Pairs(random.Random(backend.rank).random), Pairs()), backend)
 
 
-def test_data_that_are_other_at_each_reading_prove_nothing(caplog):
+def test_data_that_differ_at_each_reading_cause_a_warning(caplog):
     assert alike(run_threads(2, own_generators)) == ""
     (line,) = caplog.messages
     assert "whether the ranks have the same training data is not known" in line
@@ -325,7 +328,7 @@ def computed_and_stored(backend) -> list[str]:
     return [message(same_run.compare_task, task, backend) for task in tasks]
 
 
-def test_samples_that_unlike_processors_compute_may_differ(monkeypatch, caplog):
+def test_samples_computed_on_different_processors_may_differ(monkeypatch, caplog):
     monkeypatch.setattr(same_run, "processor", processors_of_each)
     computed, stored = alike(run_threads(2, computed_and_stored))
     assert computed == ""

@@ -1,4 +1,4 @@
-"""Trainers with other arguments on one rank: all ranks refuse and name them. Equal arguments in another form pass."""
+"""Trainers with other arguments on one rank are refused on all ranks; equal arguments in another form are accepted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Loss:
 
 
 class Penalty(nn.Module):
-    """A loss that knows the model, whose weights may still differ, and has weights of its own."""
+    """A loss with its own weights and a reference to the model, whose weights may still differ."""
 
     def __init__(self, model: nn.Module, own: float) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def groups(model: nn.Sequential, decay: float, *, swapped: bool = False) -> SGD:
 
 
 def stepped(optimizer: torch.optim.Optimizer, value: float) -> torch.optim.Optimizer:
-    """An optimizer with a state, as after loading a checkpoint."""
+    """Return an optimizer with a state, as after loading a checkpoint."""
     for parameter in optimizer.param_groups[0]["params"]:
         optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, value)
     return optimizer
@@ -95,7 +95,7 @@ def sequential(optimizer: torch.optim.Optimizer, drop: int) -> lr_scheduler.LRSc
     return lr_scheduler.SequentialLR(optimizer, parts, [2])
 
 
-#: What rank r is given, and what the refusal says; "" for none.
+#: The arguments of rank r, and the expected refusal; "" for none.
 CASES: dict[str, tuple[Any, str]] = {
     "the same": (lambda r: given(), ""),
     "lr": (
@@ -242,7 +242,7 @@ def make(backend, arguments: dict[str, Any]) -> str:
 
 
 def make_equal(backend) -> list[str]:
-    """Run in processes of their own, which have other addresses and another order of sets."""
+    """Make trainers from equal arguments in processes with other addresses and another order of sets."""
     known = capturing(0.1, names={"one", "two", "three"}, other=dict.fromkeys({"four", "five", "six"}))
     cases = [case for case, part in CASES.values() if not part]
     cases += [
@@ -252,7 +252,7 @@ def make_equal(backend) -> list[str]:
     return [make(backend, case(backend.rank % 2)) for case in cases]
 
 
-def test_what_is_the_same_is_the_same_in_other_processes(processes):
+def test_equal_arguments_are_accepted_in_other_processes(processes):
     assert {text for texts in processes(make_equal) for text in texts} == {""}
 
 
@@ -260,7 +260,7 @@ def make_all(backend) -> list[str]:
     return [make(backend, case(backend.rank)) for case, _ in CASES.values()]
 
 
-def test_what_a_trainer_is_given_is_compared():
+def test_the_arguments_of_a_trainer_are_compared():
     one, other = run_threads(2, make_all)
     assert one == other
     for (name, (_, part)), text in zip(CASES.items(), one, strict=True):
@@ -305,7 +305,7 @@ def test_descriptions_hold_no_addresses_and_no_order(value, text):
     assert describe(value) == text
 
 
-def test_descriptions_end():
+def test_descriptions_of_recursive_objects_end():
     loop: list[Any] = []
     loop.append(loop)
     assert len(describe(loop)) < 100
@@ -316,7 +316,7 @@ def test_descriptions_end():
     assert list(of_object("loss", recursive)) == ["loss", "loss.loop", "loss.recursive"]
 
     class Broken:
-        """Nothing of its own is run."""
+        """Object whose methods raise: describing it must call none of them."""
 
         @property
         def setting(self) -> int:

@@ -1,4 +1,4 @@
-"""``--checkpoint-seconds``: rank 0 decides, all ranks save after the same step, and no bit depends on it."""
+"""``--checkpoint-seconds``: rank 0 decides, all ranks save after the same step, and results do not change."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_a_save_is_due_after_the_seconds_and_costs_are_added_up(monkeypatch):
     with saves.saving():
         clock.now += 20
     assert not saves.due
-    clock.now += 40  # 60 s after the state that was saved
+    clock.now += 40  # 60 s after the last save began
     assert saves.due
     assert saves.costs() == {"saves": 1, "seconds": 20.0, "fraction": 20 / 120}
     assert never.costs()["fraction"] == 0
 
 
 def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict[str, Any]:
-    """Train with a clock that says ``due`` on rank 0 alone, always; return the summary and the steps that were saved."""
+    """Train with clocks that are always or never ``due``, on rank 0 and on the others; return what was saved."""
     saved: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveClock, "due", due[min(backend.rank, 1)])
@@ -59,13 +59,13 @@ def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict
 
 @pytest.mark.parametrize("flags", [["--model", "tests.models_for_tests:dropping"], ["--virtual-ranks", "2"]])
 def test_all_ranks_save_after_the_same_steps_and_no_bit_changes(processes, tmp_path, flags):
-    # Of three ranks with two virtual ones, one computes nothing, and its flags travel another way.
+    # With two virtual ranks on three ranks, one rank computes nothing and sends its flags separately.
     without = processes(saved_steps, str(tmp_path / "without"), [False, False], flags)
     by_time = processes(saved_steps, str(tmp_path / "by time"), [True, False], flags)
     others = processes(saved_steps, str(tmp_path / "others"), [False, True], flags)
     assert [one["saved"] for one in without] == [[8]] * len(without)
     assert [one["saved"] for one in by_time] == [[1, 2, 3, 4, 5, 6, 7, 8]] * len(without)
-    assert [one["saved"] for one in others] == [[8]] * len(without)  # only rank 0's clock counts
+    assert [one["saved"] for one in others] == [[8]] * len(without)  # the clocks of other ranks are ignored
     assert len({one["weights"] for one in [*without, *by_time]}) == 1
     assert by_time[0]["costs"]["saves"] == 8
     assert by_time[0]["costs"]["seconds"] > 0

@@ -1,4 +1,4 @@
-"""``--resume auto``: one command line for a run's begin, its restarts, and after its end; on common disks and others."""
+"""``--resume auto``: one command line for the start, the restarts and the end of a run, on common or separate disks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def first_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def steps_trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps that are trained from now on."""
+    """Record the steps that are trained from now on."""
     trained: list[int] = []
     step = loop.Run._step
 
@@ -56,7 +56,7 @@ def files_of(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
 
 
-def test_it_begins_goes_on_and_does_not_train_again(tmp_path, capsys, monkeypatch):
+def test_it_begins_then_resumes_then_does_not_train_again(tmp_path, capsys, monkeypatch):
     whole, folder = alone(tmp_path / "whole", 3), tmp_path / "run"
     trained = steps_trained(monkeypatch)
     capsys.readouterr()
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     assert str(newest) in lines[1]
 
 
-def test_where_no_checkpoint_is_good_the_run_begins_and_keeps_the_files(tmp_path, capsys):
+def test_without_a_good_checkpoint_the_run_begins_and_keeps_the_files(tmp_path, capsys):
     whole = alone(tmp_path, 1)
     path = checkpoint.path_of(tmp_path / "checkpoints", 2)
     path.write_bytes(b"damaged")
@@ -152,7 +152,7 @@ def test_other_settings_are_refused_and_nothing_is_changed(tmp_path, gone):
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
 
-def test_without_a_config_the_checkpoint_says_its_settings(tmp_path):
+def test_without_a_config_the_settings_are_those_of_the_checkpoint(tmp_path):
     alone(tmp_path, 1)
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match="the checkpoint was made with --seed 0"):
@@ -176,18 +176,18 @@ def test_a_summary_of_an_earlier_end_does_not_end_a_longer_run(tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(loop.Run, "_step", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            auto(tmp_path, 2)  # config.json has the new length, and summary.json is of the old one
+            auto(tmp_path, 2)  # config.json has the new length, and summary.json the old one
     assert auto(tmp_path, 2)["steps"] == 4
 
 
-def test_a_file_of_that_name_is_still_a_file(tmp_path, monkeypatch):
+def test_a_file_named_auto_can_be_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="checkpoint 'auto' does not exist"):
         alone(tmp_path / "run", 1, "--resume", "./auto")
 
 
 def by_disk(backend, folder: str, epochs: str) -> tuple[dict[str, Any], list[str]]:
-    """Train with a folder of each rank's own; return the summary and this rank's warnings."""
+    """Train with a different folder on each rank; return the summary and this rank's warnings."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -204,7 +204,7 @@ def test_the_rank_that_has_the_newest_checkpoint_sends_it(processes, tmp_path):
     processes(by_disk, str(tmp_path), "1")
     other, last = tmp_path / "0", tmp_path / "1"
     shutil.copytree(other, last)
-    with connect("local") as backend:  # the other host goes on: its folder has step 4 too
+    with connect("local") as backend:  # the other host trains on: its folder then has step 4 too
         train(backend, "--epochs", "2", "--run-dir", str(last), "--resume")
     (last / "summary.json").unlink()
     shutil.rmtree(other)

@@ -1,4 +1,4 @@
-"""``Trainer`` compared with one process and with torch; and used as a library, with a user's own model and loader."""
+"""``Trainer``, compared with one process and with torch, and used as a library with a user's model and loader."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def part_of(backend, tensors, uneven: bool = True):
-    """This rank's samples: the first rank has more than the others."""
+    """Return this rank's samples: the first rank has more than the others."""
     if not uneven:
         return [tensor[backend.rank :: backend.size] for tensor in tensors]
     cut = [0, *(len(tensors[0]) - (backend.size - 1 - rank) * 3 for rank in range(backend.size))]
@@ -49,7 +49,7 @@ def part_of(backend, tensors, uneven: bool = True):
 def steps_of(
     model: nn.Module, optimizer, steps: int, change=lambda model: None, loss=functional.cross_entropy
 ) -> nn.Module:
-    """Weights of one process that takes all samples at once."""
+    """Return the weights of one process that takes all samples at once."""
     inputs, targets = data()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -135,7 +135,7 @@ def averages(backend) -> None:
     assert trainer.evaluate([part_of(backend, data())])["val_loss"] == pytest.approx(sums, abs=1e-6)
 
 
-def test_averaged_weights_are_what_is_evaluated(typical):
+def test_averaged_weights_are_evaluated(typical):
     typical(averages)
 
 
@@ -169,7 +169,7 @@ def whole_norm(backend) -> None:
     assert trainer.evaluate([part_of(backend, data())])["val_loss"] > 0
 
 
-def test_batch_norm_over_all_ranks_is_that_of_one_process(spmd):
+def test_sync_batchnorm_equals_batchnorm_in_one_process(spmd):
     spmd(whole_norm)
 
 
@@ -199,7 +199,7 @@ def own_loader(backend, folder: str) -> list[float]:
     return [values["loss"] for values in history] + [kept["val_loss"], kept["val_accuracy"]]
 
 
-def test_any_loader_trains_and_goes_on(spmd, tmp_path):
+def test_any_loader_trains_and_resumes(spmd, tmp_path):
     results = spmd(own_loader, str(tmp_path))
     assert results == results[:1] * spmd.size
     first, second, val_loss, accuracy = results[0]
@@ -228,7 +228,7 @@ def test_a_loader_without_batches_ends(typical):
         (nn.MSELoss(), (9, 4)),
     ],
 )
-def test_a_loss_of_torchs_means_what_torch_means(loss, shape):
+def test_a_loss_of_torch_has_the_same_value_as_in_torch(loss, shape):
     outputs = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     drawn = torch.randint(0, 4, (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(4))
     targets = torch.zeros(shape) if isinstance(loss, nn.MSELoss) else drawn
@@ -240,7 +240,7 @@ def test_a_loss_of_torchs_means_what_torch_means(loss, shape):
 
 
 class Margin:
-    """An objective that is none of our classes: it returns the mean over the counted samples, and the sums."""
+    """An objective of a user's class, which returns the mean over the counted samples, and the sums."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counts = targets != 0
@@ -261,7 +261,7 @@ def own_objective(backend) -> tuple[list[float], dict[str, float]]:
     return done.totals, trainer.evaluate([batch])
 
 
-def test_an_objective_of_any_class_is_known_by_the_pair_that_it_returns(spmd):
+def test_an_objective_of_any_class_is_recognized_by_the_pair_that_it_returns(spmd):
     inputs, targets = data()
     loss, sums = Margin()(net()(inputs), targets)
     for totals, values in spmd(own_objective):
@@ -333,12 +333,12 @@ def test_targets_may_be_a_column(graded):
     assert sums[1] == 4
 
 
-def test_without_mixed_precision_there_is_none_from_outside_either():
+def test_an_outer_autocast_is_off_in_a_trainer_without_mixed_precision():
     with torch.autocast("cpu", torch.bfloat16), Precision("off", torch.device("cpu")).autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
 
-def test_tokens_that_do_not_count_are_left_out():
+def test_ignored_tokens_are_left_out():
     logits, targets = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
     targets[0, :] = -100
     mean, sums = CrossEntropy()(logits, targets)
@@ -397,7 +397,7 @@ def test_the_warm_up_rises_to_the_schedule():
     assert rates(["--warmup-steps", "4"], 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
 
 
-def test_the_arithmetic_of_a_scaled_learning_rate_is_said():
+def test_the_computation_of_a_scaled_learning_rate_is_reported():
     linear = parse(["--lr", "0.1", "--batch-size", "32", "--lr-scale", "linear"])
     assert scaled_lr(linear.schedule, linear.step, 4) == (pytest.approx(0.4), "learning rate 0.1 × 128/32 = 0.4 (linear)")
     root = parse(["--lr", "0.1", "--global-batch-size", "64", "--lr-batch", "16", "--lr-scale", "sqrt"])
@@ -408,7 +408,7 @@ def test_the_arithmetic_of_a_scaled_learning_rate_is_said():
 
 @pytest.mark.parametrize("name", sorted(optimizer_names()))
 def test_every_optimizer_of_torch_steps(name):
-    model = nn.Sequential(nn.Linear(6, 4, bias=False))  # Muon takes matrices alone
+    model = nn.Sequential(nn.Linear(6, 4, bias=False))  # Muon accepts matrices only
     optimizer = make_optimizer(parse(["--optimizer", name, "--global-batch-size", "8"]).step, model, 0.01)
     before = model[0].weight.detach().clone()
     model(data()[0]).square().sum().backward()
@@ -446,7 +446,7 @@ def test_options_of_an_optimizer_are_read():
     assert adam.param_groups[0]["eps"] == 1e-5
 
 
-def test_determinism_is_for_a_while():
+def test_determinism_ends_with_its_block():
     with determinism(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
@@ -464,7 +464,7 @@ def trains_compiled_as_plain(tmp_path):
 
 
 def in_segments(backend, reentrant):
-    """All trained layers are inside of checkpointed segments."""
+    """A model whose trained layers are all in checkpointed segments."""
     layers = [seeded(nn.Linear(6, 6), number) for number in range(4)]
 
     def forward(x):
@@ -491,7 +491,7 @@ def test_reentrant_checkpointing_changes_neither_counts_nor_weights():
 
 
 def refuses_what_cannot_be_compiled():
-    """An error of the compiler becomes one line; an error of the model itself passes through."""
+    """Check that an error of the compiler becomes one line, and an error of the model is raised unchanged."""
 
     def failing(graph, inputs):
         raise RuntimeError("no C++ compiler\nand more")

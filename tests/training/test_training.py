@@ -1,4 +1,4 @@
-"""The loop: what a run writes, that its numbers are exact over ranks, and that it goes on where it stopped."""
+"""The loop: the files of a run, metrics that are exact over ranks, and exact resume."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
-def test_a_run_leaves_the_files_that_are_promised(tmp_path):
+def test_a_run_leaves_the_documented_files(tmp_path):
     summary = train_alone("--epochs", "1", "--run-dir", str(tmp_path), "--checkpoint-every", "10")
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert summary.keys() >= SUMMARY_KEYS
@@ -72,7 +72,7 @@ def test_every_rank_gives_the_same_summary(processes, tmp_path):
 
 @pytest.mark.parametrize(
     "batch", ["60", "50"]
-)  # 60 can be split evenly over ranks and 50 cannot always; the last batch of an epoch is short
+)  # 60 can be split evenly over ranks, 50 only over some numbers of them; the last batch of an epoch is short
 def test_the_world_size_does_not_change_the_training(processes, tmp_path, batch):
     flags = ("--max-steps", "40", "--global-batch-size", batch)
     alone = train_alone(*flags, "--run-dir", str(tmp_path / "alone"))
@@ -108,7 +108,7 @@ def test_a_batch_smaller_than_the_world_trains(processes, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path, optimizer):
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path, optimizer):
     flags = ("--optimizer", optimizer, "--lr", "0.003", "--max-steps", "30")
     whole = train_alone(*flags, "--run-dir", str(tmp_path / "whole"))
     part = ("--run-dir", str(tmp_path / "part"))
@@ -136,7 +136,7 @@ def test_other_settings_are_not_resumed_and_nothing_is_changed(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
-def test_there_is_a_way_out_where_there_is_nothing_to_resume(tmp_path):
+def test_the_error_names_a_cure_if_there_is_nothing_to_resume(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(UserError, match="start without --resume"):
         train_alone("--max-steps", "1", "--resume", "--run-dir", str(folder))
@@ -144,7 +144,7 @@ def test_there_is_a_way_out_where_there_is_nothing_to_resume(tmp_path):
     train_alone("--max-steps", "1", "--run-dir", str(folder))
 
 
-def test_an_earlier_checkpoint_may_be_gone_on_from(tmp_path):
+def test_an_earlier_checkpoint_can_be_resumed(tmp_path):
     first = train_alone("--max-steps", "6", "--checkpoint-every", "2", "--run-dir", str(tmp_path))
     earlier = tmp_path / "checkpoints" / "step-00000002.safetensors"
     again = train_alone("--max-steps", "6", "--resume", str(earlier), "--run-dir", str(tmp_path))
@@ -191,7 +191,7 @@ def test_runs_without_a_run_dir_get_a_folder_each(tmp_path, monkeypatch):
 
 
 def diverge(backend, folder: str) -> str:
-    # One rank alone meets the bad sample: all of them must stop in that step.
+    # Only one rank gets the bad sample, but all ranks must stop in that step.
     original = loop.load_task
 
     def spoiled(*arguments):
@@ -255,7 +255,7 @@ def root_task(backend, fails: bool) -> Any:
         return str(error)
 
 
-def test_what_rank_0_does_alone_all_ranks_learn(spmd):
+def test_the_result_of_rank_0_is_sent_to_all_ranks(spmd):
     assert spmd(root_task, False) == [{"rank": 0}] * spmd.size
     assert spmd(root_task, True) == ["the disk is full"] * spmd.size
 

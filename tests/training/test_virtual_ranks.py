@@ -1,4 +1,4 @@
-"""The same bits of a training on any number of ranks, over every backend and transport."""
+"""Training with virtual ranks gives the same bits on any number of ranks, over every backend and transport."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL = tuple(CASES)
 
 @pytest.fixture(scope="module")
 def alone():
-    """The hashes of the trainings on one rank."""
+    """Return the hashes of the trainings on one rank."""
     with connect("local") as backend:
         return trained(backend, ALL)
 
@@ -76,12 +76,12 @@ def test_two_virtual_ranks_have_the_bits_of_raw_ddp(real):
 
 
 def drawn():
-    """Return what the program draws from each global generator."""
+    """Return a random number from each global generator."""
     return torch.rand(()).item(), float(numpy.random.random()), random.random()
 
 
 def draws(backend):
-    """Return what forward draws, by step and shard, and what the program draws between the steps."""
+    """Return the random numbers of forward by step and shard, and those that the program draws between steps."""
     case, found, between = CASES["drawing"], {}, []
     trainer = trainer_of(backend, case)
     seen = []
@@ -104,7 +104,7 @@ def draws_alone():
 
 
 @worlds(("torch", 2), ("horovod", 3), ("shm", 3), ("torch", 4))
-def test_random_numbers_are_those_of_the_step_and_the_shard(real, draws_alone):
+def test_random_numbers_depend_on_the_step_and_the_shard_only(real, draws_alone):
     found, between = draws_alone
     together = real(draws)
     assert {key: value for mine, _ in together for key, value in mine.items()} == found
@@ -162,7 +162,7 @@ def changed_buffers(backend):
     return model.mean.tolist()
 
 
-def test_buffers_are_averaged_counted_or_kept():
+def test_each_kind_of_buffer_is_averaged_or_counted_or_kept():
     x = vector_batch()[0]
     mean = torch.zeros(4)
     for _ in range(3):
@@ -212,7 +212,7 @@ def test_buffers_without_a_common_value_are_refused_by_name(name, message):
 
 
 def unequal_on_every_rank(backend):
-    """Shards with unequally many passes: what rank 0's do is seen to be unequal on all ranks."""
+    """Take a step whose shards change a counter by unequal amounts in a pass: every rank must raise."""
 
     def change(model, x):
         model.samples += len(x)

@@ -59,7 +59,7 @@ def arguments(name, texts, folder):
 
 
 def train(backend, flags, stop_after=None):
-    """Train, or until after a step in which the last rank gets SIGTERM; return the weights' hash, or what it says then."""
+    """Train, at most until the last rank gets SIGTERM; return the weights' hash, or the message of that end."""
     step = loop.Run._step
 
     def step_and_stop(run):
@@ -77,7 +77,7 @@ def train(backend, flags, stop_after=None):
 
 
 def result(folder):
-    """Return all that a run leaves but what depends on time and place: metrics, summary, and the last checkpoint."""
+    """Return what a run leaves, without times and places: metrics, summary, and the last checkpoint."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     records = [{k: v for k, v in line.items() if k not in ("samples_per_second", "time")} for line in lines]
@@ -93,7 +93,7 @@ def train_alone(flags, stop_after=None):
 
 @pytest.fixture(scope="module")
 def alone(texts, tmp_path_factory):
-    """What each run leaves on one rank."""
+    """Return what each run leaves on one rank."""
     found = {}
     for name in RUNS:
         folder = tmp_path_factory.mktemp("alone") / "run"
@@ -115,7 +115,7 @@ CHAIN = [("torch", 4), ("local", 1), ("horovod", 3), ("shm", 2)]
 
 @pytest.mark.parametrize("name", ["digits", "text"])
 def test_an_interrupted_run_goes_on_anywhere(name, pool, texts, tmp_path, alone):
-    """Stopped by a signal to the last rank, which in the world of four has no shard of three."""
+    """The signal goes to the last rank, which owns no shard in a world of four ranks with three shards."""
     require_horovod()
     flags = arguments(name, texts, tmp_path)
     for number, (world, size) in enumerate(CHAIN, 1):
@@ -138,10 +138,13 @@ def test_another_number_of_virtual_ranks_is_not_resumed(texts, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--compress", "fp16"], "--compress rounds what each rank sends, and with --virtual-ranks 4"),
-        (["--compile"], "--compile is not known to give equal bits"),
+        (
+            ["--compress", "fp16"],
+            "--compress rounds each rank's own sums, so bits depend on the ranks: leave it or --virtual-ranks 4 out",
+        ),
+        (["--compile"], "--compile may give other bits at each number of ranks"),
         (["--data-parallel"], "--data-parallel splits batches over GPUs by itself"),
-        (["--sync-batchnorm"], "with --virtual-ranks 4 it needs as many ranks, and this job has 1: start 4"),
+        (["--sync-batchnorm"], "with --virtual-ranks 4 needs one rank for each virtual rank, and this job has 1: start 4"),
     ],
 )
 def test_settings_that_depend_on_the_ranks_are_refused(more, message, tmp_path):

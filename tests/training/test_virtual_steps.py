@@ -1,4 +1,4 @@
-"""Steps of a trainer with virtual ranks that fail, or are refused, and what ranks without shards contribute."""
+"""Steps with virtual ranks that fail or are refused, and the control flags of ranks without shards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trainer_with(model, backend, shards=4, **options):
 
 
 class Stumbling(nn.Module):
-    """Forward raises where the first input is 99."""
+    """Model whose forward raises if the first input is 99."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def test_a_step_whose_forward_raised_can_be_repeated():
 
 
 @pytest.mark.parametrize("shard", range(4))
-def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_the_rank(shard):
+def test_a_loss_that_is_not_finite_changes_no_state_and_names_the_rank(shard):
     untroubled = run_threads(1, tried, [], 0, None)[0]
     for size in (1, 2, 3, 5):
         rank = {1: [0, 0, 0, 0], 2: [0, 0, 1, 1], 3: [0, 0, 1, 2], 5: [0, 1, 2, 3]}[size][shard]
@@ -83,7 +83,7 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_and_names_the_rank(shard):
 
 
 def partly_sent(backend):
-    """The last shard's backward raises after a bucket was sent."""
+    """Take a step in which the last shard's backward raises after a bucket was sent."""
     model = perceptron()
     with small_buckets((1 << 3, 1 << 4)):
         trainer = trainer_with(model, backend)
@@ -159,7 +159,7 @@ def refused(backend):
     with pytest.raises(ValueError, match="only a trainer with virtual_ranks has shards"):
         plain.split(samples())
     for one, other, message in (
-        (trainer, plain, "is of a trainer with virtual_ranks=4: give it too"),
+        (trainer, plain, "is of a trainer with virtual_ranks=4: give that too"),
         (trainer, trainer_with(model, backend, shards=2), "virtual_ranks=4, not 2: give virtual_ranks=4"),
     ):
         with pytest.raises(UserError, match=message):
@@ -229,7 +229,7 @@ def test_a_batch_may_be_a_list_of_inputs_and_targets():
 
 
 def synchronized(backend):
-    """Return a hash of a model whose BatchNorm has the statistics of all ranks, as many as there are shards."""
+    """Return a hash of a model with SyncBatchNorm, trained with as many ranks as shards."""
     generator = torch.Generator().manual_seed(1)
     layers = nn.Linear(6, 300), nn.BatchNorm1d(300), nn.Tanh(), nn.Linear(300, 3)
     model = seeded(nn.Sequential(*layers))
@@ -265,7 +265,7 @@ def test_synchronized_statistics_need_a_rank_for_each_shard():
 
 
 def continued(backend, path, first, steps):
-    """Go on from ``path``, unless it is the start; save the state there; return the hash of all state."""
+    """Resume from ``path``, except at the start; save the state there; return the hash of all state."""
     case = CASES["narrow"]
     trainer = trainer_of(backend, case)
     if first:
@@ -277,7 +277,7 @@ def continued(backend, path, first, steps):
     return digest(trainer)
 
 
-def test_a_saved_state_goes_on_at_any_number_of_ranks(tmp_path):
+def test_a_saved_state_resumes_on_any_number_of_ranks(tmp_path):
     whole = run_threads(2, continued, str(tmp_path / "whole"), 0, 6)[0]
     for number, size in enumerate((4, 1, 3, 2, 6, 5)):
         found = run_threads(size, continued, str(tmp_path / "chain"), number, 1)

@@ -1,4 +1,4 @@
-"""Trainings with virtual ranks whose result must have the same bits in every world, and a hash of all of it."""
+"""Trainings with virtual ranks whose results must have the same bits in every world, and hashes of these results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models_for_tests import CLASSES, seeded, small_buckets
 
 
 class ConvNet(nn.Module):
-    """BatchNorm and dropout; images (n, 3, 6, 6)."""
+    """Model of images (n, 3, 6, 6), with BatchNorm and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ConvNet(nn.Module):
 
 
 class Statistics(nn.Module):
-    """BatchNorm of vectors (n, …), and dropout."""
+    """Model of vectors (n, …), with BatchNorm and dropout."""
 
     def __init__(self, inputs: int = 4, outputs: int = 3, dropout: float = 0.0) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Statistics(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Input and output share their weights; tokens (n, length)."""
+    """Model of tokens (n, length), whose input and output layers share their weights."""
 
     def __init__(self, length: int = 5, tokens: int = 11) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def relative(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """One layer is frozen, one is used by some shards alone, one never; keeps a running mean; vectors (n, 4)."""
+    """Model of vectors (n, 4) with a running mean; one layer is frozen, one used in some shards only, one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Branches(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Forward draws from torch, numpy and Python, and keeps what it drew."""
+    """Model whose forward draws from torch, numpy and Python, and keeps the numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """One training: its model, what it is given, and the trainer's options."""
+    """One training: its model, its batches, and the trainer's options."""
 
     shards: int
     model: Callable[[], nn.Module]
@@ -142,7 +142,7 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-#: The third batch leaves shards empty, at 4 and more of them.
+#: With 4 or more shards, the third batch leaves some empty.
 SIZES = 13, 8, 3
 CASES = {
     "convnet": Case(4, ConvNet, (3, 6, 6), options={"ema": 0.9, "clip_norm": 0.5}),
@@ -170,7 +170,7 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def passes(shard: Any, accumulate: int) -> Any:
-    """Split a shard into as many passes."""
+    """Split a shard into ``accumulate`` passes, fewer if it has fewer samples."""
     if shard is None:
         return None
     count = min(accumulate, len(shard[1]))
@@ -227,7 +227,7 @@ def digest(trainer: Trainer, *more: Any) -> str:
 
 
 def trained(backend: Any, names: tuple[str, ...]) -> dict[str, str]:
-    """Return a hash of all that each case's training leaves, its metrics included."""
+    """Return a hash of everything that the training of each case leaves, including its metrics."""
     results = {}
     for name in names:
         case = CASES[name]
