@@ -137,7 +137,7 @@ class Run:
         self.trainer = Trainer(model, optimizer, CrossEntropy(step.label_smoothing), backend=backend, **options)
         self.mine = [backend.rank] if step.virtual_ranks is None else list(self.trainer.shards)
         self._stream: Iterator[Tensors] | None = None
-        self.attempt = Attempt(lock.is_mine)
+        self.attempt = Attempt(lock)
 
     def _prepare(self, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """Return the optimizer, and the trainer's other arguments. Not collective: it may fail on one rank."""
@@ -180,15 +180,23 @@ class Run:
 
         on_rank_zero(self.backend, "run folder", prepare)
         self.records = on_all_ranks(self.backend, "run folder", self._records)
-        self.writer = Writer(self.folder, output.keep, self.records.print, limit, lock)
-        other = output.resume_file.parent if output.resume_file else None
-        if saved is not None and not restore_best(self.trainer, self.cursor, saved, self.folder, other, lock):
+        try:
+            self.writer = Writer(self.folder, output.keep, self.records.print, limit, lock)
+            if saved is not None:
+                self._restore_best(saved, output.resume_file)
+            self.attempt.begin(self.folder, self.cursor.step, self.backend)
+        except BaseException:
+            self.records.close()
+            raise
+
+    def _restore_best(self, saved: dict[str, Any], file: Path | None) -> None:
+        other = file.parent if file else None
+        if not restore_best(self.trainer, self.cursor, saved, self.folder, other, self.lock):
             step = self.cursor.best["step"]
             self.records.print(
                 f"the checkpoint of the best evaluation (step {step}) is gone: the best is chosen from now on"
             )
             self.cursor.best, self.cursor.stale = {}, 0
-        self.attempt.begin(self.folder, self.cursor.step, self.backend)
 
     def _records(self) -> Records:
         return Records(

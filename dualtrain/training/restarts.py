@@ -19,7 +19,7 @@ from dualtrain.errors import DivergedError, UserError, is_final
 from dualtrain.files import or_nothing, read_json, write_json
 from dualtrain.training import checkpoint
 from dualtrain.training.attempts import Attempt, Death, Event, append_events, as_event, deaths_of, new_death, read_events
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.training.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
 DEATHS = 3  # in a row, after the same step
@@ -27,8 +27,8 @@ DEATHS = 3  # in a row, after the same step
 _UNRELATED = ("resume", "run_dir")
 
 
-def check_restart(output: OutputSection, settings: Mapping[str, Any]) -> None:
-    """Refuse a start that would end as the one before. On rank 0, which has the folder's lock if there is a run in it.
+def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: FolderLock) -> None:
+    """Refuse a start that would end as the one before. On rank 0, whose ``lock`` has the folder if there is a run in it.
 
     A start whose settings were changed goes on, as does one with ``--resume``, but not ``--resume auto``: a restart by a
     launcher has the same command line, and a person who has repaired something chooses.
@@ -44,7 +44,7 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any]) -> None:
         return  # it holds another run, and is refused for that
     path = folder / NAME
     if not path.exists():
-        _check_deaths(folder, settings)
+        _check_deaths(folder, settings, lock)
     found = or_nothing(partial(read_json, path))
     if isinstance(found.get("reason"), str) and found.get("settings") == _related(settings):
         raise UserError(
@@ -53,7 +53,7 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _check_deaths(folder: Path, settings: Mapping[str, Any]) -> None:
+def _check_deaths(folder: Path, settings: Mapping[str, Any], lock: FolderLock) -> None:
     """Forbid to restart a run that has died after the same step again and again."""
     events = read_events(folder)
     death = new_death(folder, events)
@@ -66,9 +66,9 @@ def _check_deaths(folder: Path, settings: Mapping[str, Any]) -> None:
         f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or what comes before it (the last "
         f"time: {death.describe()})"
     )
-    forbid_restart(folder, reason, settings)
+    forbid_restart(folder, reason, settings, lock)
     # Those deaths count no more once a person has removed the file.
-    append_events(folder, as_event(death), {"event": "refusal", "reason": reason})
+    append_events(folder, lock, as_event(death), {"event": "refusal", "reason": reason})
 
 
 def _since_refusal(events: Sequence[Event]) -> list[Death]:
@@ -85,10 +85,10 @@ def step_of_deaths(deaths: Sequence[Death]) -> int | None:
     return steps[0] if len(steps) == DEATHS and len(set(steps)) == 1 else None
 
 
-def forbid_restart(folder: Path, reason: str, settings: Mapping[str, Any]) -> None:
-    """Write the file that starts with these ``settings`` are refused by. Raises OSError."""
+def forbid_restart(folder: Path, reason: str, settings: Mapping[str, Any], lock: FolderLock) -> None:
+    """Write the file that starts with these ``settings`` are refused by. Raises OSError, SupersededError."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    write_json(folder / NAME, {"reason": reason, "since": since, "settings": _related(settings)})
+    write_json(folder / NAME, {"reason": reason, "since": since, "settings": _related(settings)}, lock.check)
 
 
 def allow_restart(folder: Path, lock: FolderLock) -> None:
@@ -116,7 +116,7 @@ def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) ->
         except (UserError, DivergedError) as error:
             shared = isinstance(error, DivergedError) or error.shared
             if is_final(error) and attempt.is_newest and not (shared and backend.rank):
-                with suppress(OSError):  # a restart ends in the same way, and then writes it
-                    forbid_restart(attempt.folder, str(error), settings)
+                with suppress(OSError, SupersededError):  # a restart ends in the same way, and then writes it
+                    forbid_restart(attempt.folder, str(error), settings, attempt.lock)
                 attempt.refuse(str(error))
             raise

@@ -115,7 +115,7 @@ def test_what_is_put_aside_replaces_nothing_that_was(tmp_path):
         (tmp_path / "step").write_bytes(content)
         os.link(tmp_path / "step", tmp_path / "best")
         for name in ("step", "best"):  # two names of one file: it is kept once
-            checkpoint.put_aside(tmp_path / name, tmp_path / "step")
+            checkpoint.put_aside(tmp_path / name, tmp_path / "step", FolderLock())
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert kept == {"step.aside": b"first", "step.aside-2": b"second"}
 
