@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import Sampler, share
 from dualtrain.data.text import CHOSEN
-from dualtrain.errors import DivergedError, StoppedError, UserError, enough_memory
+from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError, enough_memory
 from dualtrain.training import checkpoint
 from dualtrain.training.assemble import (
     check_batches,
@@ -246,7 +247,7 @@ class Run:
         """Run the steps that are left, then write the model and the summary, which is returned. Collective; blocks."""
         cursor, self.signals = self.cursor, signals
         self.clock = SaveClock(self.config.output.checkpoint_seconds)
-        with self.records:
+        with self.records, self._naming_the_step():
             self._print_opening()
             if self.backend.rank == 0:
                 self.attempt.train()
@@ -258,6 +259,15 @@ class Run:
                 self._end_epoch()
             self.writer.wait()
             return self._conclude()
+
+    @contextmanager
+    def _naming_the_step(self) -> Iterator[None]:
+        """Say in the error of a collective operation which step it came after."""
+        try:
+            yield
+        except BackendError as error:
+            error.args = (f"after step {self.cursor.step}: {error}",)
+            raise
 
     def _plan(self) -> Iterator[Batch]:
         """Yield this rank's backward passes of the rest of the epoch, in order. Read ahead of the steps."""

@@ -16,7 +16,7 @@ import pytest
 import dualtrain.training.loop as loop
 from dualtrain.backends import Backend, connect
 from dualtrain.config import OutputSection, parse
-from dualtrain.errors import BackendError, DivergedError, PeerFailure, StoppedError, UserError
+from dualtrain.errors import BackendError, DivergedError, PeerFailedError, PeerFailure, StoppedError, UserError
 from dualtrain.training import attempts, last_step, restarts
 from dualtrain.training.attempts import Attempt, Death
 from dualtrain.training.folder_lock import FolderLock
@@ -193,6 +193,12 @@ def test_nothing_is_recorded_once_another_process_has_the_folder(tmp_path, monke
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_only_the_process_that_has_the_folder_adds_events(tmp_path):
+    with pytest.raises(UserError, match="took over"):
+        attempts.append_events(tmp_path, Superseded(), {"event": "refusal", "reason": "bad data"})
+    assert list(tmp_path.iterdir()) == []
+
+
 def died(folder: Path, backend: Backend) -> None:
     """Let two attempts die after step 2; as a third one does that begins there."""
     for _ in range(2):
@@ -258,6 +264,16 @@ def test_what_another_rank_reports_is_the_cause(tmp_path, monkeypatch):
         assert death is not None
         assert (death.cause, death.rank, death.trained, death.step) == ("died: without a report", 3, False, 5)
         assert death.describe() == "rank 3 died: without a report, while it started"
+
+
+@pytest.mark.parametrize(
+    "error", [BackendError("the sum failed"), PeerFailedError("the sum failed", PeerFailure(1, "died"))]
+)
+def test_the_error_of_an_operation_names_the_step(tmp_path, error):
+    ends(tmp_path, error, 3)
+    assert str(error) == "after step 3: the sum failed"
+    summary = auto(tmp_path)
+    assert [(one["cause"], one["step"]) for one in summary["recoveries"]] == [("after step 3: the sum failed", 3)]
 
 
 def test_lines_that_are_no_events_are_left_out(tmp_path):
