@@ -68,12 +68,12 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         )
     name = given_job() or new_job()  # by which a restart finds its run
     with _signals() as inbox:
-        for number in range(restarts + 1):
-            job = _Job(inbox, restarts - number)
+        for restart in range(1, restarts + 2):
+            job = _Job(inbox)
             status = _run(job, body, arguments, nproc, name)
-            if not job.is_restarted(status):
+            if restart > restarts or not job.may_restart(status):
                 break
-            print_error(f"the job has ended with status {status}: restart {number + 1} of {restarts}")
+            print_error(f"the job has ended with status {status}: restart {restart} of {restarts}")
         return status
 
 
@@ -97,9 +97,8 @@ def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str)
 class _Job:
     """The processes of one job, as seen by their parent."""
 
-    def __init__(self, inbox: int, restarts: int) -> None:
+    def __init__(self, inbox: int) -> None:
         self._inbox = inbox
-        self._restarts = restarts
         self._processes: list[BaseProcess] = []
         self._status: int | None = None  # the job's exit status, once a rank has failed
         self._save = False  # whether a checkpoint was requested before the first rank was started
@@ -140,9 +139,9 @@ class _Job:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
-    def is_restarted(self, status: int) -> bool:
-        """Return whether a job that has ended with ``status`` is started again."""
-        return self._restarts > 0 and status not in (0, 2) and self._stopped is None and not self._alive()
+    def may_restart(self, status: int) -> bool:
+        """Return whether a restart may help a job that has ended with ``status``."""
+        return status not in (0, 2) and self._stopped is None and not self._alive()
 
     def wait(self) -> int:
         """Wait until all ranks have exited, or cannot be ended; return the job's status."""

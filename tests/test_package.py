@@ -26,35 +26,6 @@ REQUIRED = {"numpy", "safetensors", "torch", "torchvision", "tqdm"}
 #: Distributions and modules that an installation without extras must not need.
 HEAVY = {"matplotlib", "pyyaml", "scikit-learn", "scipy", "torchinfo"}
 HEAVY_MODULES = ["matplotlib", "scipy", "sklearn", "torchinfo", "yaml"]
-#: Uses of ``dualtrain.hvd`` that the examples lack, for the type checker.
-HOROVOD_SCRIPT = """
-import torch
-
-import dualtrain.hvd as hvd
-
-hvd.init()
-model = torch.nn.Linear(2, 2)
-inner = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
-optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), compression=hvd.Compression.fp16, op=hvd.Adasum)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-mean: torch.Tensor = hvd.allreduce(torch.ones(2), name="x", op=hvd.Average)
-handle: int = hvd.allreduce_async(torch.ones(2))
-hvd.synchronize(handle)
-optimizer.synchronize()
-with optimizer.skip_synchronize():
-    optimizer.step()
-names: list[str] = hvd.allgather_object("x")
-last: int = hvd.join()
-
-
-@hvd.elastic.run
-def train(state: hvd.elastic.TorchState) -> None:
-    state.commit()
-
-
-train(hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0))
-"""
 BUILD = "import sys; out = sys.argv[1]; from setuptools import build_meta as b; b.build_sdist(out); b.build_wheel(out)"
 
 

@@ -1,8 +1,8 @@
 """Record the attempts of a run (one for each start) in its folder: what ended each, and what it took to recover.
 
-``attempts.jsonl`` has a line for each event. ``.progress`` has the last step of the newest attempt: rank 0 overwrites it
-after every step. Each attempt replaces both files: a process of an earlier attempt can still write to the old files, which
-it has open, but not to the new ones.
+``attempts.jsonl`` has a line for each event, and ``.progress`` the last step (:mod:`dualtrain.training.last_step`). Each
+attempt replaces both files: a process of an earlier attempt can still write to the old files, which it has open, but not to
+the new ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,10 +23,11 @@ from typing import Any
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, PeerFailure, StoppedError, UserError
 from dualtrain.files import parse_json, read_text, write_whole
+from dualtrain.training.folder_lock import FolderLock, SupersededError
+from dualtrain.training.last_step import LastStep, last_step_of
 from dualtrain.training.on_ranks import on_rank_zero
 
 NAME = "attempts.jsonl"
-PROGRESS = ".progress"
 UNKNOWN = "not known"
 _CAUSE_LENGTH = 300
 
@@ -126,11 +127,14 @@ def _is_event(value: Any) -> bool:
     fields = _FIELDS.get(str(value.get("event"))) if isinstance(value, dict) else None
     if fields is None or not all(isinstance(value.get(name, ...), kind) for name, kind in fields.items()):
         return False
+    if not isinstance(value.get("step", 0), int):  # a failure has one, but not in runs of 0.2.0
+        return False
     return all(math.isfinite(value[name]) for name in ("time", "seconds") if name in fields)
 
 
-def append_events(folder: Path, *events: Event) -> None:
-    """Append events to a folder's file. This process must hold the folder's lock. Raises OSError."""
+def append_events(folder: Path, lock: FolderLock, *events: Event) -> None:
+    """Append events to a folder's file. Raises OSError, SupersededError."""
+    lock.check()
     with (folder / NAME).open("ab") as file:
         file.write(_lines(events))
 
@@ -148,13 +152,15 @@ def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
     own = [event for event in events if event.get("attempt") == name]
     if any(event["event"] in ("death", "end") for event in own):
         return None
-    progress = _read_progress(folder, name)
+    progress = last_step_of(folder, name)
     step, moment = progress or (start["step"], start["time"])
     # The first failure is the cause of the others.
     failure = next((event for event in own if event["event"] == "failure"), None)
     if failure is None:
         return Death(name, moment, UNKNOWN, None, False, step, progress is not None)
     known = failure["cause"], failure["rank"], failure["requested"]
+    # Rank 0 may have been killed before it wrote the last step, which the rank that reports the failure knows.
+    step = max(step, failure.get("step", 0))
     return Death(name, failure["time"], *known, step, progress is not None)
 
 
@@ -179,15 +185,6 @@ def recoveries_in(folder: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _read_progress(folder: Path, attempt: str) -> tuple[int, float] | None:
-    """Return the last step of an attempt, and its time; ``None`` if it has not begun to train."""
-    with suppress(OSError, ValueError):
-        name, step, moment = read_text(folder / PROGRESS).split()
-        if name == attempt and math.isfinite(float(moment)):
-            return int(step), float(moment)
-    return None
-
-
 def _unrecovered(events: Sequence[Event]) -> list[Death]:
     """Return the deaths that no step has followed yet."""
     recovered = {event["attempt"] for event in events if event["event"] == "recovery"}
@@ -199,18 +196,16 @@ class Attempt:
 
     Only :meth:`begin` raises. What cannot be written is left out, so the cause of a death may stay unknown.
 
-    Args:
-        may_write: returns whether this process may still write into the run's folder; if not, nothing is recorded.
-
     Attributes:
+        lock: the lock of the run's folder; once another process has the folder, nothing is recorded.
         folder: the run's folder.
     """
 
-    def __init__(self, may_write: Callable[[], bool] = lambda: True) -> None:
-        self._may_write = may_write
+    def __init__(self, lock: FolderLock) -> None:
+        self.lock = lock
         self._name = ""
         self._file: int | None = None  # attempts.jsonl
-        self._progress: int | None = None
+        self._last: LastStep | None = None
         self._step = 0
         self._failed = False
         self._waiting: list[Death] = []  # the deaths that the first step recovers from
@@ -221,7 +216,7 @@ class Attempt:
         """Record the start of an attempt from ``step``, and how the attempt before died, if it did. Collective.
 
         Raises:
-            UserError: the record cannot be written.
+            UserError: the record cannot be written, or another process has the folder.
         """
         self.folder, self._step = folder, step
         self._name = on_rank_zero(backend, "run folder", self._begin)
@@ -238,7 +233,7 @@ class Attempt:
             events.append(as_event(death))
         self._waiting = _unrecovered(events)
         events.append({"event": "start", "attempt": name, "time": time.time(), "step": self._step})
-        write_whole(folder / NAME, _lines(events))
+        write_whole(folder / NAME, _lines(events), self.lock.check)
         return name
 
     @property
@@ -247,32 +242,26 @@ class Attempt:
         with suppress(OSError):
             return (
                 self._file is not None
-                and self._may_write()
+                and self.lock.is_mine()
                 and os.path.samestat(os.fstat(self._file), (self.folder / NAME).stat())
             )
         return False
 
     def train(self) -> None:
         """Record that the first step begins. On rank 0."""
-        with suppress(OSError):
-            if self._file is not None and self._may_write():
-                write_whole(self.folder / PROGRESS, self._state())
-                self._progress = os.open(self.folder / PROGRESS, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with suppress(OSError, SupersededError):
+            if self._file is not None:
+                self._last = LastStep(self.folder, self._name, self._step, self.lock)
 
     def step(self, step: int) -> list[str]:
         """Record a completed step; the first one returns a line for each death that it recovers from. On rank 0."""
         self._step, start = step, self._step
-        if self._progress is not None and self._may_write():
-            with suppress(OSError):
-                os.pwrite(self._progress, self._state(), 0)
+        if self._last is not None:
+            self._last.note(step)
         if not self._waiting:
             return []
         waiting, self._waiting = self._waiting, []
         return [self._recover(death, start) for death in waiting]
-
-    def _state(self) -> bytes:
-        # Fixed length: a shorter text would leave the end of the text before it.
-        return f"{self._name} {self._step:>20} {time.time():20.3f}\n".encode()
 
     def _recover(self, death: Death, start: int) -> str:
         repeated, seconds = max(0, death.step - start), max(0.0, time.time() - death.time)
@@ -287,7 +276,7 @@ class Attempt:
             return
         self._failed = True
         cause = (cause.strip().splitlines() or [UNKNOWN])[0][:_CAUSE_LENGTH]
-        moment = {"attempt": self._name, "time": time.time()}
+        moment = {"attempt": self._name, "time": time.time(), "step": self._step}
         self._append({"event": "failure", **moment, "cause": cause, "rank": rank, "requested": requested})
 
     def refuse(self, reason: str) -> None:
@@ -300,16 +289,18 @@ class Attempt:
 
     def _append(self, event: Event) -> None:
         with self._writing, suppress(OSError):
-            if self._file is not None and self._may_write():
+            if self._file is not None and self.lock.is_mine():
                 os.write(self._file, _lines([event]))
 
     def close(self) -> None:
         """Close the files; later records are dropped."""
+        if self._last is not None:
+            self._last.close()
+            self._last = None
         with self._writing:
-            for descriptor in (self._file, self._progress):
-                if descriptor is not None:
-                    os.close(descriptor)
-            self._file = self._progress = None
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
 
     @contextmanager
     def noting(self, backend: Backend) -> Iterator[None]:

@@ -76,9 +76,10 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}.safetensors"
 
 
-def drop_old(folder: Path, kept: int) -> None:
-    """Remove all but the ``kept`` newest checkpoints; the best one has its own file."""
+def drop_old(folder: Path, kept: int, lock: FolderLock) -> None:
+    """Remove all but the ``kept`` newest checkpoints; the best one has its own file. Raises OSError, SupersededError."""
     for old in found(folder)[kept:]:
+        lock.check()
         old.unlink(missing_ok=True)
 
 
@@ -161,24 +162,32 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
     raise UserError("; ".join([*problems, f"{str(folder)!r} holds no checkpoint to go on from: start without --resume"]))
 
 
-def set_aside(folder: Path, step: int) -> None:
-    """Rename the checkpoints of steps after ``step``, including the best: keep them, but never resume from them."""
+def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
+    """Rename the checkpoints of steps after ``step``, including the best: keep them, but never resume from them.
+
+    Raises OSError, SupersededError.
+    """
     for path in found(folder):
         if step_of_name(path) > step:
-            put_aside(path, path)
+            put_aside(path, path, lock)
     best = folder / BEST
     of = step_in(best)
     if of is not None and of > step:
-        put_aside(best, path_of(folder, of))
+        put_aside(best, path_of(folder, of), lock)
 
 
-def put_aside(path: Path, name: Path) -> None:
-    """Rename ``path`` to ``name``.aside, with a number if that file exists. Nothing reads such files."""
+def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
+    """Rename ``path`` to ``name``.aside, with a number if that file exists. Nothing reads such files.
+
+    Raises OSError, SupersededError.
+    """
     target, number = name.with_name(f"{name.name}.aside"), 1
     while target.exists() and not target.samefile(path):
         number += 1
         target = name.with_name(f"{name.name}.aside-{number}")
+    lock.check()
     path.replace(target)
+    lock.check()
     path.unlink(missing_ok=True)  # a rename between two links of one file does nothing
 
 

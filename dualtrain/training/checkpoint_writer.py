@@ -89,8 +89,7 @@ class Writer:
             state.write(path_of(self._checkpoints, step), self._lock)
             self._write_best(step)
             # Last: until the files of the best state are written, only the checkpoint of its step can restore them.
-            self._lock.check()
-            drop_old(self._checkpoints, self._kept)
+            drop_old(self._checkpoints, self._kept, self._lock)
             self.failed = None
         except SupersededError:
             pass  # the loop ends the run on all ranks

@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import Sampler, share
 from dualtrain.data.text import CHOSEN
-from dualtrain.errors import DivergedError, StoppedError, UserError, enough_memory
+from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError, enough_memory
 from dualtrain.training import checkpoint
 from dualtrain.training.assemble import (
     check_batches,
@@ -148,7 +149,7 @@ class Run:
         self.trainer = Trainer(model, optimizer, CrossEntropy(step.label_smoothing), backend=backend, **options)
         self.mine = [backend.rank] if step.virtual_ranks is None else list(self.trainer.shards)
         self._stream: Iterator[Tensors] | None = None
-        self.attempt = Attempt(lock.is_mine)
+        self.attempt = Attempt(lock)
 
     def _prepare(self, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """Return the optimizer, and the trainer's other arguments. Not collective: it may fail on one rank."""
@@ -191,15 +192,23 @@ class Run:
 
         on_rank_zero(self.backend, "run folder", prepare)
         self.records = on_all_ranks(self.backend, "run folder", self._records)
-        self.writer = Writer(self.folder, output.keep, self.records.print, limit, lock)
-        other = output.resume_file.parent if output.resume_file else None
-        if saved is not None and not restore_best(self.trainer, self.cursor, saved, self.folder, other, lock):
+        try:
+            self.writer = Writer(self.folder, output.keep, self.records.print, limit, lock)
+            if saved is not None:
+                self._restore_best(saved, output.resume_file)
+            self.attempt.begin(self.folder, self.cursor.step, self.backend)
+        except BaseException:
+            self.records.close()
+            raise
+
+    def _restore_best(self, saved: dict[str, Any], file: Path | None) -> None:
+        other = file.parent if file else None
+        if not restore_best(self.trainer, self.cursor, saved, self.folder, other, self.lock):
             step = self.cursor.best["step"]
             self.records.print(
                 f"the checkpoint of the best evaluation (step {step}) is gone: later evaluations are compared anew"
             )
             self.cursor.best, self.cursor.stale = {}, 0
-        self.attempt.begin(self.folder, self.cursor.step, self.backend)
 
     def _records(self) -> Records:
         return Records(
@@ -249,7 +258,7 @@ class Run:
         """Run the steps that are left, then write the model and the summary, which is returned. Collective; blocks."""
         cursor, self.signals = self.cursor, signals
         self.clock = SaveClock(self.config.output.checkpoint_seconds)
-        with self.records:
+        with self.records, self._naming_the_step():
             self._print_opening()
             if self.backend.rank == 0:
                 self.attempt.train()
@@ -261,6 +270,15 @@ class Run:
                 self._end_epoch()
             self.writer.wait()
             return self._conclude()
+
+    @contextmanager
+    def _naming_the_step(self) -> Iterator[None]:
+        """Say in the error of a collective operation which step it came after."""
+        try:
+            yield
+        except BackendError as error:
+            error.args = (f"after step {self.cursor.step}: {error}",)
+            raise
 
     def _plan(self) -> Iterator[Batch]:
         """Yield this rank's batches for the rest of the epoch, one for each backward pass. The loader reads ahead."""

@@ -57,6 +57,10 @@ class Records:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.progress.__exit__(kind, error, trace)
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         for file in (self._metrics, self._board):
             if file is not None:
                 with suppress(OSError):  # the failed write has been reported

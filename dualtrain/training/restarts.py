@@ -20,7 +20,7 @@ from dualtrain.errors import DivergedError, UserError, is_final
 from dualtrain.files import or_nothing, read_json, write_json
 from dualtrain.training import checkpoint
 from dualtrain.training.attempts import Attempt, Death, Event, append_events, as_event, deaths_of, new_death, read_events
-from dualtrain.training.folder_lock import FolderLock
+from dualtrain.training.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
 DEATHS = 3  # in a row, after the same step
@@ -28,7 +28,7 @@ DEATHS = 3  # in a row, after the same step
 _UNRELATED = ("resume", "run_dir")
 
 
-def check_restart(output: OutputSection, settings: Mapping[str, Any]) -> None:
+def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: FolderLock) -> None:
     """Refuse a start that would end like the one before. On rank 0, which has the folder's lock if it holds a run.
 
     A start with other settings is allowed, and so is a plain ``--resume`` or ``--resume FILE``, which a person has chosen.
@@ -45,7 +45,7 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any]) -> None:
         return  # another run is in it, for which the start is refused elsewhere
     path = folder / NAME
     if not path.exists():
-        _check_deaths(folder, settings)
+        _check_deaths(folder, settings, lock)
     found = or_nothing(partial(read_json, path))
     if isinstance(found.get("reason"), str) and found.get("settings") == _related(settings):
         raise UserError(
@@ -54,7 +54,7 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _check_deaths(folder: Path, settings: Mapping[str, Any]) -> None:
+def _check_deaths(folder: Path, settings: Mapping[str, Any], lock: FolderLock) -> None:
     """Forbid the restart of a run that has died ``DEATHS`` times in a row after the same step."""
     events = read_events(folder)
     death = new_death(folder, events)
@@ -67,9 +67,9 @@ def _check_deaths(folder: Path, settings: Mapping[str, Any]) -> None:
         f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or what comes before it (the last "
         f"time: {death.describe()})"
     )
-    forbid_restart(folder, reason, settings)
+    forbid_restart(folder, reason, settings, lock)
     # After a person has removed the file, these deaths must not count again.
-    append_events(folder, as_event(death), {"event": "refusal", "reason": reason})
+    append_events(folder, lock, as_event(death), {"event": "refusal", "reason": reason})
 
 
 def _since_refusal(events: Sequence[Event]) -> list[Death]:
@@ -86,10 +86,10 @@ def step_of_deaths(deaths: Sequence[Death]) -> int | None:
     return steps[0] if len(steps) == DEATHS and len(set(steps)) == 1 else None
 
 
-def forbid_restart(folder: Path, reason: str, settings: Mapping[str, Any]) -> None:
-    """Write the file that makes later starts with these ``settings`` fail. Raises OSError."""
+def forbid_restart(folder: Path, reason: str, settings: Mapping[str, Any], lock: FolderLock) -> None:
+    """Write the file that makes later starts with these ``settings`` fail. Raises OSError, SupersededError."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    write_json(folder / NAME, {"reason": reason, "since": since, "settings": _related(settings)})
+    write_json(folder / NAME, {"reason": reason, "since": since, "settings": _related(settings)}, lock.check)
 
 
 def allow_restart(folder: Path, lock: FolderLock) -> None:
@@ -117,7 +117,7 @@ def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) ->
         except (UserError, DivergedError) as error:
             shared = isinstance(error, DivergedError) or error.shared
             if is_final(error) and attempt.is_newest and not (shared and backend.rank):
-                with suppress(OSError):  # the restart then fails in the same way, and writes the file
-                    forbid_restart(attempt.folder, str(error), settings)
+                with suppress(OSError, SupersededError):  # the restart then fails in the same way, and writes the file
+                    forbid_restart(attempt.folder, str(error), settings, attempt.lock)
                 attempt.refuse(str(error))
             raise

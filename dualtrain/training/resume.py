@@ -136,15 +136,15 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     """
     lock.check()
     remove_temporary(folder / "checkpoints", _CHECKPOINTS)
-    checkpoint.set_aside(folder / "checkpoints", step)
+    checkpoint.set_aside(folder / "checkpoints", step, lock)
     weights = folder / BEST_WEIGHTS
     of = step_of(weights)
     if of is not None and of > step:
-        checkpoint.put_aside(weights, weights)
+        checkpoint.put_aside(weights, weights, lock)
     summary = folder / "summary.json"
     of = or_nothing(lambda: read_json(summary)).get("steps")
     if type(of) is int and of > step:
-        checkpoint.put_aside(summary, summary)  # else a restart would conclude that the run has ended
+        checkpoint.put_aside(summary, summary, lock)  # else a restart would conclude that the run has ended
 
 
 def restore_best(

@@ -108,7 +108,7 @@ def _enter(
         _runs[job] += 1
         lock.job = job if _runs[job] == 1 else f"{job}.{_runs[job]}"
     folder, resume = enter(output, name, lock, settings["timeout"])
-    check_restart(replace(output, run_dir=folder, resume=resume), settings)
+    check_restart(replace(output, run_dir=folder, resume=resume), settings, lock)
     return folder, resume
 
 

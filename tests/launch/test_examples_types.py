@@ -10,10 +10,40 @@ import zipfile
 import pytest
 
 from tests.pool import ROOT
-from tests.test_package import HOROVOD_SCRIPT, built  # noqa: F401 - a fixture
+from tests.test_package import built  # noqa: F401 - a fixture
 from tests.test_readme import EXAMPLES
 
 pytestmark = pytest.mark.xdist_group("package")  # built once
+
+#: What scripts use of ``dualtrain.hvd`` beside the examples.
+HOROVOD_SCRIPT = """
+import torch
+
+import dualtrain.hvd as hvd
+
+hvd.init()
+model = torch.nn.Linear(2, 2)
+inner = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
+optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), compression=hvd.Compression.fp16, op=hvd.Adasum)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+mean: torch.Tensor = hvd.allreduce(torch.ones(2), name="x", op=hvd.Average)
+handle: int = hvd.allreduce_async(torch.ones(2))
+hvd.synchronize(handle)
+optimizer.synchronize()
+with optimizer.skip_synchronize():
+    optimizer.step()
+names: list[str] = hvd.allgather_object("x")
+last: int = hvd.join()
+
+
+@hvd.elastic.run
+def train(state: hvd.elastic.TorchState) -> None:
+    state.commit()
+
+
+train(hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0))
+"""
 
 
 def test_strict_type_checks_of_the_pages_examples_pass(built, tmp_path):  # noqa: F811

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dualtrain.training.loop as loop
-from dualtrain.backends import connect
-from dualtrain.config import parse
-from dualtrain.errors import BackendError, DivergedError, PeerFailure, StoppedError, UserError
-from dualtrain.training import attempts, restarts
+from dualtrain.backends import Backend, connect
+from dualtrain.config import OutputSection, parse
+from dualtrain.errors import BackendError, DivergedError, PeerFailedError, PeerFailure, StoppedError, UserError
+from dualtrain.training import attempts, last_step, restarts
 from dualtrain.training.attempts import Attempt, Death
+from dualtrain.training.folder_lock import FolderLock
 
 #: Four steps, an evaluation every two.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0", "--epochs", "2")
@@ -93,12 +95,12 @@ def test_steps_that_are_computed_again_are_counted(tmp_path, capsys):
 
 def test_a_process_of_an_earlier_attempt_changes_nothing(tmp_path):
     with connect("local") as backend:
-        old, new = Attempt(), Attempt()
+        old, new = Attempt(FolderLock()), Attempt(FolderLock())
         old.begin(tmp_path, 0, backend)
         old.train()
         new.begin(tmp_path, 0, backend)
         new.train()
-        files = [tmp_path / attempts.NAME, tmp_path / attempts.PROGRESS]
+        files = [tmp_path / attempts.NAME, tmp_path / last_step.PROGRESS]
         before = [path.read_bytes() for path in files]
         assert not old.is_newest
         assert new.is_newest
@@ -112,6 +114,84 @@ def test_a_process_of_an_earlier_attempt_changes_nothing(tmp_path):
         new.close()
 
 
+def test_a_step_is_written_before_the_next_one(tmp_path):
+    with connect("local") as backend:
+        attempt = Attempt(FolderLock())
+        attempt.begin(tmp_path, 0, backend)
+        attempt.train()
+        name = attempts.read_events(tmp_path)[-1]["attempt"]
+        for step in range(1, 5):
+            attempt.step(step)
+            assert last_step.last_step_of(tmp_path, name)[0] == step
+        attempt.close()
+
+
+class Superseded(FolderLock):
+    """A lock on a folder that another process has taken over since."""
+
+    def is_mine(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("call", ["begin", "train", "step", "fail", "refuse", "end", "forbid", "deaths"])
+def test_nothing_is_recorded_once_another_process_has_the_folder(tmp_path, monkeypatch, call):
+    calls = {
+        "train": lambda: attempt.train(),
+        "step": lambda: attempt.step(3),
+        "fail": lambda: attempt.fail("stopped", 0),
+        "refuse": lambda: attempt.refuse("bad data"),
+        "end": lambda: attempt.end(),
+        "forbid": lambda: diverge(attempt, backend),
+        "begin": lambda: Attempt(attempt.lock).begin(tmp_path, 2, backend),
+        "deaths": lambda: restarts.check_restart(OutputSection(run_dir=str(tmp_path), resume="auto"), {}, attempt.lock),
+    }
+    with connect("local") as backend:
+        died(tmp_path, backend)
+        attempt = Attempt(FolderLock())
+        attempt.begin(tmp_path, 2, backend)
+        if call not in ("train", "begin"):
+            attempt.train()
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        attempt.lock.__class__ = Superseded
+        with suppress(UserError, DivergedError):
+            calls[call]()
+        attempt.close()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_only_the_process_that_has_the_folder_adds_events(tmp_path):
+    with pytest.raises(UserError, match="took over"):
+        attempts.append_events(tmp_path, Superseded(), {"event": "refusal", "reason": "bad data"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def died(folder: Path, backend: Backend) -> None:
+    """Let two attempts die after step 2; as a third one does that begins there."""
+    for _ in range(2):
+        attempt = Attempt(FolderLock())
+        attempt.begin(folder, 2, backend)
+        attempt.train()
+        attempt.close()
+
+
+def diverge(attempt: Attempt, backend: Backend) -> None:
+    with restarts.recorded(attempt, {}, backend):
+        raise DivergedError("inf")
+
+
+@pytest.mark.parametrize("more", [{}, {"step": 8}, {"step": 6}, {"step": "8"}])
+def test_a_report_of_a_later_step_than_was_written_counts(tmp_path, more):
+    start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
+    failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "died", "rank": 0, "requested": False, **more}
+    (tmp_path / attempts.NAME).write_text(f"{json.dumps(start)}\n{json.dumps(failure)}\n")
+    (tmp_path / last_step.PROGRESS).write_text("a 7 1.5\n")
+    events = attempts.read_events(tmp_path)
+    death = attempts.new_death(tmp_path, events)
+    assert death is not None
+    assert len(events) == 1 + (more != {"step": "8"})
+    assert death.step == (8 if more == {"step": 8} else 7)
+
+
 def test_what_another_rank_reports_is_the_cause(tmp_path, monkeypatch):
     with connect("local") as backend:
         reports: list[PeerFailure] = []
@@ -121,7 +201,7 @@ def test_what_another_rank_reports_is_the_cause(tmp_path, monkeypatch):
             failure = None
 
         monkeypatch.setattr(backend, "watch", Watch())
-        attempt = Attempt()
+        attempt = Attempt(FolderLock())
         attempt.begin(tmp_path, 5, backend)
 
         def body() -> None:
@@ -139,13 +219,23 @@ def test_what_another_rank_reports_is_the_cause(tmp_path, monkeypatch):
         assert death.describe() == "rank 3 died: without a report, while it started"
 
 
+@pytest.mark.parametrize(
+    "error", [BackendError("the sum failed"), PeerFailedError("the sum failed", PeerFailure(1, "died"))]
+)
+def test_the_error_of_an_operation_names_the_step(tmp_path, error):
+    ends(tmp_path, error, 3)
+    assert str(error) == "after step 3: the sum failed"
+    summary = auto(tmp_path)
+    assert [(one["cause"], one["step"]) for one in summary["recoveries"]] == [("after step 3: the sum failed", 3)]
+
+
 def test_lines_that_are_no_events_are_left_out(tmp_path):
     good = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     bad = [[], {"event": []}, {"event": "start"}, {**good, "step": "2"}, {**good, "time": float("nan")}, {"event": "x"}]
     text = "\n".join(json.dumps(value) for value in [*bad, good])
     (tmp_path / attempts.NAME).write_bytes(b"\xff\n" + text.encode() + b'\n{"event"')
     assert attempts.read_events(tmp_path) == [good]
-    (tmp_path / attempts.PROGRESS).write_text("a x y")
+    (tmp_path / last_step.PROGRESS).write_text("a x y")
     death = attempts.new_death(tmp_path, [good])
     assert death == Death("a", 1.0, "not known", None, False, 2, False)
 
@@ -241,7 +331,7 @@ def test_a_full_disk_does_not_end_a_run_by_its_records(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with connect("local") as backend:
-        attempt = Attempt()
+        attempt = Attempt(FolderLock())
         attempt.begin(tmp_path, 0, backend)
         attempt.train()
         with monkeypatch.context() as patch:
@@ -249,7 +339,7 @@ def test_a_full_disk_does_not_end_a_run_by_its_records(tmp_path, monkeypatch):
             patch.setattr(os, "pwrite", full)
             attempt.step(1)
             attempt.fail("stopped", 0)
-        attempt.close()
+            attempt.close()
     death = attempts.new_death(tmp_path, attempts.read_events(tmp_path))
     assert death is not None
     assert (death.cause, death.step) == ("not known", 0)

@@ -11,6 +11,7 @@ import torch
 
 from dualtrain.errors import UserError
 from dualtrain.training import checkpoint
+from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.rank_state import random_state, restore_random_state
 
 TREE = {
@@ -26,7 +27,7 @@ TREE = {
 def save(folder, step, tree):
     path = checkpoint.path_of(folder, step)
     checkpoint.write(path, tree)
-    checkpoint.drop_old(folder, 3)
+    checkpoint.drop_old(folder, 3, FolderLock())
     return path
 
 

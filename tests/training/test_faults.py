@@ -115,7 +115,7 @@ def test_files_that_are_set_aside_replace_no_earlier_ones(tmp_path):
         (tmp_path / "step").write_bytes(content)
         os.link(tmp_path / "step", tmp_path / "best")
         for name in ("step", "best"):  # two links to one file: the file is kept once
-            checkpoint.put_aside(tmp_path / name, tmp_path / "step")
+            checkpoint.put_aside(tmp_path / name, tmp_path / "step", FolderLock())
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert kept == {"step.aside": b"first", "step.aside-2": b"second"}
 

@@ -25,7 +25,7 @@ from dualtrain.files import read_json
 from dualtrain.training import checkpoint, folder_lock, generation
 from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.folder_lock import FolderLock, SupersededError
-from tests.forked import Forked, holds, places
+from tests.forked import Forked, holds, places, run
 
 FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0", "--log-every", "1")
 LIMIT = 60.0
@@ -292,6 +292,65 @@ def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_wr
     assert error is None
     assert number > 20
     assert read_json(folder / "summary.json")["steps"] == 4
+
+
+#: Prints each change of a file of the run, and whether its thread looked at the generation between it and the one before.
+WATCHED = """
+import os, sys, threading
+from dualtrain.main import main
+from dualtrain.training.folder_lock import FolderLock
+
+last, is_mine = threading.local(), FolderLock.is_mine
+changes = {"open": 0, "os.remove": 0, "os.truncate": 0, "os.rename": 1, "os.link": 1}  # and which argument names the file
+
+def look(lock):
+    last.looked = is_mine(lock)
+    return last.looked
+
+def note(event, given):
+    if event not in changes or event == "open" and not given[2] & (os.O_CREAT | os.O_TRUNC):
+        return
+    path = str(given[changes[event]])
+    name = os.path.basename(path)
+    # Temporary files are made and removed by one process, and the generation's own file says which one that is.
+    if path.startswith(sys.argv[-1]) and not name.endswith(".tmp") and not name.startswith("generation-"):
+        print("changed" if getattr(last, "looked", False) else "changed without a look:", name)
+        last.looked = False
+
+FolderLock.is_mine = look
+sys.addaudithook(note)
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("case", ["begins", "goes on", "goes on from a file", "diverges"])
+def test_each_change_of_a_file_follows_a_look_at_the_generation(tmp_path, case):
+    folder = tmp_path / "run"
+    more, status = ("--resume", "auto", "--keep", "1", "--checkpoint-every", "1", "--run-dir", str(folder)), 0
+    expected = {"config.json", "task.json", "metrics.jsonl", "attempts.jsonl", ".progress"}
+    if case in ("goes on", "goes on from a file"):
+        train(folder, "--checkpoint-every", "1", "--epochs", "2")
+        (folder / "do-not-restart.json").write_text("{}")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("no metrics\n")
+        expected |= {"metrics.jsonl.aside", "do-not-restart.json"}
+    if case == "goes on from a file":
+        first = checkpoint.path_of(folder / "checkpoints", 2)
+        more = ("--resume", str(first), "--epochs", "3", *more[2:])
+        expected |= {"summary.json.aside", "model-best.safetensors.aside", "step-00000003.safetensors.aside"}
+    elif case == "goes on":
+        (folder / "model-best.safetensors").unlink()
+        more = ("--epochs", "3", *more)
+    elif case == "diverges":
+        more, status = ("--lr", "1e30", *more), 1
+        expected.add("do-not-restart.json")
+    end = run(("-c", WATCHED, *FLAGS, *more), tmp_path / "output")
+    assert end.returncode == status, end
+    assert "without a look" not in end.stdout, end.stdout
+    changed = {line.split()[1] for line in end.stdout.splitlines() if line.startswith("changed ")}
+    if status == 0:
+        expected |= {"summary.json", "model.safetensors", "model-best.safetensors", checkpoint.BEST}
+    assert expected <= changed, expected - changed
 
 
 #: The whole program, as on another host, with short renewals.

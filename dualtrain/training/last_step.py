@@ -1,0 +1,56 @@
+"""``.progress`` in a run's folder: the last step of the newest attempt, which rank 0 overwrites after every step."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from dualtrain.files import read_text, write_whole
+from dualtrain.training.folder_lock import FolderLock
+
+PROGRESS = ".progress"
+
+
+class LastStep:
+    """Writer of an attempt's last step. Construction replaces the file; raises OSError, SupersededError.
+
+    A process of an earlier attempt cannot change the file, because it has open the file that was replaced.
+
+    Args:
+        folder: the run's folder.
+        attempt: the attempt's name.
+        step: the last step before the attempt.
+        lock: the folder's lock; nothing is written once another process has the folder.
+    """
+
+    def __init__(self, folder: Path, attempt: str, step: int, lock: FolderLock) -> None:
+        self._attempt, self._lock = attempt, lock
+        path = folder / PROGRESS
+        write_whole(path, self._line(step), lock.check)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def note(self, step: int) -> None:
+        """Write a completed step. If that fails, the file keeps an earlier step."""
+        with suppress(OSError):
+            if self._lock.is_mine():
+                os.pwrite(self._descriptor, self._line(step), 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _line(self, step: int) -> bytes:
+        # Fixed length: a shorter text would leave the end of the text before it.
+        return f"{self._attempt} {step:>20} {time.time():20.3f}\n".encode()
+
+
+def last_step_of(folder: Path, attempt: str) -> tuple[int, float] | None:
+    """Return the last step of an attempt, and its time; ``None`` if it has not begun to train."""
+    with suppress(OSError, ValueError):
+        name, step, moment = read_text(folder / PROGRESS).split()
+        if name == attempt and math.isfinite(float(moment)):
+            return int(step), float(moment)
+    return None
