@@ -140,7 +140,7 @@ def test_a_signal_ends_the_ranks_and_is_the_status(start, number, status):
 
 def test_a_job_that_gets_sigterm_has_unlimited_time_to_stop(start):
     slow = "received = threading.Event()\nsignal.signal(signal.SIGTERM, lambda *_: received.set())\n"
-    slow += "print(f'pid {rank} {os.getpid()};', flush=True)\ntold.wait(60)\n"
+    slow += "print(f'pid {rank} {os.getpid()};', flush=True)\nreceived.wait(60)\n"
     slow += "if rank == 0:\n    time.sleep(1.5)\n    print('saved', flush=True)\nreturn 143"
     job = start(slow, settings=QUICK)
     job.await_ranks(2)
