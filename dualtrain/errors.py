@@ -73,6 +73,22 @@ class PeerFailedError(BackendError):
         return type(self), (str(self), self.failure)
 
 
+class RankFailedError(RuntimeError):
+    """A function that was started on several ranks failed on one of them, or that rank's process ended.
+
+    Attributes:
+        rank: the number of the rank.
+        trace: the traceback of the exception on that rank; empty if its process ended without one.
+        by_peer: whether it was a failed collective operation, of which another rank may be the cause.
+    """
+
+    def __init__(self, message: str, rank: int, trace: str = "", *, by_peer: bool = False) -> None:
+        super().__init__(f"{message}\n\n{trace}".rstrip() if trace else message)
+        self.rank = rank
+        self.trace = trace
+        self.by_peer = by_peer
+
+
 class DivergedError(RuntimeError):
     """The loss became infinite or NaN. Raised on every rank in the same step, before the weights are updated."""
 
