@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 #: Messages of torch's exceptions, of several types, for too little memory or a size beyond 64 bits.
 _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
@@ -87,6 +89,10 @@ class RankFailedError(RuntimeError):
         self.rank = rank
         self.trace = trace
         self.by_peer = by_peer
+        self._message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), by_peer=self.by_peer), (self._message, self.rank, self.trace)
 
 
 class DivergedError(RuntimeError):

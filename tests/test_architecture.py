@@ -38,7 +38,7 @@ ROOMS = [
 ROOMS += ["torchvision_shim", "user_code"]
 ROOMS += ["config", "models", "data", "training", "hvd", "spawn", "main"]
 ROOMS += ["run_table", "compare", "report", "predict", "doctor", "drill", "bench", "horovodize"]
-ROOMS += ["functions"]
+ROOMS += ["functions", "spark", "ray"]
 #: The files of these packages, from the bottom to the top: each imports from lower layers only.
 LAYERS = {
     "rendezvous": [
@@ -63,6 +63,8 @@ LAYERS = {
         {"children", "rank"},
         {"local"},
     ],
+    "spark": [{"barrier"}, {"runner"}],
+    "ray": [{"settings"}, {"actors"}, {"executor"}],
     "gradients": [
         {"parameters", "passes", "turns", "deprecated", "shard_sums"},
         {"layout"},
@@ -282,6 +284,8 @@ def uses_of(path, library):
     [
         ("torch.distributed", "backends/torch.py"),
         ("horovod", "backends/horovod.py"),
+        ("pyspark", "spark/barrier.py"),
+        ("ray", "ray/actors.py"),
         ("cloudpickle", "functions/payload.py"),
     ],
 )

@@ -116,6 +116,14 @@ def test_an_exception_comes_back_with_rank_traceback_and_cause():
     assert isinstance(seen.value, RuntimeError)  # which Horovod's own raises
 
 
+def test_a_failure_can_be_pickled_itself():
+    error = pickle.loads(pickle.dumps(RankFailedError("rank 1 of 2 failed: x", 1, "Traceback\n", by_peer=True)))
+    assert (str(error), error.rank, error.trace, error.by_peer) == (
+        *("rank 1 of 2 failed: x\n\nTraceback", 1, "Traceback\n"),
+        True,
+    )
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
