@@ -7,11 +7,12 @@ without importing torch.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dualtrain.errors import BackendError, PeerFailedError, PeerFailure, UserError
+from dualtrain.errors import BackendError, PeerFailedError, PeerFailure, RankFailedError, UserError
 from dualtrain.version import __version__
 
 if TYPE_CHECKING:
     from dualtrain.backends import Backend, ReduceOp, Work, connect
+    from dualtrain.functions import run
     from dualtrain.heap import keep_freed_memory
     from dualtrain.optimizer import DistributedOptimizer
     from dualtrain.state import average_buffers, broadcast_optimizer_state, broadcast_parameters, weights_sha256
@@ -23,6 +24,7 @@ __all__ = [
     "DistributedOptimizer",
     "PeerFailedError",
     "PeerFailure",
+    "RankFailedError",
     "ReduceOp",
     "Trainer",
     "UserError",
@@ -33,11 +35,13 @@ __all__ = [
     "broadcast_parameters",
     "connect",
     "keep_freed_memory",
+    "run",
     "weights_sha256",
 ]
 
 _MODULES = {
     "dualtrain.backends": ("Backend", "ReduceOp", "Work", "connect"),
+    "dualtrain.functions": ("run",),
     "dualtrain.heap": ("keep_freed_memory",),
     "dualtrain.optimizer": ("DistributedOptimizer",),
     "dualtrain.state": ("average_buffers", "broadcast_optimizer_state", "broadcast_parameters", "weights_sha256"),

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 #: Messages of torch's exceptions, of several types, for too little memory or a size beyond 64 bits.
 _TOO_LARGE = re.compile(r"(allocate|out of|enough) memory|without overflow|overflowed|overflow when unpacking", re.I)
@@ -71,6 +73,26 @@ class PeerFailedError(BackendError):
 
     def __reduce__(self) -> tuple[type[PeerFailedError], tuple[str, PeerFailure]]:
         return type(self), (str(self), self.failure)
+
+
+class RankFailedError(RuntimeError):
+    """A function that was started on several ranks failed on one of them, or that rank's process ended.
+
+    Attributes:
+        rank: the number of the rank.
+        trace: the traceback of the exception on that rank; empty if its process ended without one.
+        by_peer: whether it was a failed collective operation, of which another rank may be the cause.
+    """
+
+    def __init__(self, message: str, rank: int, trace: str = "", *, by_peer: bool = False) -> None:
+        super().__init__(f"{message}\n\n{trace}".rstrip() if trace else message)
+        self.rank = rank
+        self.trace = trace
+        self.by_peer = by_peer
+        self._message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), by_peer=self.by_peer), (self._message, self.rank, self.trace)
 
 
 class DivergedError(RuntimeError):

@@ -32,6 +32,7 @@ class World:
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
         job: the job's name, which its restarts have too and no other job; empty where the launcher has none.
         job_key: where torchrun's store, which outlives restarts, keeps that name; empty without such a store.
+        served: whether a process that is no rank serves the ranks' store, for all of their worlds.
     """
 
     rank: int = 0
@@ -48,6 +49,7 @@ class World:
     name: str = ""
     job: str = ""
     job_key: str = ""
+    served: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -81,6 +83,7 @@ class World:
         return self.local_size == self.size
 
 
+#: Environment variable of ranks that dualtrain has started: 1 on its own host, or the name of the engine that it used.
 SPAWNED = "DUALTRAIN_SPAWNED"
 #: Environment variable of the job's shared secret; the user or a launch script sets it if the launcher has none.
 SECRET = "DUALTRAIN_SECRET"
@@ -165,6 +168,10 @@ def _torchrun(v: _Variables) -> World:
 
 
 def _spawn(v: _Variables) -> World:
+    return replace(_ray(v), served=True)
+
+
+def _ray(v: _Variables) -> World:
     local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
     return v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
 
@@ -230,6 +237,13 @@ def _by_pmi(env: Mapping[str, str]) -> bool:
     return "PMI_RANK" in env and not (_in_a_step(env) and same)
 
 
+def _by_ray(env: Mapping[str, str]) -> bool:
+    # dualtrain.ray sets SPAWNED. Ray Train sets torch's variables in its workers, which have RAY_RAYLET_PID. Processes that
+    # a worker starts inherit that.
+    train = all(name in env for name in ("RAY_RAYLET_PID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return env.get(SPAWNED, "ray" if train else "") == "ray"
+
+
 def _environment(v: _Variables) -> World:
     rank, size = v.number("RANK"), v.number("WORLD_SIZE")
     return v.world(rank, size, v.number("LOCAL_RANK", 0), v.number("LOCAL_WORLD_SIZE", size), v.rendezvous())
@@ -255,15 +269,31 @@ def given_job(env: Mapping[str, str] | None = None) -> str:
     return name
 
 
-def spawned(rank: int, size: int, rendezvous: tuple[str, int], secret: str, job: str) -> dict[str, str]:
-    """Return the variables of rank ``rank`` for a job whose ``size`` ranks one command line starts on this host.
+def spawned(
+    rank: int,
+    size: int,
+    rendezvous: tuple[str, int],
+    secret: str,
+    job: str,
+    local: tuple[int, int] | None = None,
+    by: str = "1",
+) -> dict[str, str]:
+    """Return the variables of rank ``rank`` for a job whose ``size`` ranks dualtrain starts.
 
-    A restart of the ranks gets the same ``job``.
+    A restart of the ranks gets the same ``job``. ``local`` is the local rank and size; without it, all ranks are on this
+    host. ``by`` is the engine that starts them: ``"spark"``, ``"ray"``, or ``"1"`` for this process.
     """
     host, port = rendezvous
-    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    texts = {SPAWNED: "1", "MASTER_ADDR": host, SECRET: secret, JOB: job}
+    local_rank, local_size = (rank, size) if local is None else local
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    texts = {SPAWNED: by, "MASTER_ADDR": host, "MASTER_PORT": str(port), SECRET: secret, JOB: job}
     return texts | {name: str(value) for name, value in numbers.items()}
+
+
+def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
+    """Return ``env`` without the variables of launchers, for a process that is to be a rank of another world."""
+    every = "|".join((*_VARIABLES.values(), "TORCHELASTIC_.*", SECRET, JOB))
+    return {name: value for name, value in env.items() if not re.fullmatch(every, name)}
 
 
 # The innermost launcher wins: torchrun inside an srun step counts as torchrun; a batch script inside Slurm has no
@@ -275,6 +305,8 @@ _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Var
     ("horovodrun --gloo", lambda env: "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env and "HOROVOD_RANK" in env, _horovodrun),
     ("mpirun", lambda env: "OMPI_COMM_WORLD_RANK" in env, _open_mpi),
     ("mpiexec", _by_pmi, _pmi),
+    ("spark", lambda env: env.get(SPAWNED) == "spark", _spawn),
+    ("ray", _by_ray, _ray),
     ("spawn", lambda env: SPAWNED in env, _spawn),
     ("srun", _in_a_step, _srun),
     ("environment", lambda env: "RANK" in env and "WORLD_SIZE" in env, _environment),
@@ -313,6 +345,8 @@ _VARIABLES = {
     "horovodrun --gloo": r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT))",
     "mpirun": r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)",
     "mpiexec": r"PMI_(RANK|SIZE)|MPI_LOCAL(RANKID|NRANKS)",
+    "spark": rf"{_ENVIRONMENT}|{SPAWNED}",
+    "ray": rf"{_ENVIRONMENT}|{SPAWNED}",  # not RAY_RAYLET_PID: every process of Ray's has it
     "spawn": rf"{_ENVIRONMENT}|{SPAWNED}",
     "srun": r"SLURM_(PROCID|LOCALID|NTASKS|STEP_ID)",
     "environment": _ENVIRONMENT,

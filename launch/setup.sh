@@ -8,7 +8,8 @@
 # DUALTRAIN_VENV   folder of the environment         (default: .venv beside setup.cfg)
 # DUALTRAIN_CACHE  folder of built wheels            (default: ~/.cache/dualtrain)
 # DUALTRAIN_WITH   what of dualtrain to install      (default: dev). dev: this tree, editable, and the tools for its
-#                  tests; tree: this tree, editable (dev serves for it too); run: a copy of it; none: nothing
+#                  tests; integrations: dev, pyspark and Ray (Spark also needs a Java runtime: tests/extras.sh java);
+#                  tree: this tree, editable (dev serves for it too); run: a copy of it; none: nothing
 # DUALTRAIN_GPU    nccl: Horovod with NCCL, for NVIDIA GPUs; cpu: without (default: nccl if there is a GPU).
 #                  nccl needs no GPU and no CUDA toolkit to build; launch/cuda_from_wheels.sh lists its variables
 # DUALTRAIN_TORCH  torch's version, such as 2.15.0   (default: that of launch/versions.txt)
@@ -104,8 +105,8 @@ step() {
 check_settings() {
   local oldest
   case $with in
-    dev | tree | run | none) ;;
-    *) refuse "DUALTRAIN_WITH=$with is not known; set it to dev, tree, run or none" ;;
+    dev | integrations | tree | run | none) ;;
+    *) refuse "DUALTRAIN_WITH=$with is not known; set it to dev, integrations, tree, run or none" ;;
   esac
   case ${DUALTRAIN_GPU:-cpu} in
     cpu | nccl) ;;
@@ -189,7 +190,8 @@ fingerprint() {
 finished() {
   [ -f "$stamp" ] || return 1
   case $with in
-    tree) [[ $(cat "$stamp") == "$wanted "@(tree|dev) ]] ;;
+    tree) [[ $(cat "$stamp") == "$wanted "@(tree|dev|integrations) ]] ;;
+    dev) [[ $(cat "$stamp") == "$wanted "@(dev|integrations) ]] ;;
     *) [ "$(cat "$stamp")" = "$wanted $with" ] ;;
   esac
 }
@@ -235,6 +237,7 @@ install_horovod() { pip_install --no-deps --force-reinstall "$1"/horovod-*.whl; 
 install_dualtrain() {
   case $with in
     dev) pip_install --no-build-isolation --editable "$root[dev]" ;;
+    integrations) pip_install --no-build-isolation --editable "$root[dev,functions,ray,spark]" ;;
     tree) pip_install --no-build-isolation --editable "$root" ;;
     run) pip_install --no-build-isolation "$root[summary,tensorboard]" ;;
   esac

@@ -32,6 +32,11 @@ not_run() {
   for program in ip sshd; do command -v "$program" >/dev/null || [ -x "/usr/sbin/$program" ] || missing+=" $program"; done
   [ -z "$missing" ] || echo "skipped: hosts in network namespaces, which need$missing: bash tests/extras.sh hosts"
   command -v srun >/dev/null || echo "skipped: Slurm, which needs srun: bash tests/extras.sh slurm"
+  if ! python -c 'import pyspark, ray.train' 2>/dev/null; then
+    echo "skipped: Spark and Ray in tests/integrations/, which need them: DUALTRAIN_WITH=integrations bash launch/setup.sh"
+  elif ! command -v java >/dev/null; then
+    echo "skipped: Spark in tests/integrations/, which needs a Java runtime: bash tests/extras.sh java"
+  fi
   if docker info >/dev/null 2>&1; then
     echo "not run: tests/docker.sh, which takes a quarter of an hour"
   else
@@ -45,10 +50,10 @@ tests=(pytest -n 2 --dist loadgroup)
 case ${1:-} in
   '')
     checks
-    mapfile -t rings < <(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d ! -name launch ! -name __pycache__ \) | sort)
+    mapfile -t rings < <(find tests -mindepth 1 -maxdepth 1 \( -name 'test_*.py' -o -type d ! -name launch ! -name integrations ! -name __pycache__ \) | sort)
     status=0
     python -m "${tests[@]}" "${rings[@]}" tests/launch/test_smoke.py || status=$?
-    echo "not run: tests/launch/ except for the smoke launches (--all runs it)"
+    echo "not run: tests/launch/ except for the smoke launches, and tests/integrations/ (--all runs both)"
     not_run
     exit "$status"
     ;;

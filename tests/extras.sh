@@ -9,6 +9,7 @@
 # slurm   tests/launch/test_slurm.py and test_smoke.py: munge, slurm-wlm
 # k8s     tests/commands/test_k8s.py: kubeflow-training, into the environment of launch/setup.sh
 # browser tests/commands/test_report_browser.py: chromium
+# java    tests/integrations/test_spark.py: a Java runtime
 # docker  tests/docker.sh: docker.io, docker-compose
 #
 # DUALTRAIN_VENV  environment made by launch/setup.sh (default: .venv beside setup.cfg)
@@ -20,7 +21,7 @@ case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DUALTRAIN_VENV:-$root/.venv}
 parts=("$@")
-if [ $# = 0 ]; then parts=(hosts slurm k8s browser docker); fi
+if [ $# = 0 ]; then parts=(hosts slurm k8s browser java docker); fi
 
 packages=() modules=()
 for part in "${parts[@]}"; do
@@ -29,8 +30,9 @@ for part in "${parts[@]}"; do
     slurm) packages+=(munge slurm-wlm) ;;
     k8s) modules+=(kubeflow-training==1.9.4) ;;
     browser) packages+=(chromium) ;;
+    java) packages+=(default-jre-headless) ;;
     docker) packages+=(docker.io docker-compose) ;;
-    *) refuse "no part is called '$part'; there are hosts, slurm, k8s, browser and docker" ;;
+    *) refuse "no part is called '$part'; there are hosts, slurm, k8s, browser, java and docker" ;;
   esac
 done
 

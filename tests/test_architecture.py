@@ -38,6 +38,7 @@ ROOMS = [
 ROOMS += ["torchvision_shim", "user_code"]
 ROOMS += ["config", "models", "data", "training", "hvd", "spawn", "main"]
 ROOMS += ["run_table", "compare", "report", "predict", "doctor", "drill", "bench", "horovodize"]
+ROOMS += ["functions", "spark", "ray"]
 #: The files of some packages by layer, from bottom to top. Each file imports from lower layers only.
 LAYERS = {
     "rendezvous": [
@@ -56,6 +57,14 @@ LAYERS = {
         {"shm"},
         {"factory", "job"},
     ],
+    "functions": [
+        {"link", "payload"},
+        {"outcome"},
+        {"children", "rank"},
+        {"local"},
+    ],
+    "spark": [{"barrier"}, {"runner"}],
+    "ray": [{"settings"}, {"actors"}, {"executor"}],
     "gradients": [
         {"parameters", "passes", "turns", "deprecated", "shard_sums"},
         {"layout"},
@@ -65,7 +74,19 @@ LAYERS = {
         {"reducer"},
     ],
 }
-HEAVY = ["horovod", "torchvision", "sklearn", "tensorboard", "matplotlib", "mpi4py", "yaml", "tqdm"]
+HEAVY = [
+    "cloudpickle",
+    "horovod",
+    "pyspark",
+    "ray",
+    "torchvision",
+    "sklearn",
+    "tensorboard",
+    "matplotlib",
+    "mpi4py",
+    "yaml",
+    "tqdm",
+]
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Training scripts as users of other libraries write them, which the bench measures.
 SCRIPTS = PACKAGE / "bench" / "contenders"
@@ -258,11 +279,20 @@ def uses_of(path, library):
     return found
 
 
-@pytest.mark.parametrize(("library", "file"), [("torch.distributed", "torch.py"), ("horovod", "horovod.py")])
+@pytest.mark.parametrize(
+    ("library", "file"),
+    [
+        ("torch.distributed", "backends/torch.py"),
+        ("horovod", "backends/horovod.py"),
+        ("pyspark", "spark/barrier.py"),
+        ("ray", "ray/actors.py"),
+        ("cloudpickle", "functions/payload.py"),
+    ],
+)
 def test_each_communication_library_is_named_in_one_file(library, file):
     ours = [path for path in FILES if SCRIPTS not in path.parents]
     users = {path.relative_to(PACKAGE).as_posix(): uses for path in ours if (uses := uses_of(path, library))}
-    assert list(users) == [f"backends/{file}"], users
+    assert list(users) == [file], users
 
 
 def test_only_console_prints():

@@ -116,7 +116,9 @@ def test_a_plain_installation_is_small(built):
 
 
 def test_packages_for_tests_are_extras(built):
-    assert {"bench", "dev", "horovod", "summary", "tensorboard"} == set(built.metadata.get_all("Provides-Extra"))
+    assert {"bench", "dev", "functions", "horovod", "ray", "spark", "summary", "tensorboard"} == set(
+        built.metadata.get_all("Provides-Extra")
+    )
     extra = {line.partition(";")[0].strip().lower(): line for line in built.metadata.get_all("Requires-Dist")}
     assert extra["scikit-learn"].endswith('extra == "dev"')
     assert extra["torchinfo"] != extra["numpy"]

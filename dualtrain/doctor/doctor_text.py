@@ -22,7 +22,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     first = report["ranks"][0]
-    yield "launcher", f"{first['launcher']} ({_pairs(first['evidence']) or 'no launcher variables are set'})"
+    yield "launcher", f"{_launcher(first)} ({_pairs(first['evidence']) or 'no launcher variables are set'})"
     yield "ignored", _pairs(first["ignored"]) or "no other launcher's variables are set"
     hosts = list(dict.fromkeys(row["host"] for row in report["ranks"]))
     missing = "" if len(report["ranks"]) == first["size"] else f", of which {len(report['ranks'])} reported"
@@ -41,6 +41,20 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{row['host']}, local rank {row['local_rank']}, {_cores(row)}, sees {'; '.join(row['devices'])}",
         )
     yield "threads", f"{report['threads']} intra-op for each rank; --threads sets another number"
+
+
+#: What the launchers are that have no command of their own.
+_LAUNCHERS = {
+    "environment": "someone else, who has set these variables",
+    "ray": "each rank is an actor of Ray, by dualtrain.ray or Ray Train",
+    "spark": "each rank is a child process of a barrier task of Spark, by dualtrain.spark",
+    "spawn": "each rank is a child process, by dualtrain itself",
+}
+
+
+def _launcher(row: Mapping[str, Any]) -> str:
+    name = str(row["launcher"])
+    return f"{name}: {_LAUNCHERS[name]}" if name in _LAUNCHERS else name
 
 
 def _cores(row: Mapping[str, Any]) -> str:

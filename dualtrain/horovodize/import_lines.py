@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
-from dualtrain.horovodize.imports import home
+from dualtrain.horovodize.imports import ENGINES, home
 from dualtrain.horovodize.rules.environment import is_guarded
 from dualtrain.horovodize.source import Finding, Source
 
@@ -72,7 +72,8 @@ def _edits_of_from(source: Source, node: ast.ImportFrom) -> Iterator[Edit]:
     start = layout.start(node)
     found = re.compile(rf"from\s+({re.escape(module)})\s+import\b").match(layout.segment(node))
     target = home(module)
-    if found is None:
+    missing = module in ENGINES and any(alias.name != ENGINES[module][1] for alias in node.names)
+    if found is None or missing:
         return
     if target is not None:
         yield Edit(start + found.start(1), start + found.end(1), target)

@@ -14,7 +14,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from dualtrain.errors import UserError
 
@@ -30,12 +30,22 @@ HOMES = {
 }
 
 
-def run(*_: object, **__: object) -> NoReturn:
-    """Raise UserError. ``horovod.run`` exists because some scripts import it without calling it."""
-    raise UserError(
-        "horovod.run() cannot start processes here, because the launcher does: start the script with "
-        "torchrun --nproc_per_node=N -m dualtrain.horovodize script.py, and call the function itself"
-    )
+#: Module of dualtrain for each module of Horovod that starts ranks by another engine, and the only name that it has here.
+ENGINES = {
+    "horovod.ray": ("dualtrain.ray", "RayExecutor"),
+    "horovod.ray.runner": ("dualtrain.ray.executor", "RayExecutor"),
+    "horovod.spark": ("dualtrain.spark", "run"),
+    "horovod.spark.runner": ("dualtrain.spark.barrier", "run"),
+}
+
+#: What ``horovod.run`` is here. A name, as in ``HOMES``: it uses this module on each rank that it starts.
+_RUN = "dualtrain.functions.local", "horovod_run"
+
+
+def run(*args: Any, **kwargs: Any) -> Any:
+    """Call a function on several ranks of this host, as ``horovod.run`` does: :func:`dualtrain.functions.horovod_run`."""
+    module, name = _RUN
+    return getattr(import_module(module), name)(*args, **kwargs)
 
 
 #: Packages of Horovod without a counterpart in dualtrain, and the names that they define.
@@ -47,6 +57,7 @@ PACKAGES: dict[str, dict[str, Any]] = {
     "horovod.runner.util": {},
 }
 
+_WITH_MODULES = ("horovod.torch", "horovod.ray", "horovod.spark")
 _OTHER_FRAMEWORKS = ("tensorflow", "keras", "_keras", "mxnet", "spark", "ray", "data")
 _CHILDREN = str(Path(__file__).parent / "children")
 _ROOT = str(Path(__file__).parents[2])
@@ -54,6 +65,8 @@ _ROOT = str(Path(__file__).parents[2])
 
 def home(name: str) -> str | None:
     """Return the module of dualtrain that replaces the module ``name`` of Horovod, or None."""
+    if name in ENGINES:
+        return ENGINES[name][0]
     for old, new in HOMES.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -107,7 +120,7 @@ class _Finder(MetaPathFinder):
         if target_name is None:
             # Don't return None, because the next finder might find an installed Horovod.
             raise ModuleNotFoundError(_missing(name), name=name)
-        return ModuleSpec(name, _Alias(target_name), origin="dualtrain", is_package=name == "horovod.torch")
+        return ModuleSpec(name, _Alias(target_name), origin="dualtrain", is_package=name in _WITH_MODULES)
 
 
 _FINDER = _Finder()
@@ -115,7 +128,9 @@ _FINDER = _Finder()
 
 def _missing(name: str) -> str:
     if name.split(".")[1] in _OTHER_FRAMEWORKS:
-        return f"No module named {name!r}: dualtrain covers horovod.torch only; move this script's training to torch"
+        return (
+            f"No module named {name!r}: dualtrain covers horovod.torch and run functions only; move the training to torch"
+        )
     return f"No module named {name!r}: dualtrain covers the public modules of horovod.torch 0.28.1 only"
 
 

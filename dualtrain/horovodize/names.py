@@ -47,4 +47,4 @@ _MODULES = {"compression", "functions", "mpi_ops", "optimizer", "process_sets", 
 PUBLIC = COLLECTIVES | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE | _CLASSES | _MODULES
 
 #: Subpackages of horovod for frameworks other than torch.
-OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "ray", "spark", "tensorflow"}
+OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "tensorflow"}

@@ -59,11 +59,10 @@ def join(world: World, timeout: float) -> Store:
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous
-    # The parent of spawned ranks serves all of their worlds; otherwise each subset of ranks has its own server.
-    spawned = world.launcher == "spawn"
-    place = host, port, *(("", 0) if spawned else (world.name, world.size))
+    # One server for all worlds of the job, such as the parent of spawned ranks; otherwise each subset of ranks has its own.
+    place = host, port, *(("", 0) if world.served else (world.name, world.size))
     if place not in _JOINED:
-        if world.rank == 0 and not spawned:
+        if world.rank == 0 and not world.served:
             _JOINED[place] = _serve(world, host, port)
         else:
             ports = range(port, port + world.ports)
@@ -73,7 +72,7 @@ def join(world: World, timeout: float) -> Store:
 
 def _secret(world: World) -> str:
     """Return the secret of this world's store, which differs between the job's worlds."""
-    return world.secret if world.launcher == "spawn" else f"{world.secret} {world.name}"
+    return world.secret if world.served else f"{world.secret} {world.name}"
 
 
 def leave(world: World) -> None:
@@ -173,12 +172,13 @@ def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
 
 def _share(world: World, bcast: Callable[..., Any], allgather: Callable[..., Any]) -> Meeting:
     hosts = allgather(identity())
-    place = _reserve(single_host=len(set(hosts)) == 1) if world.rank == 0 else None
+    place = reserve(single_host=len(set(hosts)) == 1) if world.rank == 0 else None
     (host, port), secret = bcast(place, root=0)
     return (str(host), int(port)), str(secret)
 
 
-def _reserve(single_host: bool) -> Meeting:
+def reserve(single_host: bool) -> Meeting:
+    """Listen on a free port, on which this process will serve its job's store; return the address and a new secret."""
     host = "127.0.0.1" if single_host else address()
     listening = listen(host, [0], backlog=128)
     place = host, int(listening.getsockname()[1])
@@ -193,7 +193,7 @@ _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 @cache
 def _meet_by_server(world: World, timeout: float) -> Meeting:
     if world.rank == 0:
-        (host, port), secret = _reserve(world.single_host)
+        (host, port), secret = reserve(world.single_host)
         _put_on_server(world, "meeting-point", f"{host} {port} {secret}")
         return (host, port), secret
     deadline = time.monotonic() + timeout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualtrain import UserError
-from dualtrain.launchers import World, detect_world, new_job, spawned
+from dualtrain.launchers import World, detect_world, new_job, spawned, without_launchers
 
 # Two hosts have four processes each; this process is the second one on the second host.
 TORCHRUN = {
@@ -41,12 +41,17 @@ SRUN = {
 }
 ENVIRONMENT = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
 SPAWN = {**ENVIRONMENT, "DUALTRAIN_SPAWNED": "1"}
+SPARK = {**ENVIRONMENT, "DUALTRAIN_SPAWNED": "spark"}
+RAY = {**ENVIRONMENT, "DUALTRAIN_SPAWNED": "ray"}
+RAY_TRAIN = {**ENVIRONMENT, "RAY_RAYLET_PID": "7", "NODE_RANK": "1"}
 
 LAUNCHERS = {
     "torchrun": TORCHRUN,
     "horovodrun --gloo": HOROVODRUN,
     "mpirun": MPIRUN,
     "mpiexec": MPIEXEC,
+    "spark": SPARK,
+    "ray": RAY,
     "spawn": SPAWN,
     "srun": SRUN,
     "environment": ENVIRONMENT,
@@ -104,6 +109,36 @@ def test_a_spawned_rank_reads_what_its_parent_wrote():
     assert (world.job, world.job_key) == ("j", "")
 
 
+def test_a_rank_of_spark_or_ray_reads_what_its_engine_wrote():
+    spark = detect_world(spawned(3, 4, ("node1", 4000), "s", "j", (1, 2), "spark"))
+    ray = detect_world(spawned(3, 4, ("node1", 4000), "s", "j", (1, 2), "ray"))
+    for world, launcher in ((spark, "spark"), (ray, "ray")):
+        assert (world.launcher, world.rank, world.size, world.local_rank, world.local_size) == (launcher, 3, 4, 1, 2)
+        assert (world.rendezvous, world.secret, world.job, world.single_host) == (("node1", 4000), "s", "j", False)
+    # Of Ray's actors, rank 0 serves the store; of Spark's ranks, the task that has started rank 0.
+    assert (spark.served, ray.served, detect_world(SPAWN).served, detect_world(TORCHRUN).served) == (
+        True,
+        False,
+        True,
+        False,
+    )
+
+
+def test_a_worker_of_ray_train_is_recognised_inside_slurm_too_but_not_what_it_starts():
+    assert detect_world(RAY_TRAIN).launcher == detect_world({**SRUN, **RAY_TRAIN}).launcher == "ray"
+    assert detect_world({**RAY_TRAIN, **SPAWN}).launcher == "spawn"
+    assert detect_world({**RAY_TRAIN, **TORCHRUN}).launcher == "torchrun"
+    assert detect_world({"RAY_RAYLET_PID": "7"}) == World()
+    assert detect_world({"RAY_RAYLET_PID": "7", "RANK": "0", "WORLD_SIZE": "2"}).launcher == "environment"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_environment_without_launchers_describes_no_world(launcher):
+    env = {**LAUNCHERS[launcher], "TORCHELASTIC_RESTART_COUNT": "1", "DUALTRAIN_SECRET": "x", "PATH": "/bin"}
+    assert detect_world(without_launchers(env)) == World()
+    assert without_launchers(env)["PATH"] == "/bin"
+
+
 def test_a_slurm_batch_script_is_not_launched():
     assert detect_world({**SRUN, "SLURM_STEP_ID": "batch"}) == World()
     assert detect_world({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}) == World()
@@ -133,6 +168,8 @@ NEEDED = {
     ],
     "mpirun": ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
     "mpiexec": ["PMI_RANK", "PMI_SIZE"],
+    "spark": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"],
+    "ray": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"],
     "spawn": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"],
     "srun": ["SLURM_NTASKS"],
     "environment": ["RANK", "WORLD_SIZE", "MASTER_PORT"],

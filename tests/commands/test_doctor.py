@@ -14,7 +14,7 @@ from dualtrain.doctor.advice import advise
 from dualtrain.doctor.doctor_text import page
 from dualtrain.doctor.facts import has_bf16, ignored
 from dualtrain.doctor.probe import bus_bandwidth
-from dualtrain.launchers import World, detect_world
+from dualtrain.launchers import World, detect_world, spawned
 from tests.conftest import require_horovod
 from tests.forked import run, run_ranks, torchrun
 from tests.pool import ROOT, free_port
@@ -225,3 +225,17 @@ def test_a_rank_without_horovod_is_named_and_delays_no_other_rank(backend, secon
 def test_bus_bandwidth_is_that_of_nccl_tests():
     assert bus_bandwidth(100, 2.0, 4) == 75.0
     assert bus_bandwidth(100, 2.0, 1) == 0.0
+
+
+@pytest.mark.parametrize("by", ["spark", "ray", "1"])
+def test_a_launcher_without_a_command_is_explained(tmp_path, by):
+    variables = spawned(0, 1, ("127.0.0.1", free_port()), "s", "j", by=by)
+    end = run((*DOCTOR, "--json", "--backend", "torch"), tmp_path, env={**ENV, **variables})
+    assert end.returncode == 0, end.stdout + end.stderr
+    first, *_ = page(json.loads(end.stdout)).splitlines()
+    shown = {
+        "spark": "spark: each rank is a child process of a barrier task of Spark, by dualtrain.spark (LOCAL_RANK=0 ",
+        "ray": "ray: each rank is an actor of Ray, by dualtrain.ray or Ray Train (LOCAL_RANK=0 ",
+        "1": "spawn: each rank is a child process, by dualtrain itself (LOCAL_RANK=0 ",
+    }
+    assert first.startswith(f"launcher    {shown[by]}")

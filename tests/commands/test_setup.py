@@ -33,7 +33,9 @@ def test_each_purpose_gets_what_it_needs_and_dev_serves_the_demo(setup):
     assert (status, "was built before" in output) == (0, True)
     assert [call for call in setup.calls() if call.endswith(f"--editable {ROOT}[dev]")]
     assert (setup.venv / "installed").exists()
-    for purpose in ("dev", "tree"):
+    status, output, _ = setup.run(DUALTRAIN_WITH="integrations")
+    assert [call for call in setup.calls() if call.endswith(f"--editable {ROOT}[dev,functions,ray,spark]")]
+    for purpose in ("integrations", "dev", "tree"):
         status, output, _ = setup.run(DUALTRAIN_WITH=purpose)
         assert (status, output.endswith("to set up again)\n"), setup.calls()) == (0, True, [])
 
@@ -144,7 +146,7 @@ def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup)
         ({"PYTHON": "no-such-python"}, "no interpreter 'no-such-python' found"),
         ({"DUALTRAIN_VENV": "/dev/null/venv"}, "cannot write /dev/null/venv (Not a directory)"),
         ({"DUALTRAIN_VENV": str(ROOT / "tests")}, "holds files that launch/setup.sh has not made"),
-        ({"DUALTRAIN_WITH": "all"}, "set it to dev, tree, run or none"),
+        ({"DUALTRAIN_WITH": "all"}, "set it to dev, integrations, tree, run or none"),
     ],
 )
 def test_setup_refuses_in_one_line(setup, env, part):

@@ -60,13 +60,20 @@ def test_packages_of_horovod_contain_their_modules():
     assert horovod.__version__ == "0.28.1"
     assert horovod.common.exceptions is importlib.import_module("dualtrain.hvd.exceptions")
     assert importlib.import_module("horovod.runner").run is horovod.run
-    with pytest.raises(UserError, match="torchrun"):
-        horovod.run(print, np=2)
+    assert horovod.run(os.getenv, ("RANK",), num_proc=2) == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    "name", ["tensorflow", "keras", "spark.torch", "ray", "common.basics", "torch.mpi_lib_v2", "nothing"]
-)
+@pytest.mark.parametrize(("module", "library"), [("horovod.spark", "pyspark"), ("horovod.ray", "ray")])
+@pytest.mark.usefixtures("hook")
+def test_an_engine_that_is_not_installed_is_named(module, library, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith((f"dualtrain.{module[8:]}", f"{library}."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"dualtrain\.\w+ needs {library}, .* pip install 'dualtrain\["):
+        importlib.import_module(module)
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "keras", "mxnet.x", "data", "common.basics", "torch.mpi_lib_v2", "nothing"])
 @pytest.mark.usefixtures("hook")
 def test_a_module_without_counterpart_raises_import_error(name):
     with pytest.raises(

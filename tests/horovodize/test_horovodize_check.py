@@ -27,6 +27,8 @@ CASES = [
     ("mpi_communicator", "from mpi4py import MPI\nhvd.init(comm=MPI.COMM_WORLD)  # HERE", "hvd.init(comm=[0, 1])"),
     ("mpi_communicator", "from mpi4py import MPI\nc = MPI.COMM_WORLD.Dup()\nhvd.init(c)  # HERE", "hvd.init([0, 1])"),
     ("uncovered_imports", "import horovod.spark.torch  # HERE", "import horovod.torch.elastic"),
+    ("uncovered_imports", "from horovod.spark import run_elastic  # HERE", "from horovod.spark import run"),
+    ("uncovered_imports", "from horovod.ray import ElasticRayExecutor  # HERE", "from horovod.ray import RayExecutor"),
     ("uncovered_imports", "from horovod import tensorflow as hvd  # HERE", "from horovod import torch as hvd"),
     (
         "uncovered_imports",

@@ -155,7 +155,12 @@ IMPORTS = [
         "try:\n    import horovod.tensorflow as x\nexcept ImportError: x = None\nimport horovod.torch as hvd",
         "try:\n    import horovod.tensorflow as x\nexcept ImportError: x = None\nimport dualtrain.hvd as hvd",
     ),
-    ("import horovod.torch as hvd\nimport horovod.spark", None),
+    ("import horovod.torch as hvd\nimport horovod.spark.keras", None),
+    ("import horovod.torch as hvd\nfrom horovod.spark import run_elastic", None),
+    (
+        "import horovod.torch as hvd\nfrom horovod.spark import run\nfrom horovod.ray import RayExecutor",
+        "import dualtrain.hvd as hvd\nfrom dualtrain.spark import run\nfrom dualtrain.ray import RayExecutor",
+    ),
     ("import horovod.torch\nhorovod.torch.rank()", None),
     ("import horovod.torch as hvd\nimport ignite.metrics", None),
     ("from .horovod import torch", ""),

@@ -7,16 +7,18 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovod_variables import HONOURED
-from dualtrain.horovodize.imports import PACKAGES, home
+from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
 from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS
 from dualtrain.horovodize.source import Finding, Source
 
 _OTHER_USE = re.compile(r"suppress\(|TYPE_CHECKING|tensorflow|keras|mxnet|\b(is_?)?tf\b")
+#: Arguments of horovod.run about several hosts or elastic training.
+_ELSEWHERE = {"hosts", "hostfile", "host_discovery_script", "min_np", "max_np", "min_num_proc", "max_num_proc"}
 _RUNNERS = ("horovod.run", "horovod.runner.run", "horovod.run.run", "horovod.run.runner.run")
 
 
 def uncovered_imports(source: Source) -> Iterator[Finding]:
-    """Imports of horovod.tensorflow, horovod.spark and the like, and of Horovod's internal modules."""
+    """Imports of horovod.tensorflow, horovod.spark.torch and the like, and of Horovod's internal modules."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -53,16 +55,23 @@ def is_guarded(source: Source, node: ast.AST) -> bool:
 
 def _covered(name: str) -> bool:
     package, _, last = name.rpartition(".")
-    inside = last == "*" or last in PACKAGES.get(package, {})
+    inside = last == "*" or last in PACKAGES.get(package, {}) or last == ENGINES.get(package, ("", ""))[1]
     return not name.startswith("horovod.") or name in PACKAGES or inside or home(name) is not None
 
 
 def horovod_run(source: Source) -> Iterator[Finding]:
     """Calls of horovod.run."""
     for call in source.calls:
-        if source.name(call.func) in _RUNNERS:
-            message = "horovod.run() raises an error here; start the script with torchrun and call the function itself"
+        if source.name(call.func) not in _RUNNERS:
+            continue
+        if any(word.arg in _ELSEWHERE for word in call.keywords):
+            message = (
+                "horovod.run() has no other hosts and no elastic training here; start the script with torchrun instead"
+            )
             yield Finding(call.lineno, "unsupported", message)
+        else:
+            message = "horovod.run() starts its ranks on this host only; start the script with one process, not by torchrun"
+            yield Finding(call.lineno, "differs", message)
 
 
 def build_questions(source: Source) -> Iterator[Finding]:

@@ -1,0 +1,232 @@
+"""Ranks as child processes: they are started, get a function, and are supervised until all have ended.
+
+The child processes are not forks: torch's threads do not survive a fork. They do not import the caller's main program
+either, so that a notebook needs no file and a script no ``if __name__ == "__main__":``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from dualtrain.errors import RankFailedError, UserError
+from dualtrain.functions.link import Link
+from dualtrain.functions.outcome import Outcome
+from dualtrain.functions.payload import loads
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 120.0  # for a new Python interpreter to read its function
+GRACE_SECONDS = 6.0  # for the rank at fault to end, after another one has reported a failed collective operation
+END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
+EXIT_SECONDS = 60.0  # for the exit handlers of ranks whose functions have returned
+
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from dualtrain.functions.rank import main; main({descriptor}, {parent})"
+
+
+class Child:
+    """A process that is one rank."""
+
+    def __init__(self, rank: int, size: int, env: Mapping[str, str], executable: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.status: int | None = None  # -N if signal N has ended the process
+        self.outcome: Outcome | None = None
+        ours, theirs = socket.socketpair()
+        program = _PROGRAM.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
+        try:
+            # A session of its own: a Ctrl-C reaches the caller alone, and all processes of the rank can be ended.
+            self._process = subprocess.Popen(
+                [executable, "-c", program],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.ended = os.pidfd_open(self._process.pid)
+        self.link = Link(ours)
+
+    def send(self, payload: bytes) -> None:
+        """Send the function. A process that has ended is noticed later.
+
+        Raises:
+            UserError: the process does not read it in time.
+        """
+        self.link.socket.settimeout(START_SECONDS)
+        try:
+            self.link.send(payload)
+        except TimeoutError:
+            raise UserError(
+                f"rank {self.rank} of {self.size} did not start within {START_SECONDS:g} s: the system is short of memory "
+                "or processor time; start fewer ranks"
+            ) from None
+        except OSError:
+            pass
+
+    def note(self) -> None:
+        """Note what has arrived and whether the process has ended. Does not block."""
+        if self.outcome is None:
+            self.link.read_rest()
+        found = os.waitid(os.P_PIDFD, self.ended, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            self.status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            if self.outcome is None:
+                self.link.read_rest()
+        message = self.link.message()
+        if self.outcome is None and message is not None:
+            self.outcome = loads(message)
+
+    def failure(self) -> RankFailedError | None:
+        """Return why this rank has failed, or ``None``."""
+        if self.outcome is not None and self.outcome.result is None:
+            return self.outcome.failure(self.rank, self.size)
+        if self.status is None or (self.status == 0 and self.outcome is not None):
+            return None
+        when = "before" if self.outcome is None else "after"
+        return RankFailedError(
+            f"rank {self.rank} of {self.size} {_ended(self.status)} {when} its function returned", self.rank
+        )
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank and the processes that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)  # the number is still ours: the process is not reaped before close()
+
+    def close(self) -> None:
+        """Reap the process, and close what belongs to it; a process that the system holds is left."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        os.close(self.ended)
+        self.link.socket.close()
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def run_children(
+    ranks: Sequence[int], size: int, places: Sequence[Mapping[str, str]], payload: bytes, executable: str | None = None
+) -> list[bytes]:
+    """Run a pickled call in a new process for each of ``ranks``; return the pickled results. Blocks until all have ended.
+
+    Args:
+        ranks: the ranks to start here, of ``size``.
+        size: number of ranks of the job.
+        places: the whole environment of each.
+        payload: see :func:`dualtrain.functions.payload.pickled_call`.
+        executable: the Python interpreter; by default, this process's.
+
+    Raises:
+        RankFailedError: the function failed on a rank, or its process ended. The others were ended.
+        UserError: the processes cannot be started.
+    """
+    children: list[Child] = []
+    returned = False
+    try:
+        try:
+            for rank, env in zip(ranks, places, strict=True):
+                children.append(Child(rank, size, env, executable or sys.executable))
+        except OSError as error:
+            raise UserError(
+                f"rank {ranks[len(children)]} of {size} could not be started ({error}): check the interpreter's path, "
+                "or start fewer ranks"
+            ) from error
+        for child in children:
+            child.send(payload)
+        results = _collect(children)
+        returned = True
+        return results
+    finally:
+        _end(children, quietly=returned)
+
+
+def _collect(children: Sequence[Child]) -> list[bytes]:
+    """Wait until all ranks have ended; return their results, or raise the failure of the first one that failed."""
+    deadline: float | None = None
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.link.socket, selectors.EVENT_READ, child)
+            selector.register(child.ended, selectors.EVENT_READ, child)
+        while selector.get_map():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for child in {key.data for key, _ in selector.select(left)}:
+                _advance(child, selector)
+            failures = [failure for child in children if (failure := child.failure()) is not None]
+            deadline = _deadline(children, failures, deadline)
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+    if failures:
+        raise next((failure for failure in failures if not failure.by_peer), failures[0])
+    return [child.outcome.result or b"" for child in children if child.outcome is not None]
+
+
+def _advance(child: Child, selector: selectors.BaseSelector) -> None:
+    child.note()
+    sockets = selector.get_map()
+    if child.outcome is not None and child.link.socket in sockets:
+        selector.unregister(child.link.socket)
+    if child.status is not None:
+        for each in (child.link.socket, child.ended):
+            if each in sockets:
+                selector.unregister(each)
+
+
+def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], current: float | None) -> float | None:
+    """Return when to stop waiting, or ``None``: as long as the functions run, there is no limit."""
+    now = time.monotonic()
+    if any(not failure.by_peer for failure in failures):
+        return now
+    if failures:
+        return now + GRACE_SECONDS if current is None else current
+    if all(child.outcome is not None for child in children):
+        return now + EXIT_SECONDS if current is None else current
+    return None
+
+
+def _end(children: Sequence[Child], quietly: bool) -> None:
+    """End what is left of the ranks. Blocks for some seconds at most."""
+    left = [child for child in children if child.status is None]
+    if quietly and left:
+        names = ", ".join(f"rank {child.rank}" for child in left)
+        log.warning("%s did not exit within %g s after returning: ended by a signal", names, EXIT_SECONDS)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in left:
+            child.signal(number)
+        _await_end(left)
+        left = [child for child in left if child.status is None]
+    for child in children:
+        if not quietly:
+            child.signal(signal.SIGKILL)  # what the rank has started
+        if child.status is None:
+            log.warning("rank %d did not end within %g s of SIGKILL: the system holds it", child.rank, END_SECONDS)
+        child.close()
+
+
+def _await_end(children: Sequence[Child]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while any(child.status is None for child in children) and time.monotonic() < deadline:
+        with selectors.DefaultSelector() as selector:
+            for child in children:
+                if child.status is None:
+                    selector.register(child.ended, selectors.EVENT_READ)
+            selector.select(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            child.note()

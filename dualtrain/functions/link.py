@@ -1,0 +1,62 @@
+"""Messages between a process and a rank that it has started, over a socket pair that only the two have."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+_LENGTH = struct.Struct("!Q")
+
+
+class Link:
+    """One end of a socket pair. A message is its length in 8 bytes, then its bytes."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self._received = bytearray()
+
+    def send(self, message: bytes) -> None:
+        """Send a message. Blocks for the socket's timeout at most. Raises OSError when the other end is closed."""
+        self.socket.sendall(_LENGTH.pack(len(message)))
+        self.socket.sendall(message)
+
+    def receive(self) -> bytes:
+        """Return the next message; block until it is complete. Raises EOFError when the other end closes before."""
+        while (message := self.message()) is None:
+            if not self.read():
+                raise EOFError("the other end has closed the socket")
+        return message
+
+    def read(self) -> bool:
+        """Read what has arrived, and block if nothing has; return False if the other end is closed."""
+        try:
+            data = self.socket.recv(1 << 20)
+        except ConnectionResetError:
+            return False
+        self._received += data
+        return bool(data)
+
+    def read_rest(self) -> None:
+        """Read what has arrived, without blocking."""
+        self.socket.setblocking(False)
+        try:
+            while self.read():
+                pass
+        except BlockingIOError:
+            pass  # a process that the rank has forked may keep the other end open
+
+    def message(self) -> bytes | None:
+        """Return the message that was read, or ``None`` if it is not complete."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if len(self._received) < _LENGTH.size + length:
+            return None
+        return bytes(self._received[_LENGTH.size : _LENGTH.size + length])
+
+
+def inherited(descriptor: int) -> Link:
+    """Return the end of a socket pair that this process has inherited; programs that it starts do not inherit it."""
+    os.set_inheritable(descriptor, False)
+    return Link(socket.socket(fileno=descriptor))

@@ -1,0 +1,147 @@
+"""``dualtrain.run`` and ``horovod.run``: a function on several ranks of this host."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dualtrain.cores import share_of, usable_cores
+from dualtrain.errors import UserError
+from dualtrain.functions.children import run_children
+from dualtrain.functions.payload import loads, pickled_call
+from dualtrain.launchers import detect_world, new_job, spawned, without_launchers
+from dualtrain.rendezvous.store import StoreServer, listen
+
+RANKS_PER_CORE = 16
+
+
+def run(
+    function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, nproc: int = 1
+) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on ``nproc`` ranks, each a new process of this host; return the results by rank.
+
+    Blocks until all have ended. The function may be defined in a notebook's cell if cloudpickle is installed. In it,
+    ``connect()``, ``dualtrain.hvd.init()`` and ``import horovod.torch as hvd`` find the world of these ranks. Functions
+    and results travel only between this process and its children, over socket pairs that they inherit.
+
+    Raises:
+        RankFailedError: the function raised on a rank, whose exception is the cause, or a rank's process ended. The
+            other ranks are ended.
+        UserError: there are too many ranks for this host, the function cannot be pickled, or this process is itself
+            one of several ranks.
+    """
+    return run_with(function, args, kwargs, nproc, {}, None)
+
+
+def run_with(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    nproc: int,
+    variables: Mapping[str, str],
+    executable: str | None,
+) -> list[Any]:
+    """As :func:`run`, with further environment variables for the ranks, and an interpreter."""
+    _check(function, nproc)
+    payload = pickled_call(function, args, kwargs)
+    secret, job = secrets.token_hex(32), new_job()
+    # Listen before the ranks get the port: another program could bind a free port on which nobody listens yet.
+    listening = listen("127.0.0.1", [0], nproc)
+    rendezvous = listening.getsockname()
+    store = StoreServer(listening, nproc, secret)
+    try:
+        env = rank_environment(nproc) | dict(variables)
+        places = [env | spawned(rank, nproc, rendezvous, secret, job) for rank in range(nproc)]
+        results = run_children(range(nproc), nproc, places, payload, executable)
+    finally:
+        store.close()
+    return [loads(result) for result in results]
+
+
+def rank_environment(local_size: int) -> dict[str, str]:
+    """Return this process's environment for ``local_size`` ranks that it starts, without what made it a rank itself.
+
+    Each rank gets its share of the cores, unless OMP_NUM_THREADS is set.
+    """
+    threads = str(share_of(usable_cores(), local_size))
+    return {"OMP_NUM_THREADS": threads} | without_launchers(os.environ)
+
+
+def _check(function: object, nproc: int) -> None:
+    if not callable(function):
+        raise UserError(f"run() was given {function!r}, which cannot be called: give a function, and its arguments as args")
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
+        raise UserError(f"the number of ranks is {nproc!r}: give a whole number from 1")
+    most = RANKS_PER_CORE * usable_cores()
+    if nproc > most:
+        raise UserError(f"{nproc} ranks are too many for this host's cores: give {most} at most")
+    refuse_other_backend()
+    world = detect_world()
+    if world.size > 1:
+        raise UserError(
+            f"this process is rank {world.rank} of {world.size}, started by {world.launcher}, and run() would start "
+            "further ranks on each of them: start the program without a launcher, or call the function itself"
+        )
+
+
+def refuse_other_backend() -> None:
+    """Refuse DUALTRAIN_BACKEND=horovod: in the ranks, ``dualtrain.hvd`` replaces Horovod."""
+    if os.environ.get("DUALTRAIN_BACKEND") == "horovod":
+        raise UserError(
+            "DUALTRAIN_BACKEND=horovod requests Horovod itself, which is replaced on these ranks: unset it, or use "
+            "Horovod's own horovod.run"
+        )
+
+
+#: Arguments of horovod.run about several hosts or elastic training.
+_UNSUPPORTED = (
+    *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts", "hostfile"),
+    *("host_discovery_script", "output_filename", "min_np", "max_np"),
+)
+#: Arguments of horovod.run without a meaning here: checks of hosts, ssh, and the choice between Gloo and MPI.
+_WITHOUT_EFFECT = frozenset(
+    ["start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "verbose", "use_gloo", "use_mpi", "mpi_args"]
+)
+#: All arguments of horovod.run.
+ARGUMENTS = {"func", "args", "kwargs", "num_proc", "np", "executable", "network_interface", "network_interfaces"}
+ARGUMENTS |= {*_UNSUPPORTED, *_WITHOUT_EFFECT}
+
+
+def horovod_run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    *,
+    np: int | None = None,
+    executable: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Sequence[str] | None = None,
+    **others: Any,
+) -> list[Any]:
+    """Horovod's ``horovod.run`` on ranks of this host: see :func:`run`, which raises the same exceptions.
+
+    Horovod's other arguments are accepted if they have no effect here, and refused if they ask for other hosts, elastic
+    training or files of output.
+    """
+    if np is not None:
+        warnings.warn("np is deprecated, use num_proc instead", DeprecationWarning, stacklevel=2)
+        num_proc = np
+    for name, value in others.items():
+        if name not in _UNSUPPORTED and name not in _WITHOUT_EFFECT:
+            raise TypeError(f"run() got an unexpected keyword argument {name!r}")
+        if name in _UNSUPPORTED and value is not None and not (name == "hosts" and _is_this_host(value)):
+            raise UserError(
+                f"horovod.run({name}={value!r}) needs more than this host's processes: start the script with torchrun on "
+                "each host, and call the function itself"
+            )
+    interfaces = network_interface or ",".join(network_interfaces or ())
+    variables = {"GLOO_SOCKET_IFNAME": interfaces.partition(",")[0]} if interfaces else {}
+    return run_with(func, args, kwargs, num_proc, variables, executable)
+
+
+def _is_this_host(hosts: object) -> bool:
+    return all(each.partition(":")[0] in ("localhost", "127.0.0.1") for each in str(hosts).split(","))

@@ -1,0 +1,88 @@
+"""Outcome of a function on one rank: its result or its exception, as bytes that travel to the process that collects it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dualtrain.errors import BackendError, RankFailedError
+from dualtrain.functions.payload import dumps, loads
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank reports.
+
+    Attributes:
+        result: the pickled result; ``None`` if the function raised.
+        reason: the exception's class and message, in one line.
+        trace: its traceback.
+        error: the pickled exception; ``None`` if it cannot be pickled.
+        by_peer: whether it comes from a failed collective operation, of which another rank may be the cause.
+    """
+
+    result: bytes | None = None
+    reason: str = ""
+    trace: str = ""
+    error: bytes | None = None
+    by_peer: bool = False
+
+    def failure(self, rank: int, size: int) -> RankFailedError:
+        """Return the exception for the caller of all ranks; its cause is the function's own exception, if known."""
+        message = f"rank {rank} of {size} failed: {self.reason}"
+        failed = RankFailedError(message, rank, self.trace, by_peer=self.by_peer)
+        try:
+            failed.__cause__ = None if self.error is None else loads(self.error)
+        except Exception:  # a class whose arguments differ from its constructor's cannot be unpickled
+            failed.__cause__ = None
+        return failed
+
+
+def outcome_of(call: Callable[[], Any]) -> Outcome:
+    """Call ``call`` and return its outcome. SystemExit and KeyboardInterrupt count as failures, too."""
+    try:
+        result = call()
+    except BaseException as error:
+        return _failed(error)
+    try:
+        return Outcome(result=dumps(result))
+    except Exception as error:
+        reason = " ".join(f"its result cannot be pickled ({type(error).__name__}: {error})".split())
+        return Outcome(reason=f"{reason}: return numbers, text or tensors")
+
+
+def _failed(error: BaseException) -> Outcome:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    trace = "".join(traceback.format_exception(_from_the_users_code(error)))
+    try:
+        pickled = dumps(error) if isinstance(error, Exception) else None
+        if pickled is not None:
+            pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return Outcome(reason=reason, trace=trace, error=pickled, by_peer=_is_by_peer(error))
+
+
+def _from_the_users_code(error: BaseException) -> BaseException:
+    """Drop the first frames of the traceback, which are this package's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_FOLDER):
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+def _is_by_peer(error: BaseException) -> bool:
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        if isinstance(each, BackendError):
+            return True
+        seen.add(id(each))
+        each = each.__cause__ or each.__context__
+    return False

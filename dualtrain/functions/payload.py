@@ -1,0 +1,69 @@
+"""Pickling of functions, arguments and results for processes that this program has started itself.
+
+Python's own pickle stores a function by the name of its module. A function of a notebook's cell, a lambda or an inner
+function has no module that another process could import; cloudpickle stores its code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from dualtrain.errors import UserError
+
+#: A function, its positional arguments and its keyword arguments.
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class _ByName(pickle.Pickler):
+    """Pickler without cloudpickle: refuses what only ``__main__`` contains."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if getattr(obj, "__module__", None) == "__main__" and hasattr(obj, "__qualname__"):
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in __main__")
+        return NotImplemented
+
+
+def dumps(obj: Any, pickler: Any = None) -> bytes:
+    """Pickle ``obj`` by the module ``pickler``, else by cloudpickle if it is installed. Raises what the pickler raises."""
+    pickler = pickler or _cloudpickle()
+    if pickler is not None:
+        return bytes(pickler.dumps(obj))
+    buffer = io.BytesIO()
+    _ByName(buffer).dump(obj)
+    return buffer.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """Return the object that :func:`dumps` has pickled in a process of this program."""
+    return pickle.loads(data)
+
+
+def pickled_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, pickler: Any = None
+) -> bytes:
+    """Pickle a call of ``function``: see :func:`dumps`.
+
+    Raises:
+        UserError: it cannot be pickled, or not without cloudpickle.
+    """
+    call: Call = function, tuple(args), dict(kwargs or {})
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        return dumps(call, pickler)
+    except Exception as error:  # the pickling methods of the user's own classes may raise anything
+        reason = " ".join(str(error).split())
+        cure = "pip install cloudpickle, or define the function in a module that other processes can import"
+        if pickler or _cloudpickle():
+            cure = "create such objects inside the function"
+        raise UserError(f"{name} cannot be sent to other processes ({type(error).__name__}: {reason}): {cure}") from error
+
+
+def _cloudpickle() -> Any:
+    try:
+        return import_module("cloudpickle")
+    except ModuleNotFoundError:
+        return None

@@ -1,0 +1,125 @@
+"""Ray's part of ``RayExecutor``: a placement group, and an actor for each rank. The only file that names ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, get_current_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dualtrain.errors import UserError
+from dualtrain.functions.rank import prepare
+from dualtrain.launchers import new_job
+from dualtrain.ray.settings import Placement
+from dualtrain.rendezvous.hosts import identity
+from dualtrain.rendezvous.meeting_point import reserve
+
+
+class Worker:
+    """An actor that is one rank, and keeps an object of the user's between calls."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._name = f"rank {rank} of {size}"
+        self._executable: Any = None
+
+    def __repr__(self) -> str:
+        return self._name  # which Ray writes before the actor's output and into its errors
+
+    def place(self) -> tuple[int, list[str]]:
+        """Return the identity of this host, and the GPUs of this actor."""
+        return identity(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def reserve(self, single_host: bool) -> tuple[tuple[str, int], str]:
+        """Listen on the port at which this rank will serve the store; return the address and a new secret."""
+        return reserve(single_host)
+
+    def set_variables(self, variables: Mapping[str, str]) -> None:
+        """Set environment variables of this process, which make it a rank."""
+        os.environ.update(variables)
+        prepare()
+
+    def make(self, cls: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Make the object that functions of ``execute`` are given."""
+        self._executable = None if cls is None else cls(*args, **kwargs)
+
+    def execute(self, function: Callable[[Any], Any]) -> Any:
+        """Return ``function(object)``. If it raises, this rank leaves the world, so that the others do not wait for it."""
+        try:
+            return function(self._executable)
+        except BaseException:
+            hvd = sys.modules.get("dualtrain.hvd")
+            if hvd is not None:
+                hvd.shutdown()
+            raise
+
+
+class Actors:
+    """The actors of all ranks, in rank order, and their placement group.
+
+    Raises:
+        UserError: Ray does not run, or does not find room for all of them in time.
+    """
+
+    def __init__(self, wanted: Placement, seconds: float) -> None:
+        if not ray.is_initialized():
+            raise UserError("Ray does not run: call ray.init() before start()")
+        current = get_current_placement_group() if wanted.current_group else None
+        self._own = None if current is not None else _reserved(wanted, seconds)
+        worker, size = ray.remote(Worker), wanted.num_workers
+        job = new_job()
+        self.workers = [
+            worker.options(
+                name=f"dualtrain-{job}-rank-{rank}-of-{size}",  # which Ray's error about a dead actor contains
+                num_cpus=wanted.cpus,
+                num_gpus=wanted.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=current or self._own,
+                    placement_group_bundle_index=-1 if self._own is None else wanted.bundle_of(rank),
+                ),
+            ).remote(rank, size)
+            for rank in range(size)
+        ]
+
+    def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Start a method on each actor with its own arguments; return the references of the results."""
+        pairs = zip(self.workers, arguments, strict=True)
+        return [getattr(worker, method).remote(*each) for worker, each in pairs]
+
+    def end(self) -> None:
+        """End the actors' processes, and give back what Ray reserved."""
+        for worker in self.workers:
+            ray.kill(worker)
+        self.workers = []
+        if self._own is not None:
+            remove_placement_group(self._own)
+            self._own = None
+
+
+def results(references: Sequence[Any], seconds: float | None, what: str) -> list[Any]:
+    """Return the results of calls. Blocks until all have ended or one has failed, for ``seconds`` at most.
+
+    Raises:
+        UserError: they take longer.
+    """
+    try:
+        return list(ray.get(list(references), timeout=seconds))
+    except ray.exceptions.GetTimeoutError:
+        raise UserError(
+            f"{what} took longer than {seconds:g} s: see the workers' state with `ray status`, or give a larger timeout_s"
+        ) from None
+
+
+def _reserved(wanted: Placement, seconds: float) -> PlacementGroup:
+    bundles = wanted.bundles
+    group = placement_group(bundles, strategy="STRICT_SPREAD" if wanted.num_hosts else "PACK")
+    if not group.wait(seconds):
+        remove_placement_group(group)
+        raise UserError(
+            f"Ray found no room for {len(bundles)} times {bundles[0]} within {seconds:g} s, of "
+            f"{ray.available_resources()}: give fewer workers, or a larger placement_group_timeout_s"
+        )
+    return group

@@ -1,0 +1,160 @@
+"""``RayExecutor``, with the methods of ``horovod.ray.RayExecutor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dualtrain.errors import UserError
+from dualtrain.functions.local import refuse_other_backend
+from dualtrain.launchers import World, new_job, spawned
+from dualtrain.ray.actors import Actors, results
+from dualtrain.ray.settings import Placement, Settings, placement
+
+
+class RayExecutor:
+    """Ranks as actors of Ray, which keep their state between calls. dualtrain must be installed on Ray's workers.
+
+    Args:
+        settings: from :meth:`create_settings`, or Horovod's own; ``None`` for the defaults.
+        num_workers: number of ranks.
+        num_hosts: number of hosts, in place of ``num_workers``: each gets ``num_workers_per_host`` ranks.
+        num_workers_per_host: number of ranks on each of ``num_hosts``.
+        cpus_per_worker: CPUs that Ray reserves for each rank.
+        use_gpu: whether each rank gets GPUs.
+        gpus_per_worker: how many (1).
+        use_current_placement_group: whether the placement group of the calling task, if there is one, is used.
+        elastic: min_workers, max_workers, reset_limit and the like, which are refused unless they are ``None``.
+    """
+
+    def __init__(
+        self,
+        settings: Any = None,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: float = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: float | None = None,
+        use_current_placement_group: bool = True,
+        **elastic: Any,
+    ) -> None:
+        for name, value in elastic.items():
+            if value is not None:
+                raise UserError(f"RayExecutor({name}={value!r}) is elastic, which is not supported: give num_workers alone")
+        self._settings = Settings() if settings is None else settings
+        self._placement: Placement = placement(
+            num_workers,
+            num_hosts,
+            num_workers_per_host,
+            cpus_per_worker,
+            use_gpu,
+            gpus_per_worker,
+            use_current_placement_group,
+        )
+        self._actors: Actors | None = None
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: float = 30,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100,
+        nics: Iterable[str] | None = None,
+    ) -> Settings:
+        """Return settings with these time limits and interfaces. The ssh arguments have no effect: nothing uses ssh."""
+        return Settings(timeout_s, placement_group_timeout_s, nics)
+
+    def start(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start an actor for each rank, and in each an object ``executable_cls(*args, **kwargs)`` if a class is given.
+
+        Raises:
+            UserError: Ray does not run, has no room, or the actors do not start in time.
+        """
+        refuse_other_backend()
+        if self._actors is not None:
+            raise UserError("RayExecutor.start() was called twice: call shutdown() before the second time")
+        self._actors = Actors(self._placement, self._settings.placement_group_timeout_s)
+        try:
+            self._make_ranks(dict(extra_env_vars or {}))
+            made = [(executable_cls, executable_args or (), executable_kwargs or {})] * self._placement.num_workers
+            self._get("make", made)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _make_ranks(self, variables: dict[str, str]) -> None:
+        size = self._placement.num_workers
+        places = self._get("place", [()] * size)
+        hosts = [host for host, _ in places]
+        single = len(set(hosts)) == 1
+        first = self._running().workers[0].reserve.remote(single)
+        [(address, secret)] = results([first], self._settings.timeout_s, "the start of rank 0")
+        for interface in list(self._settings.nics or ())[:1]:
+            variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+        job, each = new_job(), []
+        for rank in range(size):
+            world = World().placed(rank, hosts)
+            place = spawned(rank, size, address, secret, job, (world.local_rank, world.local_size), "ray")
+            each.append((variables | place | visible_gpus(rank, places),))
+        self._get("set_variables", each)
+
+    def run_remote(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Start ``fn(*args, **kwargs)`` on each rank; return Ray's references of the results, in rank order."""
+        given, named = tuple(args or ()), dict(kwargs or {})
+        return self._execute(lambda _: fn(*given, **named))
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callable[..., Any]] | None = None,
+    ) -> list[Any]:
+        """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all have ended, or one has failed.
+
+        An exception on a rank is raised as Ray raises it, which names the rank. ``callbacks`` have no effect, as with
+        Horovod's executor of a fixed number of workers.
+        """
+        return results(self.run_remote(fn, args, kwargs), None, "run")
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
+        """Return the results of ``fn(object)`` by rank, where the object is that of ``executable_cls``. See :meth:`run`."""
+        return results(self._execute(fn), None, "execute")
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Return the result of ``fn(object)`` on rank 0. Blocks until it has ended."""
+        return results([self._running().workers[0].execute.remote(fn)], None, "execute_single")[0]
+
+    def shutdown(self) -> None:
+        """End the actors and give back what Ray reserved. May be repeated."""
+        if self._actors is not None:
+            self._actors.end()
+            self._actors = None
+
+    def _execute(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return self._running().call("execute", [(fn,)] * self._placement.num_workers)
+
+    def _get(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        seconds = self._settings.timeout_s
+        return results(self._running().call(method, arguments), seconds, f"the start of {len(arguments)} ranks ({method})")
+
+    def _running(self) -> Actors:
+        if self._actors is None:
+            raise UserError("RayExecutor has no workers: call start() first")
+        return self._actors
+
+
+def visible_gpus(rank: int, places: Sequence[tuple[int, Sequence[str]]]) -> dict[str, str]:
+    """Return the variable by which a rank sees the GPUs of all ranks of its host, so that its local rank is its GPU."""
+    visible = [gpu for host, gpus in places if host == places[rank][0] for gpu in gpus]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}

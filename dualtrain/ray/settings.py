@@ -1,0 +1,81 @@
+"""Settings of ``RayExecutor``: the time limits of Horovod's settings, which are all that counts here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dualtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Time limits and network of the ranks; Horovod's own settings objects, which have these names too, will do.
+
+    Attributes:
+        timeout_s: seconds for the actors to start.
+        placement_group_timeout_s: seconds for Ray to find room for all of them.
+        nics: network interfaces to communicate on; only the first one counts.
+    """
+
+    timeout_s: float = 300.0
+    placement_group_timeout_s: float = 100.0
+    nics: Iterable[str] | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Number of actors, and what Ray reserves for each.
+
+    Attributes:
+        num_workers: number of ranks.
+        num_hosts: number of hosts with equally many ranks each; ``None`` where Ray packs the ranks on as few as it can.
+        cpus: CPUs of each rank.
+        gpus: GPUs of each rank.
+        current_group: whether the placement group of the calling task, if there is one, is used.
+    """
+
+    num_workers: int
+    num_hosts: int | None
+    cpus: float
+    gpus: float
+    current_group: bool
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What Ray reserves: one bundle for each host, or for each rank."""
+        each = self.num_workers // self.num_hosts if self.num_hosts else 1
+        bundle = {"CPU": self.cpus * each} | ({"GPU": self.gpus * each} if self.gpus else {})
+        return [dict(bundle) for _ in range(self.num_hosts or self.num_workers)]
+
+    def bundle_of(self, rank: int) -> int:
+        """Return the index of the bundle in which the actor of ``rank`` runs."""
+        return rank * len(self.bundles) // self.num_workers
+
+
+def placement(
+    num_workers: int | None,
+    num_hosts: int | None,
+    num_workers_per_host: int,
+    cpus_per_worker: float,
+    use_gpu: bool,
+    gpus_per_worker: float | None,
+    use_current_placement_group: bool,
+) -> Placement:
+    """Return the placement that the arguments of ``RayExecutor`` describe.
+
+    Raises:
+        UserError: there is no number of ranks, or two of them.
+    """
+    if (num_workers is None) == (num_hosts is None):
+        raise UserError(
+            f"RayExecutor got num_workers={num_workers} and num_hosts={num_hosts}: give one of them, and with num_hosts "
+            "also num_workers_per_host"
+        )
+    size = num_workers if num_hosts is None else num_hosts * num_workers_per_host
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(f"RayExecutor cannot have {size!r} ranks: give a whole number from 1")
+    if gpus_per_worker and not use_gpu:
+        raise UserError("gpus_per_worker is given without use_gpu=True: give both, or none")
+    gpus = (gpus_per_worker or 1) if use_gpu else 0
+    return Placement(size, num_hosts, cpus_per_worker, gpus, use_current_placement_group)

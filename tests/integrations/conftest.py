@@ -1,0 +1,55 @@
+"""Programs that start ranks by another engine: each runs in a process of its own, since engines keep global state."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.pool import ROOT
+
+SECONDS = 240.0
+INSTALL = "DUALTRAIN_WITH=integrations bash launch/setup.sh"
+
+
+def require(module: str) -> None:
+    """Skip the test if a package is missing."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"needs {module}: {INSTALL}")
+
+
+@pytest.fixture(scope="session")
+def java() -> None:
+    """Skip the test where Spark cannot run."""
+    require("pyspark")
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        pytest.skip("needs a Java runtime for Spark: bash tests/extras.sh java")
+
+
+Program = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """Run a program; return the lines of its output that begin with ``> ``, without that."""
+
+    def run(source: str) -> list[str]:
+        file = tmp_path / "program.py"
+        file.write_text(textwrap.dedent(source))
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        env["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "180"  # the machine may be busy
+        env |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
+        done = subprocess.run(
+            [sys.executable, file], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")]
+
+    return run

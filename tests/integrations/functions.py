@@ -1,0 +1,56 @@
+"""Functions that the engines run: written for Horovod, and unmodified."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+SECONDS = 120.0
+
+
+def train(steps: int, lr: float = 0.1) -> dict[str, Any]:
+    """Train a linear model as Horovod's examples do; return the place, the module's name and the weights."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr * hvd.size(), momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.arange(3.0) + hvd.rank() - step).square().mean().backward()
+        optimizer.step()
+    place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
+    weights = [round(value, 5) for value in model.weight.flatten().tolist()]
+    name = hvd.allreduce.__module__.partition(".")[0]
+    hvd.shutdown()
+    return {"place": place, "library": name, "weights": weights}
+
+
+def launcher() -> str:
+    """Return the launcher that this rank was started by."""
+    from dualtrain.launchers import detect_world
+
+    return detect_world().launcher
+
+
+def fails() -> None:
+    """Raise on rank 1, while rank 0 waits for it in ``init``."""
+    import horovod.torch as hvd
+
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such thing")
+    hvd.init()
+
+
+def dies() -> None:
+    """Kill the process of rank 1, while rank 0 waits."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(SECONDS)

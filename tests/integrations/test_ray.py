@@ -1,0 +1,151 @@
+"""``dualtrain.ray``, on a local Ray."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from dualtrain import UserError
+from dualtrain.horovodize import imports
+from tests.integrations.conftest import require
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+HEAD = """
+import json, sys, tempfile
+import ray
+from tests.integrations import functions
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=tempfile.mkdtemp(prefix="dt", dir="/tmp"))
+def show(value):
+    print(">", json.dumps(value), flush=True)
+def failure(call):
+    try:
+        call()
+    except Exception as error:
+        show([isinstance(error, ValueError), type(error).__name__, str(error)])
+"""
+
+
+@pytest.fixture(autouse=True)
+def _ray():
+    require("ray.train")
+
+
+def test_actors_keep_an_object_and_train_unmodified_functions(program):
+    lines = program(
+        HEAD
+        + """
+from dualtrain.ray import RayExecutor
+class Model:
+    def __init__(self, x, y=0):
+        self.x = x + y
+executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
+executor.start(Model, [3], {"y": 4}, extra_env_vars={"MINE": "m"})
+show(executor.run(functions.train, [3], {"lr": 0.2}))
+show(ray.get(executor.run_remote(functions.train, [3], {"lr": 0.2})))
+def add(model):
+    import os
+    model.x += int(os.environ["RANK"])
+    return model.x, os.environ["MINE"], functions.launcher()
+show([executor.execute(add), executor.execute(add), executor.execute_single(lambda model: model.x)])
+failure(lambda: executor.start())
+executor.shutdown()
+executor.shutdown()
+failure(lambda: executor.run(functions.launcher))
+executor.start()
+show(executor.run(functions.launcher))
+executor.shutdown()
+"""
+    )
+    first, second, kept, twice, over, again = map(json.loads, lines)
+    assert [rank["place"] for rank in first] == [[0, 2, 0, 2], [1, 2, 1, 2]]
+    assert {rank["library"] for rank in first} == {"dualtrain"}
+    assert first[0]["weights"] == first[1]["weights"]
+    assert second == first
+    assert kept == [[[7, "m", "ray"], [8, "m", "ray"]], [[7, "m", "ray"], [9, "m", "ray"]], 7]
+    assert (twice[1], over[1]) == ("UserError", "UserError")
+    assert "start() was called twice" in twice[2]
+    assert "call start() first" in over[2]
+    assert again == ["ray", "ray"]
+
+
+def test_failures_are_named_and_nothing_is_reserved_any_more(program):
+    lines = program(
+        HEAD
+        + """
+from dualtrain.ray import RayExecutor
+settings = RayExecutor.create_settings(timeout_s=120, placement_group_timeout_s=2)
+with_two = RayExecutor(settings, num_workers=2)
+with_two.start()
+failure(lambda: with_two.run(functions.fails))
+failure(lambda: with_two.run(functions.dies))
+with_two.shutdown()
+failure(lambda: RayExecutor(settings, num_workers=3).start())
+failure(lambda: RayExecutor(settings, num_hosts=2, num_workers_per_host=1).start())
+one_host = RayExecutor(settings, num_hosts=1, num_workers_per_host=2)
+one_host.start()
+show(one_host.run(functions.launcher))
+one_host.shutdown()
+ray.shutdown()
+failure(one_host.start)
+"""
+    )
+    raised, died, crowded, spread, packed, stopped = map(json.loads, lines)
+    assert raised[0]  # a ValueError, too
+    assert "ValueError: no such thing" in raised[2]
+    assert "rank 1 of 2" in raised[2]
+    assert "rank-1-of-2" in died[2]
+    assert crowded[1:] == ["UserError", crowded[2]]
+    assert "no room for 3 times {'CPU': 1} within 2 s" in crowded[2]
+    assert "no room for 2 times {'CPU': 1} within 2 s" in spread[2]
+    assert packed == ["ray", "ray"]
+    assert "Ray does not run: call ray.init()" in stopped[2]
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    imports.install()
+    yield
+    imports.uninstall()
+
+
+@pytest.mark.usefixtures("hook")
+def test_horovods_modules_have_the_name_that_is_covered():
+    from horovod.ray import RayExecutor
+    from horovod.ray.runner import RayExecutor as Same
+
+    import dualtrain.ray
+
+    assert RayExecutor is Same is dualtrain.ray.RayExecutor
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "num_workers=None and num_hosts=None: give one"),
+        ({"num_workers": 2, "num_hosts": 1}, "give one of them"),
+        ({"num_workers": 0}, "cannot have 0 ranks"),
+        ({"num_workers": 2, "min_workers": 1}, r"RayExecutor\(min_workers=1\) is elastic"),
+        ({"num_workers": 2, "gpus_per_worker": 2}, "without use_gpu=True"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given, said):
+    from dualtrain.ray import RayExecutor
+
+    with pytest.raises(UserError, match=said):
+        RayExecutor(None, **given)
+
+
+def test_gpus_of_a_host_are_visible_to_all_of_its_ranks():
+    from dualtrain.ray.executor import visible_gpus
+    from dualtrain.ray.settings import placement
+
+    places = [(7, ["2"]), (7, ["0"]), (8, ["0"])]
+    assert [visible_gpus(rank, places).get("CUDA_VISIBLE_DEVICES") for rank in range(3)] == ["2,0", "2,0", "0"]
+    assert visible_gpus(0, [(7, [])]) == {}
+    wanted = placement(None, 2, 3, 2, True, None, True)
+    assert wanted.bundles == [{"CPU": 6, "GPU": 3}] * 2
+    assert [wanted.bundle_of(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
