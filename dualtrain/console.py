@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
@@ -21,6 +21,7 @@ from dualtrain.processes import release
 #: Control characters except tab and newline, marks that reverse the direction of text, line separators, and halves of
 #: surrogate pairs, which stand for bytes of a file name that are not UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_DAY = 86_400
 
 
 def printable(text: object) -> str:
@@ -84,14 +85,35 @@ started_as = ""
 
 
 def program(module: str) -> str:
-    """Return how the command of ``module`` was started, for its usage and its messages."""
-    return started_as or f"python -m {module}"
+    """Return how the command of ``module``, with an option behind it or none, was started, for usage and messages."""
+    name, space, option = module.partition(" ")
+    return f"{started_as or f'python -m {name}'}{space}{option}"
 
 
 def parser_of(module: str, about: str) -> Parser:
     """Make a parser for the command of ``module``; its description is the docstring ``about``."""
     first, _, more = about.partition("\n\n")
     return Parser(program(module), first.partition("``: ")[2].capitalize(), more)
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Return a converter of argparse for whole numbers from ``least`` to ``most``."""
+
+    def convert(text: str) -> int:
+        with suppress(ValueError):
+            if least <= (number := int(text)) <= most:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+
+    return convert
+
+
+def seconds(text: str) -> float:
+    """Convert a number of seconds, for argparse: more than 0, and a day at most."""
+    with suppress(ValueError):
+        if 0 < (number := float(text)) <= _DAY:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {_DAY}")
 
 
 def print_error(what: object, rank: int = 0, size: int = 1, *, final: bool = False) -> None:

@@ -33,7 +33,7 @@ from dualtrain.bench.measure import Plan, Results, measure
 from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, FALLBACKS, GROUPS, JOBS, QUICK, ROUNDS, jobs_of
 from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
 from dualtrain.bench.start_contender import LaunchSpec
-from dualtrain.console import parser_of, print_error, show
+from dualtrain.console import parser_of, print_error, show, whole
 from dualtrain.cores import processor_name, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
@@ -46,7 +46,7 @@ LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("dualtrain.bench", str(__doc__))
     parser.add_argument("--quick", action="store_true", help="under 3 minutes: fewer contenders and workloads")
-    parser.add_argument("--nproc", type=_ranks, default=2, metavar="N", help="ranks on this host (default: 2)")
+    parser.add_argument("--nproc", type=whole(1, 10_000), default=2, metavar="N", help="ranks on this host (default: 2)")
     parser.add_argument(
         "--launch",
         metavar="COMMAND",
@@ -55,19 +55,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument("--contenders", metavar="A,B", help=f"only these of {', '.join(ENTRIES)}")
     parser.add_argument("--jobs", metavar="A,B", help=f"only these of {', '.join((*JOBS, *GROUPS))}")
-    parser.add_argument("--pairs", type=_ranks, default=ROUNDS, metavar="N", help=f"rounds (default: {ROUNDS})")
+    parser.add_argument("--pairs", type=whole(1, 10_000), default=ROUNDS, metavar="N", help=f"rounds (default: {ROUNDS})")
     parser.add_argument(
         "--targets", action="store_true", help="show the developers' targets; exit status 1 if one is not met"
     )
     parser.add_argument("--out", metavar="FOLDER", help="folder of the results (default: a new one below runs/)")
     return parser.parse_args(arguments)
-
-
-def _ranks(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def _chosen(flag: str, text: str | None, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:

@@ -12,16 +12,9 @@ import json
 import os
 from collections.abc import Sequence
 
-from dualtrain.console import leave, logging_to_stderr, parser_of, print_error, refuse_on_all, show
+from dualtrain.console import leave, logging_to_stderr, parser_of, print_error, refuse_on_all, seconds, show
 from dualtrain.errors import UserError
 from dualtrain.launchers import World, detect_world
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 86400:
-        raise ValueError
-    return number
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -31,7 +24,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     help_ = "limit in seconds for a backend to join, and for each of its operations (default: 60)"
-    parser.add_argument("--timeout", type=_seconds, default=60.0, metavar="SECONDS", help=help_)
+    parser.add_argument("--timeout", type=seconds, default=60.0, metavar="SECONDS", help=help_)
     return parser.parse_args(arguments)
 
 

@@ -16,29 +16,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dualtrain.config import parse
-from dualtrain.console import leave, parser_of, print_error, show, text_table
+from dualtrain.console import leave, parser_of, print_error, seconds, show, text_table, whole
 from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
 
 _OWN = ("--run-dir", "--resume", "--nproc")  # flags of dualtrain train that the drill sets itself
 
 
-def _whole(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 10_000:
-        raise ValueError
-    return number
-
-
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], bool]:
     """Return the drill's own arguments, the job's checked arguments, and whether horovodrun starts the job."""
     parser = parser_of("dualtrain.drill", str(__doc__))
-    parser.add_argument("--nproc", type=_whole, default=2, metavar="N", help="ranks on this host (default: 2)")
-    parser.add_argument("--faults", type=_whole, default=12, metavar="N", help="how many faults (default: 12)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the faults and of the run (default: 0)")
+    parser.add_argument("--nproc", type=whole(1, 10_000), default=2, metavar="N", help="ranks on this host (default: 2)")
+    parser.add_argument("--faults", type=whole(1, 10_000), default=12, metavar="N", help="how many faults (default: 12)")
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="S", help="seed of the faults and of the run (default: 0)"
+    )
     parser.add_argument(
         "--limit",
-        type=float,
+        type=seconds,
         default=120.0,
         metavar="SECONDS",
         help="give up after this time without progress (default: 120)",

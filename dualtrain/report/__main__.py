@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualtrain.console import parser_of, print_error, show
+from dualtrain.console import parser_of, print_error, show, whole
 from dualtrain.errors import UserError
 from dualtrain.files import write_whole
 from dualtrain.report.report_page import page
@@ -42,13 +42,6 @@ def _watch(folders: Sequence[str], port: int) -> None:
         server.serve_forever()
 
 
-def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 1 << 16:
-        raise ValueError
-    return number
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path, or serve it. Return the exit status.
 
@@ -58,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     parser.add_argument("--out", metavar="PAGE.html", help="path of the page")
     parser.add_argument("--watch", action="store_true", help="serve the page on this host, and follow the runs")
-    parser.add_argument("--port", type=_port, metavar="N", help="TCP port of --watch (default: a free one)")
+    parser.add_argument("--port", type=whole(0, 65_535), metavar="N", help="TCP port of --watch (default: a free one)")
     try:
         given = parser.parse_args(arguments)
         if given.watch and given.out is not None:

@@ -406,9 +406,9 @@ def record(simulated, tmp_path):
     [
         ([], "the following arguments are required"),
         (["{tmp}/nothing.py"], "no such file"),
-        (["--nproc", "0", "{script}"], "--nproc 0 is below 1"),
-        (["--steps", "0", "{script}"], "--steps 0 is below 1"),
-        (["--timeout", "0", "{script}"], "--timeout 0 is not a finite number of seconds"),
+        (["--nproc", "0", "{script}"], "--nproc: '0' is not a whole number from 1 to"),
+        (["--steps", "0", "{script}"], "--steps: '0' is not a whole number from 1 to"),
+        (["--timeout", "0", "{script}"], "--timeout: '0' is not a number of seconds above 0"),
         (["--fast", "{script}"], "--fast"),
         (["--json", "{tmp}/none/x.json", "{script}"], "no such folder"),
         (["--record", "{tmp}/a", "--against", "{tmp}/b", "{script}"], "give one of them"),

@@ -21,7 +21,8 @@ INSTALL = "DUALTRAIN_WITH=integrations bash launch/setup.sh"
 
 def require(module: str) -> None:
     """Skip the test if a package is missing."""
-    if importlib.util.find_spec(module) is None:
+    # The package first: for a module of a missing package, find_spec raises.
+    if any(importlib.util.find_spec(name) is None for name in (module.partition(".")[0], module)):
         pytest.skip(f"needs {module}: {INSTALL}")
 
 

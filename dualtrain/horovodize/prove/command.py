@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dualtrain.console import parser_of, print_error, printable, show, text_table
+from dualtrain.console import parser_of, print_error, printable, seconds, show, text_table, whole
 from dualtrain.errors import UserError
 from dualtrain.files import read_text, write_json, write_whole
 from dualtrain.horovodize import recorder
@@ -71,12 +71,18 @@ def _ending_by_signals() -> Iterator[None]:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("dualtrain.horovodize --prove", str(__doc__))
-    parser.add_argument("--nproc", type=int, help="ranks on this host (default: 2, or as many as were recorded)")
-    parser.add_argument("--steps", type=int, help="optimizer steps of each run (default: 50, or as many as were recorded)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs on each side (default: 3)")
-    parser.add_argument("--seed", type=int, help="seed torch, numpy and random on each rank before the script starts")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds without a step after which a run is ended (default: 300)"
+        "--nproc", type=whole(1, 10_000), help="ranks on this host (default: 2, or as many as were recorded)"
+    )
+    parser.add_argument(
+        "--steps", type=whole(1, 1_000_000), help="optimizer steps of each run (default: 50, or as many as were recorded)"
+    )
+    parser.add_argument("--rounds", type=whole(1, 1000), default=3, help="runs on each side (default: 3)")
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), help="seed torch, numpy and random on each rank before the script starts"
+    )
+    parser.add_argument(
+        "--timeout", type=seconds, default=300.0, help="seconds without a step after which a run is ended (default: 300)"
     )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="run on Horovod alone, once, and keep the record")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with this record in place of Horovod")
@@ -86,12 +92,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("script", help="the script, as python would run it")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(list(arguments))
-    for name, least in (("nproc", 1), ("steps", 1), ("rounds", 1)):
-        value = getattr(given, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name} {value} is below {least}: give {least} or more")
-    if not 0 < given.timeout < float("inf"):
-        raise UserError(f"--timeout {given.timeout:g} is not a finite number of seconds above 0: give one")
     if given.record is not None and given.against is not None:
         raise UserError("--record runs only Horovod and --against only dualtrain: give one of them")
     if not given.module and not os.path.isfile(given.script):
