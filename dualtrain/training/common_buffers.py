@@ -8,6 +8,7 @@ amount in every forward pass of every shard. All other buffers must not change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from dualtrain.backends.wire import as_bytes
 
-_LARGEST = 1 << 10  # squares of smaller changes are exact in float32
+_EXACT = 1 << 24  # float32 has all whole numbers up to this one
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class _Place:
 
 
 class CommonBuffers:
-    """The buffers of ``model``: their values at the start of a step, and each shard's changes to them.
+    """The buffers of ``model``: their values at the start of a step, and the changes to them by each of ``shards`` shards.
 
     The caller sums the ``numbers`` of all shards, in float32 at least (in float64 if all parameters are float64).
 
@@ -50,8 +51,10 @@ class CommonBuffers:
         count: how many numbers a shard adds to that sum.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, shards: int) -> None:
         self._model = model
+        #: Largest change of a counter. The shards' changes are compared by the sum of their squares, which must be exact.
+        self._largest = math.isqrt(_EXACT // shards)
         # The numbers are sent with gradients, so the narrowest parameter limits their precision.
         exact = min((p.dtype.itemsize for p in model.parameters() if p.is_floating_point()), default=4)
         self._averaged: list[_Place] = []
@@ -134,9 +137,10 @@ class CommonBuffers:
                 )
         changes = [float(now - began) for now, began in zip(self._read_counters(), self._counts, strict=True)]
         for place, change in zip(self._counters, changes, strict=True):
-            if abs(change) >= _LARGEST:
+            if abs(change) > self._largest:
                 raise ValueError(
-                    f"buffer {place.name!r} changes by {change:g} in a step: virtual ranks need less than {_LARGEST}"
+                    f"buffer {place.name!r} changes by {change:g} in a step: with this number of virtual ranks, it may "
+                    f"change by {self._largest} at most"
                 )
         first = changes if shard == 0 else [0.0] * len(changes)
         each = [self._of_one_pass(place, change, passes) for place, change in zip(self._counters, changes, strict=True)]

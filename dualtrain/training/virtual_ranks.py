@@ -57,7 +57,7 @@ class VirtualRanks:
         self._steps = 0  # steps taken so far
         self._after = "step"  # or "evaluation": what came last
         _order_norms(model, self.order, backend)
-        self._buffers = CommonBuffers(model)
+        self._buffers = CommonBuffers(model, shards)
         self.numbers = self._buffers.count
         if backend.size > shards and backend.rank == 0:
             idle = f"rank {shards} has" if backend.size == shards + 1 else f"ranks {shards} to {backend.size - 1} have"
@@ -159,7 +159,7 @@ class VirtualRanks:
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
-        rows, buffers = [], CommonBuffers(model)  # with the present values
+        rows, buffers = [], CommonBuffers(model, self.count)  # with the present values
         for shard, part in self._of_shards(batches):
             self._seed_all(self._steps, shard, "evaluation")
             rows.append(sums(part))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dualtrain import Trainer, connect, weights_sha256
+from dualtrain.training.common_buffers import CommonBuffers
 from tests.hvd.worlds import worlds
 from tests.models_for_tests import conv_net, images, seeded, vectors
 from tests.threads import run_threads
@@ -209,6 +211,23 @@ def refused_buffer(backend, name, message):
 def test_buffers_without_a_common_value_are_refused_by_name(name, message):
     with connect("local") as backend:
         refused_buffer(backend, name, message)
+
+
+@pytest.mark.parametrize(("different", "message"), [(409, ""), (408, "unequal amounts"), (410, "by 409 at most")])
+def test_one_of_100_shards_cannot_change_a_counter_by_another_amount(different, message):
+    model = nn.Linear(1, 1)
+    model.register_buffer("samples", torch.tensor(7))
+    buffers = CommonBuffers(model, 100)
+    buffers.keep()
+    total = torch.zeros(buffers.count)  # float32, as with gradients of float32
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        for shard in range(100):
+            buffers.restore()
+            model.samples += different if shard == 57 else 409
+            total += buffers.numbers(shard, 1)
+        buffers.become_mean(total.double(), 100)
+    if not message:
+        assert model.samples.item() == 7 + 409
 
 
 def unequal_on_every_rank(backend):
