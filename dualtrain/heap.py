@@ -24,9 +24,10 @@ _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD
 def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
     """Disable heap trimming (M_TRIM_THRESHOLD) for this process, so that freed blocks below 32 MB are reused.
 
-    Call it once, at the start of a program that trains on the CPU. It is a setting of the whole process, for the heap of
-    the main thread. Does nothing with a C library other than glibc, or if the user has set glibc's own variables,
-    such as MALLOC_TRIM_THRESHOLD_.
+    Call it once, at the start of a program that trains on the CPU. The setting lasts as long as the process. It keeps the
+    freed memory of glibc's main heap, which the main thread uses; the arenas of other threads may still return theirs.
+    Does nothing with a C library other than glibc, or if the user has set glibc's own variables, such as
+    MALLOC_TRIM_THRESHOLD_.
 
     Args:
         env: the environment variables; ``None`` for this process's.

@@ -13,8 +13,9 @@ import pytest
 from dualtrain import heap
 from tests.pool import ROOT
 
-#: Program that prints the page faults of two steps, each of which allocates and frees 64 MB, and the growth of resident
-#: memory in MB after four such steps and five with a block of 96 to 100 MB between blocks that stay allocated.
+#: Program that prints two numbers: the page faults of the third and fourth step, where a step allocates and frees 64 MB;
+#: and the growth of resident memory in MB after four such steps and then five larger blocks (96 to 100 MB), each freed
+#: between blocks that stay allocated.
 STEPS = """
 import ctypes, resource, dualtrain
 {setup}
@@ -64,7 +65,7 @@ def test_freed_memory_is_reused_without_faults_and_without_growth():
     tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # has no effect on the heap
     for faults, growth in (measured(), measured(GLIBC_TUNABLES=tuned_elsewhere)):
         assert faults < plain_faults / 10
-        assert growth < 200  # MB: 64 that stay allocated, and 96
+        assert growth < 200  # MB: the freed 64 that the heap keeps, and 96
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ class Primitives(ABC):
     def start_alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
     ) -> Work[None]:
-        """Send slice r of ``tensor`` to rank r, and receive this rank's slice of each rank into ``output``, in rank order.
+        """Send slice r of ``tensor`` to rank r; receive into ``output`` the slices sent to this rank, in rank order.
 
         Both tensors are contiguous uint8, one-dimensional; ``sent`` and ``received`` are the lengths of the slices. Does
         not block.

@@ -29,7 +29,7 @@ from dualtrain.launchers import World
 
 T = TypeVar("T")
 
-_REASON_BYTES = 1024  # length at which the reason why an object cannot be sent is cut for the other ranks
+_REASON_BYTES = 1024  # the reason why an object cannot be sent is cut to this length before the other ranks get it
 
 
 def split_sizes(rows: int, size: int) -> list[int]:
@@ -52,7 +52,7 @@ def rows_to_send(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | No
         return [rows // size] * size
     numbers = [int(n) for n in splits]
     if len(numbers) != size or min(numbers) < 0 or sum(numbers) > rows:
-        raise ValueError(f"splits must be {size} numbers from 0 that add up to at most {rows} rows, not {numbers}")
+        raise ValueError(f"splits must be {size} numbers, none negative, that add up to at most {rows} rows, not {numbers}")
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""The order in which the numbers of V shards are added up, the same on any number of ranks: a fixed binary tree.
+"""The order in which the values of V shards are added up, the same on any number of ranks: a fixed binary tree.
 
 The tree over n shards is the shard itself for n = 1, else the sum of the trees over its first k and its other n - k shards,
 k the largest power of two below n (the tree of RFC 6962, section 2.1). A rank owns consecutive shards, which form a few
@@ -45,8 +45,8 @@ class SumOrder:
         owned: for each rank, the subtrees that its shards form, from left to right.
         nodes: the subtrees of all ranks, from left to right; their partial sums are exchanged.
         additions: these additions of partial sums, in this order, leave the sum of all shards in ``nodes[0]``.
-        merges: for each rank and each of its shards, how many additions of the rank's two newest partial sums follow the
-            shard at once.
+        merges: for each rank, for each of its shards: how many times, right after that shard, the rank adds its two newest
+            partial sums together.
         buffers: how many partial sums, beside the newest one, a rank keeps at most; the maximum over the ranks.
     """
 
@@ -67,7 +67,7 @@ class SumOrder:
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether an ordinary sum over the ranks has the same bits: there are at most two, with one partial sum each."""
+        """Whether an ordinary sum over the ranks has the same bits: true for up to two ranks with one partial sum each."""
         return len(self.owned) <= 2 and all(len(nodes) == 1 for nodes in self.owned)
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -77,7 +77,7 @@ class SumOrder:
         return parts[0]
 
     def total(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum along the tree of ``rows``, (V, …), one row for each shard. Does not change ``rows``."""
+        """Return the sum of ``rows``, (V, …), one row for each shard, added along the tree. Does not change ``rows``."""
         parts = list(rows)
         return self._fold(Node(0, self.shards), parts)
 
@@ -88,7 +88,7 @@ class SumOrder:
         return left + right
 
     def _add_up(self, node: Node, numbers: dict[Node, int]) -> int:
-        """Append the additions that make ``node``; return the number of the partial sum in which they leave it."""
+        """Append the additions that compute the sum of ``node``; return the index of the partial sum that then holds it."""
         if node in numbers:
             return numbers[node]
         target, source = (self._add_up(child, numbers) for child in node.children())

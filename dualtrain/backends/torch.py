@@ -48,8 +48,8 @@ _WORLDS: Counter[tuple[str, int, str]] = Counter()
 _PLACE_BYTES = 128  # longest text with an address, a port and a key
 
 #: The groups in use, each with the id of the process that made it, since a forked child does not have a group's threads.
-#: Without this reference, a group that is dropped after a peer has failed would wait for its last operation in the thread
-#: that drops it.
+#: This list holds a reference, because a group whose last reference is dropped after a peer has failed blocks the dropping
+#: thread until its last operation ends.
 _IN_USE: list[tuple[int, Any]] = []
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
@@ -480,9 +480,10 @@ def job_in_store(world: World, timeout: float) -> str:
 
 
 def _store_of_default_group(world: World) -> dist.Store | None:
-    """Return the store of the program's default group, if that group is over these processes.
+    """Return the store of the program's default group, if it has exactly these processes, or, for a named world, more.
 
-    Its rank 0 occupies MASTER_PORT then. Under torchrun this is not needed: the agent's store serves any number of worlds.
+    Rank 0 of the default group already listens on MASTER_PORT, so dualtrain cannot. Under torchrun the group's store is not
+    needed: the agent's store serves any number of worlds.
     """
     found = default_group_place()
     if found is None or world.launcher == "torchrun":

@@ -2,9 +2,9 @@
 
 The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
 Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes, each close in time to its reference. This
-takes up to 20 minutes, or 3 with --quick, which only makes the measurements for the answer. Run nothing else meanwhile. The
-results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to move
-from Horovod to torch.
+takes up to 20 minutes, or 3 with --quick. Run nothing else meanwhile. The results are in bench.json, bench.html and
+bench.svg in the folder --out. The last line of the output answers whether to move from Horovod to torch; --quick measures
+what this answer needs, and little else.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
 --targets also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met.
 """

@@ -97,7 +97,8 @@ class Writer:
             self.failed = error
             reason = error.strerror or error
             self._report(
-                f"the checkpoint of step {step} could not be written ({reason}): training goes on; free space there"
+                f"the checkpoint of step {step} could not be written ({reason}): training continues; free space on the "
+                "disk of the run folder"
             )
         except Exception as error:  # raised in wait()
             self._bug = error

@@ -107,7 +107,10 @@ class Records:
             yield
         except OSError as error:
             reason = error.strerror or error
-            self.print(f"{what}: step {step} could not be written ({reason}): training goes on; free space there")
+            self.print(
+                f"{what}: step {step} could not be written ({reason}): training continues; free space on the disk of the "
+                "run folder"
+            )
 
 
 def check_tensorboard(output: OutputSection) -> None:

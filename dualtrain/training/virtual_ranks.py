@@ -2,9 +2,9 @@
 
 A global batch is split into V shards. Each rank owns consecutive ones and computes them one after another. All that a shard
 depends on is set before it: random numbers are seeded from (seed, step, shard), and running statistics get the values
-that all shards of the step begin with. The running statistics after the shards are averaged along the same tree as the
-gradients. After a step, the generators are equal on all ranks. EasyScale (Li et al., SC 2023) and VirtualFlow (Or et al.,
-MLSys 2022) are published relatives.
+that all shards of the step begin with. The running statistics that the shards end with are averaged along the same
+tree as the gradients. After a step, the generators are equal on all ranks. EasyScale (Li et al., SC 2023) and VirtualFlow
+(Or et al., MLSys 2022) are published relatives.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class VirtualRanks:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
-        """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
+        """See :class:`~dualtrain.training.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         given, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
         with self._begun_step():
@@ -103,7 +103,7 @@ class VirtualRanks:
     def _compute(self, passes: Passes, shard: int, batches: ShardBatches, expected: float, *, send: bool) -> None:
         number = 0
         for number, ((inputs, targets), last) in enumerate(with_last(_passes_of(batches)), 1):
-            # Before backward, which may run forward again (activation checkpointing).
+            # ``load`` reads the buffers before backward, because backward may run forward again (activation checkpointing).
             load = partial(self._load, passes, shard, number) if last else None
             passes.compute(inputs, targets, expected, load, send=send and last)
         if not number:
@@ -158,7 +158,7 @@ class VirtualRanks:
     # -- evaluation and state ---------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
-        """See :class:`~dualtrain.training.parts.Parts`. Batches are those of each of this rank's shards."""
+        """See :class:`~dualtrain.training.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         rows, buffers = [], CommonBuffers(model, self.count)  # with the present values
         for shard, part in self._of_shards(batches):
             self._seed_all(self._steps, shard, "evaluation")
@@ -206,8 +206,8 @@ def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
         return ()
     if isinstance(batches, torch.Tensor):
         raise TypeError(
-            "a shard has a batch (inputs, targets), a list of batches, or None, and was given a tensor: give step() a list "
-            "with one of these for each of trainer.shards, as trainer.split() makes it"
+            "an entry of the list given to step() is a tensor: give one entry for each of trainer.shards, as "
+            "trainer.split() makes it; an entry is a batch (inputs, targets), a list of batches, or None"
         )
     if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
         return ((batches[0], batches[1]),)  # a loader's batch is a list

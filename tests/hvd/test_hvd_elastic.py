@@ -424,7 +424,7 @@ def test_schedulers_are_rolled_back(sent, kind):
         assert rates(4) == first
 
 
-def test_schedulers_and_scalers_are_synced(sent):
+def test_schedulers_are_synced(sent):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     scheduler = lr_scheduler.MultiStepLR(optimizer, [1])
     held = elastic.TorchState(scheduler=scheduler)
@@ -642,7 +642,7 @@ def test_more_samples_may_be_recorded_than_exist():
         assert (list(sampler), len(sampler)) == ([], 0)
 
 
-def test_an_epoch_uses_each_sample_once_although_the_world_changes():
+def test_an_epoch_uses_every_sample_although_the_world_changes():
     samples, seen, saved = 29, [], {"epoch": 3, "processed_num": 0}
     for size, batches in ((4, 2), (3, 1), (2, 99)):
         for rank in range(size):
@@ -657,7 +657,7 @@ def test_an_epoch_uses_each_sample_once_although_the_world_changes():
         saved = sampler.state_dict()
     assert saved["processed_num"] >= samples
     assert set(seen) == set(range(samples))
-    assert len(seen) == samples + 1  # the last split was 7 samples over 2 ranks
+    assert len(seen) == samples + 1  # the last split is 7 samples over 2 ranks: one is repeated
 
 
 def test_the_next_epoch_begins_with_all_samples_in_another_order():

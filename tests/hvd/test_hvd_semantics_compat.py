@@ -29,7 +29,10 @@ def trained(hvd, model, optimizer, steps=3, before=lambda step: None, factor=3):
 
 
 def fresh(hvd, kind, wrapped_first, **options):
-    """Broadcast the state of an optimizer without state, before or after wrapping; each rank has another learning rate."""
+    """Broadcast the state of an optimizer that has taken no step, before or after it is wrapped.
+
+    The ranks have different learning rates.
+    """
     model = model_of()
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01 * (1 + hvd.rank()), **options)
     if wrapped_first:
@@ -41,7 +44,7 @@ def fresh(hvd, kind, wrapped_first, **options):
 
 
 def resumed(hvd):
-    """Load a checkpoint on rank 0 only."""
+    """Resume with optimizer state on rank 0 only, as if only that rank had read a checkpoint."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     if hvd.rank() == 0:

@@ -140,7 +140,7 @@ def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, 
     with pytest.raises(NotSavedError, match=r"last checkpoint .*model.safetensors \(No space left on device\).*free space"):
         train(tmp_path / "run", 2)
     printed = capsys.readouterr().out
-    assert printed.count("could not be written (No space left on device): training goes on") == 2
+    assert printed.count("could not be written (No space left on device): training continues") == 2
     assert not list((tmp_path / "run").rglob("*.tmp"))
     assert not (tmp_path / "run" / "summary.json").exists()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -181,7 +181,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, capsys
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MetricsFile, "write", full)
         assert train(tmp_path, 2)["steps"] == 4
-    said = "metrics.jsonl: step 2 could not be written (No space left on device): training goes on"
+    said = "metrics.jsonl: step 2 could not be written (No space left on device): training continues"
     assert capsys.readouterr().out.count(said) == 2  # for a step, and for an evaluation
 
 

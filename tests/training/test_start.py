@@ -18,7 +18,7 @@ from dualtrain.config import parse
 from dualtrain.errors import UserError
 from dualtrain.training import checkpoint
 
-#: An evaluation every two steps.
+#: With this batch size an epoch has two steps; each epoch ends with an evaluation.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--log-every", "1", "--workers", "0")
 
 
@@ -101,7 +101,7 @@ def test_without_a_good_checkpoint_the_run_begins_and_keeps_the_files(tmp_path, 
     assert path.with_name(f"{path.name}.aside").read_bytes() == b"damaged"
 
 
-def test_a_result_without_checkpoints_is_not_trained_over(tmp_path):
+def test_a_result_without_checkpoints_is_not_overwritten_by_a_new_training(tmp_path):
     alone(tmp_path, 1)
     shutil.rmtree(tmp_path / "checkpoints")
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
@@ -133,7 +133,7 @@ def test_the_best_checkpoint_is_used_where_it_is_the_only_good_one(tmp_path, cap
     assert first_line(capsys).startswith("--resume auto: going on from step 2, since ")
 
 
-def test_a_checkpoint_of_a_later_step_than_the_last_is_refused(tmp_path):
+def test_a_checkpoint_beyond_the_last_step_of_this_run_is_refused(tmp_path):
     alone(tmp_path, 2)
     with pytest.raises(UserError, match="the checkpoint is of step 4, and this run would end after step 2"):
         auto(tmp_path, 1)
@@ -202,20 +202,20 @@ def by_disk(backend, folder: str, epochs: str) -> tuple[dict[str, Any], list[str
 def test_the_rank_that_has_the_newest_checkpoint_sends_it(processes, tmp_path):
     whole = processes(train, "--epochs", "3", "--run-dir", str(tmp_path / "whole"))[0]
     processes(by_disk, str(tmp_path), "1")
-    other, last = tmp_path / "0", tmp_path / "1"
-    shutil.copytree(other, last)
-    with connect("local") as backend:  # the other host trains on: its folder then has step 4 too
-        train(backend, "--epochs", "2", "--run-dir", str(last), "--resume")
-    (last / "summary.json").unlink()
-    shutil.rmtree(other)
+    rank_0, rank_1 = tmp_path / "0", tmp_path / "1"
+    shutil.copytree(rank_0, rank_1)
+    with connect("local") as backend:  # rank 1's host continues the training: its folder then has step 4 too
+        train(backend, "--epochs", "2", "--run-dir", str(rank_1), "--resume")
+    (rank_1 / "summary.json").unlink()
+    shutil.rmtree(rank_0)
     found = processes(by_disk, str(tmp_path), "3")
     assert {one["steps"] for one, _ in found} == {6}
     assert found[0][0]["best"]["step"] == whole["best"]["step"]
     assert found[0][0]["val_accuracy"] == pytest.approx(whole["val_accuracy"], abs=0.02)
     warnings = [[text for text in said if "holds the run only for rank" in text] for _, said in found]
     assert [len(texts) for texts in warnings] == [1, *[0] * (len(found) - 1)]
-    assert checkpoint.step_in(other / "checkpoints" / "step-00000004.safetensors") == 4
-    assert not list(last.glob("summary.json"))
+    assert checkpoint.step_in(rank_0 / "checkpoints" / "step-00000004.safetensors") == 4
+    assert not list(rank_1.glob("summary.json"))
     # Both folders have checkpoints now, and one of them a summary: no rank trains.
     assert {one["steps"] for one, _ in processes(by_disk, str(tmp_path), "3")} == {6}
 

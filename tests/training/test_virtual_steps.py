@@ -152,7 +152,7 @@ def refused(backend):
             trainer.step(wrong, 12.0)
         with pytest.raises(ValueError, match=rf"this rank has shards .*given batches for {len(wrong)} shards"):
             trainer.evaluate([[] for _ in wrong])
-    with pytest.raises(TypeError, match=r"was given a tensor: give step\(\) a list"):
+    with pytest.raises(TypeError, match=r"given to step\(\) is a tensor: give one entry for each"):
         trainer.step(samples() * (len(trainer.shards) // 2), 12.0)
     trainer.close()
     plain = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)

@@ -72,7 +72,7 @@ class SharedMemory:
         # Don't spin when ranks outnumber cores: the peer needs this core to post.
         spin = _cores(library) >= self.size
         self._semaphores = Semaphores(memory, _KINDS, self.size, self.rank, spin=spin)
-        #: For each kind of signal, one condition per other rank: that this rank has posted the signal.
+        #: For each kind of signal, one condition per other rank: that the other rank has posted it.
         self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
         #: Buffers through which tensors outside shared memory are copied.
         self.stage = self._new_region(_STAGE_BYTES)
@@ -117,8 +117,9 @@ class SharedMemory:
     ) -> Work[None]:
         """Reduce ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; does not block.
 
-        All elements but the last ``tail`` are then multiplied by ``factor``. A buffer of :meth:`new_buffer` is reduced
-        without copies, and must then be such a buffer on every rank; ``in_place=False`` copies it like any other tensor.
+        All elements but the last ``tail`` are then multiplied by ``factor``. If ``tensor`` is a buffer of
+        :meth:`new_buffer`, it is reduced without copies, and must be such a buffer on every rank; with ``in_place=False``
+        it is copied like any other tensor.
         With ``tree``, which is for these buffers only, partial sums are added along the tree instead of in rank order.
         """
         with self._lock:
@@ -199,8 +200,8 @@ class SharedMemory:
             lengths = [vector[0] for vector in vectors]
             if len(set(lengths)) > 1:
                 raise BackendError(
-                    f"the ranks do not agree on a collective call: they compare {lengths} numbers, in rank order; make the "
-                    "same calls in the same order on every rank"
+                    "the ranks do not agree on a collective call: the counts of values that they compare differ "
+                    f"({lengths}, in rank order); make the same calls in the same order on every rank"
                 )
             return [vector[1 : 1 + length].tolist() for vector in vectors] if short else None
 
