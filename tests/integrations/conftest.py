@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from dualtrain.horovodize import imports
 from tests.pool import ROOT
 
 SECONDS = 240.0
@@ -32,6 +33,21 @@ def java() -> None:
     require("pyspark")
     if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         pytest.skip("needs a Java runtime for Spark: bash tests/extras.sh java")
+
+
+@pytest.fixture(scope="session")
+def ray() -> None:
+    """Skip the test where Ray is missing."""
+    require("ray.train")
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make ``import horovod`` lead to dualtrain during the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    imports.install()
+    yield
+    imports.uninstall()
 
 
 Program = Callable[[str], list[str]]

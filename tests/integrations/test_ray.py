@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
 from dualtrain import UserError
-from dualtrain.horovodize import imports
-from tests.integrations.conftest import require
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray")]
 
 HEAD = """
 import json, sys, tempfile
@@ -26,11 +23,6 @@ def failure(call):
     except Exception as error:
         show([isinstance(error, ValueError), type(error).__name__, str(error)])
 """
-
-
-@pytest.fixture(autouse=True)
-def _ray():
-    require("ray.train")
 
 
 def test_actors_keep_an_object_and_train_unmodified_functions(program):
@@ -102,14 +94,6 @@ failure(one_host.start)
     assert "no room for 2 times {'CPU': 1} within 2 s" in spread[2]
     assert packed == ["ray", "ray"]
     assert "Ray does not run: call ray.init()" in stopped[2]
-
-
-@pytest.fixture
-def hook(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    imports.install()
-    yield
-    imports.uninstall()
 
 
 @pytest.mark.usefixtures("hook")

@@ -6,15 +6,9 @@ import json
 
 import pytest
 
-from tests.integrations.conftest import require
 from tests.integrations.test_ray import HEAD
 
-pytestmark = pytest.mark.xdist_group("ray")
-
-
-@pytest.fixture(autouse=True)
-def _ray():
-    require("ray.train")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray")]
 
 
 def test_ray_train_runs_an_unmodified_function_with_the_hook(program):

@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from dualtrain.horovodize import imports
-
 pytestmark = [pytest.mark.usefixtures("java"), pytest.mark.xdist_group("spark")]
 
 HEAD = """
@@ -89,14 +87,6 @@ show(TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(main,
     )
     (found, launcher) = json.loads(lines[0])
     assert (found["place"], found["library"], launcher) == ([0, 2, 0, 2], "dualtrain", "torchrun")
-
-
-@pytest.fixture
-def hook(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    imports.install()
-    yield
-    imports.uninstall()
 
 
 @pytest.mark.usefixtures("hook")
