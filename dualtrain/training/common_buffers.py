@@ -11,11 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
+import numpy
+import numpy.typing
 import torch
 from torch import nn
 
 from dualtrain.backends.wire import as_bytes
+
+Vector = numpy.typing.NDArray[Any]
 
 _EXACT = 1 << 24  # float32 has all whole numbers up to this one
 
@@ -29,8 +35,11 @@ class _Place:
     key: str
 
     def read(self) -> torch.Tensor:
-        """Return the buffer that is there now."""
-        tensor: torch.Tensor = getattr(self.module, self.key)
+        """Return the buffer that is there now. Raises ValueError if there is none."""
+        # Private in torch 2.5 to 2.15, and ten times as fast as getattr(), which must try and fail first.
+        tensor = self.module._buffers.get(self.key)
+        if tensor is None:
+            raise ValueError(f"buffer {self.name!r} has become None: virtual ranks need it until the end of training")
         return tensor
 
     def write(self, value: torch.Tensor) -> None:
@@ -52,7 +61,8 @@ class CommonBuffers:
     """
 
     def __init__(self, model: nn.Module, shards: int) -> None:
-        self._model = model
+        self._modules = list(model.modules())
+        self._structure = self._count_buffers()
         #: Largest change of a counter. The shards' changes are compared by the sum of their squares, which must be exact.
         self._largest = math.isqrt(_EXACT // shards)
         # The numbers are sent with gradients, so the narrowest parameter limits their precision.
@@ -62,7 +72,7 @@ class CommonBuffers:
         self._constant: list[_Place] = []
         for place in _places(model):
             buffer = place.read()
-            if buffer.is_floating_point() and buffer.dtype.itemsize <= max(exact, 4):
+            if buffer.is_floating_point() and buffer.dtype.itemsize <= max(exact, 4) and buffer.numel():
                 self._averaged.append(place)
             elif buffer.numel() == 1 and not buffer.is_floating_point() and not buffer.is_complex():
                 self._counters.append(place)
@@ -70,11 +80,13 @@ class CommonBuffers:
                 self._constant.append(place)
         self._all = [*self._averaged, *self._counters, *self._constant]
         self._sizes = [place.read().numel() for place in self._averaged]
-        self._ends = torch.tensor([0, *self._sizes]).cumsum(0)
+        self._starts = [0, *accumulate(self._sizes[:-1])]
         self._dtype = torch.float64 if exact > 4 else torch.float32
-        self._began = [place.read().clone() for place in self._all]
+        self._bools = [place.read().dtype is torch.bool for place in self._counters]
+        self._began = [buffer.clone() for buffer in self._read()]
+        self._writable = list[torch.Tensor]()  # tensors that were found to have the form of ``_began``
         #: The values in ``_began`` of averaged buffers as one vector, and of counters as numbers.
-        self._vector, self._counts = torch.empty(0), list[int]()
+        self._vector, self._counts = numpy.empty(0), list[int]()
         self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 1
 
     def keep(self) -> None:
@@ -83,26 +95,39 @@ class CommonBuffers:
         Raises:
             ValueError: the number, a shape or a dtype of the model's buffers has changed.
         """
-        if len(list(self._model.buffers())) != len(self._all):
+        if self._count_buffers() != self._structure:
             raise ValueError("the model's buffers have changed since the trainer was made: make the trainer after that")
-        for place, began in zip(self._all, self._began, strict=True):
-            now = place.read()
-            if now.shape != began.shape or now.dtype != began.dtype:
+        now = self._read()
+        for place, buffer, began in zip(self._all, now, self._began, strict=True):
+            if buffer.shape != began.shape or buffer.dtype != began.dtype:
                 raise ValueError(f"buffer {place.name!r} has changed its shape or dtype: make the trainer after that")
-            began.copy_(now)
-        self._vector, self._counts = self._flat(), self._read_counters()
+        _copy_all(self._began, now)
+        self._vector, self._counts = self._flat(self._began), self._read_counters(self._began)
+
+    def _count_buffers(self) -> tuple[int, int]:
+        """Return how many submodules and buffers all modules have. ``model.buffers()`` takes many times as long."""
+        # Private in torch 2.5 to 2.15, as in ``_Place.read``.
+        submodules = sum(len(module._modules) for module in self._modules)
+        return submodules, sum(buffer is not None for module in self._modules for buffer in module._buffers.values())
 
     def restore(self) -> None:
         """Restore the values that all buffers had at the start of the step."""
-        now = [place.read() for place in self._all]
-        if all(map(_same_form, now, self._began)):
-            if now:
-                with torch.no_grad():
-                    # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
-                    torch._foreach_copy_(now, self._began)
+        now = self._read()
+        if self._are_writable(now):
+            _copy_all(now, self._began)
             return
         for place, began in zip(self._all, self._began, strict=True):
             place.write(began)
+
+    def _are_writable(self, now: list[torch.Tensor]) -> bool:
+        """Return whether all buffers have the form of ``_began``; tensors found to have it before are checked briefly."""
+        known = len(self._writable) == len(now)
+        for number, (buffer, began) in enumerate(zip(now, self._began, strict=True)):
+            same = known and buffer is self._writable[number] and buffer.shape == began.shape
+            if not same and not _same_form(buffer, began):
+                return False
+        self._writable = now
+        return True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return copies of all buffers on the CPU by name, including those that are not persistent."""
@@ -120,22 +145,21 @@ class CommonBuffers:
         Raises:
             ValueError: a buffer has changed that must stay the same.
         """
-        vector = self._flat()
+        now = self._read()
+        vector = self._flat(now)
         if vector.shape != self._vector.shape:
             # Averaged buffers come first in ``_began``.
-            pairs = zip(self._averaged, self._began, strict=False)
-            name = next(place.name for place, began in pairs if place.read().numel() != began.numel())
+            triples = zip(self._averaged, now, self._began, strict=False)
+            name = next(place.name for place, buffer, began in triples if buffer.numel() != began.numel())
             raise ValueError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")
-        counts = (vector != self._vector).cumsum(0)
-        so_far = torch.cat([counts.new_zeros(1), counts])[self._ends]
-        changed = so_far.diff() > 0
-        for place, began in zip(self._constant, self._began[len(self._averaged) + len(self._counters) :], strict=True):
-            if not torch.equal(as_bytes(place.read()), as_bytes(began)):  # bytes: a NaN is not equal to itself
+        first_constant = len(self._averaged) + len(self._counters)
+        for place, buffer, began in zip(self._constant, now[first_constant:], self._began[first_constant:], strict=True):
+            if not torch.equal(as_bytes(buffer), as_bytes(began)):  # bytes: a NaN is not equal to itself
                 raise ValueError(
                     f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
                     "make it float32, or train without virtual ranks"
                 )
-        changes = [float(now - began) for now, began in zip(self._read_counters(), self._counts, strict=True)]
+        changes = [float(now - began) for now, began in zip(self._read_counters(now), self._counts, strict=True)]
         for place, change in zip(self._counters, changes, strict=True):
             if abs(change) > self._largest:
                 raise ValueError(
@@ -143,24 +167,39 @@ class CommonBuffers:
                     f"change by {self._largest} at most"
                 )
         first = changes if shard == 0 else [0.0] * len(changes)
-        each = [self._of_one_pass(place, change, passes) for place, change in zip(self._counters, changes, strict=True)]
+        # The change in one forward pass. A bool buffer changes in the first pass only.
+        each = [
+            (change if is_bool else change / passes) if passes else 0.0
+            for is_bool, change in zip(self._bools, changes, strict=True)
+        ]
         counters = [*first, *each, *(change * change for change in each), float(passes > 0)]
-        return torch.cat([vector.double(), changed.double(), torch.tensor(counters, dtype=torch.float64)])
+        # numpy, because each of its operations on a few numbers takes a fraction of the time of torch's.
+        numbers = numpy.empty(self.count)
+        numbers[: len(vector)] = vector
+        if len(vector):
+            changed = numpy.logical_or.reduceat(vector != self._vector, self._starts)
+            numbers[len(vector) : len(vector) + len(changed)] = changed
+        numbers[self.count - len(counters) :] = counters
+        return torch.from_numpy(numbers)
 
-    @staticmethod
-    def _of_one_pass(place: _Place, change: float, passes: int) -> float:
-        """Return the change in one forward pass; a bool buffer changes in the first pass only."""
-        if not passes or place.read().dtype is torch.bool:
-            return change if passes else 0.0
-        return change / passes
+    def _read(self) -> list[torch.Tensor]:
+        """Return the buffers that are there now, in the order of ``_all``: averaged ones, counters, constant ones."""
+        return [place.read() for place in self._all]
 
-    def _flat(self) -> torch.Tensor:
-        """Return the averaged buffers as one vector, on the CPU."""
-        parts = [place.read().detach().reshape(-1).to(self._dtype) for place in self._averaged]
-        return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=self._dtype)
+    @torch.no_grad()
+    def _flat(self, buffers: Sequence[torch.Tensor]) -> Vector:
+        """Return the averaged ones of ``buffers`` as one vector."""
+        parts = [buffer.reshape(-1) for buffer in buffers[: len(self._averaged)]]
+        parts = [part if part.dtype is self._dtype else part.to(self._dtype) for part in parts]
+        vector: Vector = torch.cat(parts).cpu().numpy() if parts else numpy.empty(0)
+        return vector
 
-    def _read_counters(self) -> list[int]:
-        return torch.stack([place.read().reshape(()).long() for place in self._counters]).tolist() if self._counters else []
+    def _read_counters(self, buffers: Sequence[torch.Tensor]) -> list[int]:
+        begin = len(self._averaged)
+        counters = list(buffers[begin : begin + len(self._counters)])
+        if any(counter.dtype is not torch.int64 or counter.dim() for counter in counters):
+            counters = [counter.reshape(()).long() for counter in counters]
+        return torch.stack(counters).tolist() if counters else []
 
     @torch.no_grad()
     def become_mean(self, total: torch.Tensor, shards: int) -> None:
@@ -173,7 +212,9 @@ class CommonBuffers:
         Raises:
             ValueError: on every rank: shards have changed an integer buffer by unequal amounts in a pass.
         """
-        means, changed, counters = total.split([sum(self._sizes), len(self._averaged), 3 * len(self._counters) + 1])
+        sums_of_values, changed, counters = total.split(
+            [sum(self._sizes), len(self._averaged), 3 * len(self._counters) + 1]
+        )
         *numbers, shards_with_passes = counters.tolist()
         by, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
         for place, each, square in zip(self._counters, sums, squares, strict=True):
@@ -182,16 +223,27 @@ class CommonBuffers:
                     f"buffer {place.name!r} is changed by unequal amounts in the forward passes of the shards: virtual "
                     "ranks have no common value for it; train without them"
                 )
-        self.restore()
-        for place, mean, some in zip(
-            self._averaged, means.mul(1.0 / shards).split(self._sizes), changed.tolist(), strict=True
-        ):
+        now = self._read()
+        if not self._are_writable(now):
+            self.restore()
+            now = self._read()
+        means = sums_of_values.mul(1.0 / shards).split(self._sizes)
+        values = list(self._began)
+        for number, (mean, some) in enumerate(zip(means, changed.tolist(), strict=True)):  # averaged buffers come first
             if some:
-                now = place.read()
-                now.copy_(mean.view(now.shape))
-        for place, change in zip(self._counters, by, strict=True):
-            now = place.read()
-            now.fill_(now.item() + int(change))
+                values[number] = mean if values[number].dim() == 1 else mean.view(values[number].shape)
+        _copy_all(now, values)
+        for buffer, count, change in zip(now[len(self._averaged) :], self._counts, by, strict=False):  # then the counters
+            if change:
+                buffer.fill_(count + int(change))
+
+
+@torch.no_grad()
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each of ``sources`` into the tensor of ``targets`` with the same index."""
+    if targets:
+        # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
+        torch._foreach_copy_(targets, sources)
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -83,8 +83,10 @@ class VirtualRanks:
         with self._begun_step():
             reducer.begin_shards()
             for shard, part in given:
-                self._begin_shard(shard)
                 begins, ends = shard == self.mine[0], shard == self.mine[-1]
+                if not begins:
+                    self._buffers.restore()
+                self._seed_all(self._steps, shard)
                 passes.begin_part(flags if begins else (0.0,) * CONTROL_FLAGS, first=begins)
                 self._compute(passes, shard, part, expected, send=ends)
                 if not ends:
@@ -128,10 +130,6 @@ class VirtualRanks:
         """Seed what the program draws next, such as the order of its samples: it must not depend on this rank's shards."""
         self._after = what
         self._seed_all(self._steps, "after", what)
-
-    def _begin_shard(self, shard: int) -> None:
-        self._buffers.restore()
-        self._seed_all(self._steps, shard)
 
     def _seed_all(self, *parts: object) -> None:
         """Seed torch's generators (of the CPU and this rank's device), numpy's and Python's from the seed and ``parts``."""
