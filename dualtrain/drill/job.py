@@ -19,7 +19,7 @@ from dualtrain.errors import UserError
 #: The environment variable by which the processes of a drill's job are found.
 MARK = "DUALTRAIN_DRILL"
 #: The first line of a run with ``--resume auto``.
-_START = re.compile(rb"--resume auto: (?:going on from|beginning at) step (\d+)")
+_START = re.compile(rb"--resume auto: (?:resuming from|beginning at) step (\d+)")
 _RANK_VARIABLES = (b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK")
 END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
 

@@ -1,7 +1,7 @@
 """Checkpoints: plain values and tensors in one safetensors file, whole or absent, verified when read.
 
 The file's header holds the structure as JSON, which refers to the tensors by name, and a SHA-256 over structure and
-tensors. A checkpoint contains no code and names no backend and no world size: it resumes under either backend.
+tensors. A checkpoint contains no code, no backend's name and no world size, so a run can resume under either backend.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def found(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a file of :func:`write`, with its tensors on the CPU.
+    """Read a file that :func:`write` has written, with its tensors on the CPU.
 
     Raises:
         DamagedError: the file is missing, truncated or changed.
@@ -135,7 +135,7 @@ def load(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Turn an error in loading a state into a UserError: another model, optimizer or version of the code made the state."""
+    """Convert an error in loading a state to a UserError: the state is of another model, optimizer or version."""
     try:
         yield
     except (UserError, BackendError):
@@ -143,7 +143,7 @@ def fitting(what: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
-            f"{what} does not fit this model and optimizer ({reason}): give those that it was made with"
+            f"{what} does not fit this model and optimizer ({reason}): use the model and optimizer that wrote it"
         ) from error
 
 
@@ -159,7 +159,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
             return load(path), problems
         except DamagedError as error:
             problems.append(str(error))
-    raise UserError("; ".join([*problems, f"{str(folder)!r} holds no checkpoint to go on from: start without --resume"]))
+    raise UserError("; ".join([*problems, f"{str(folder)!r} holds no checkpoint to resume from: start without --resume"]))
 
 
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
@@ -245,7 +245,7 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(structure.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(as_bytes(tensor).numpy().data)  # no copy, which would hold the GIL
+        digest.update(as_bytes(tensor).numpy().data)  # not a copy: making one would hold the GIL
     return digest.hexdigest()
 
 

@@ -1,8 +1,8 @@
 """Keep buffers equal on all ranks after every step, although the forward passes of each shard change them.
 
 Every shard of a step begins with the same values. A floating-point buffer (running statistics) then gets the mean of the
-shards' values. Running statistics are updated linearly, so this equals the mean over shards that each kept statistics of
-their own. An integer buffer of one element (a count of batches) gets the value of shard 0, and must change by the same
+shards' values. Running statistics are updated linearly, so this mean equals the mean of separate statistics for each
+shard. An integer buffer of one element (a count of batches) gets the value of shard 0, and must change by the same
 amount in every forward pass of every shard. All other buffers must not change.
 """
 
@@ -73,22 +73,22 @@ class CommonBuffers:
         self._ends = torch.tensor([0, *self._sizes]).cumsum(0)
         self._dtype = torch.float64 if exact > 4 else torch.float32
         self._began = [place.read().clone() for place in self._all]
-        #: The values in ``_began`` of averaged buffers as one vector, and of counters as numbers.
+        #: The values in ``_began``: those of averaged buffers as one vector, those of counters as numbers.
         self._vector, self._counts = torch.empty(0), list[int]()
         self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 1
 
     def keep(self) -> None:
-        """Begin a step with the present values.
+        """Keep the present values as those at the start of a step.
 
         Raises:
             ValueError: the number, a shape or a dtype of the model's buffers has changed.
         """
         if len(list(self._model.buffers())) != len(self._all):
-            raise ValueError("the model's buffers have changed since the trainer was made: make the trainer after that")
+            raise ValueError("the model has gained or lost buffers since the trainer was made: make the trainer afterwards")
         for place, began in zip(self._all, self._began, strict=True):
             now = place.read()
             if now.shape != began.shape or now.dtype != began.dtype:
-                raise ValueError(f"buffer {place.name!r} has changed its shape or dtype: make the trainer after that")
+                raise ValueError(f"buffer {place.name!r} has changed its shape or dtype: make the trainer afterwards")
             began.copy_(now)
         self._vector, self._counts = self._flat(), self._read_counters()
 
@@ -175,7 +175,7 @@ class CommonBuffers:
         """
         means, changed, counters = total.split([sum(self._sizes), len(self._averaged), 3 * len(self._counters) + 1])
         *numbers, shards_with_passes = counters.tolist()
-        by, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
+        changes, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
         for place, each, square in zip(self._counters, sums, squares, strict=True):
             if each * each != square * shards_with_passes:  # equal only if all changes are equal
                 raise ValueError(
@@ -189,7 +189,7 @@ class CommonBuffers:
             if some:
                 now = place.read()
                 now.copy_(mean.view(now.shape))
-        for place, change in zip(self._counters, by, strict=True):
+        for place, change in zip(self._counters, changes, strict=True):
             now = place.read()
             now.fill_(now.item() + int(change))
 

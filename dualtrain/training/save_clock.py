@@ -1,4 +1,4 @@
-"""Tell when a checkpoint is due by time, and what saving costs the training loop."""
+"""Measure when a checkpoint is due by time, and the time that the training loop spends in saves."""
 
 from __future__ import annotations
 

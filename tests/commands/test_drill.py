@@ -128,7 +128,7 @@ def test_a_job_is_not_started_for_ever(tmp_path):
         job.start()
 
 
-RANK = "import sys, time; print('--resume auto: going on from step 46, since', flush=True); time.sleep(60)"
+RANK = "import sys, time; print('--resume auto: resuming from step 46, since', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
