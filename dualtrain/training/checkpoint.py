@@ -46,7 +46,7 @@ def write(path: Path, tree: dict[str, Any], lock: FolderLock | None = None) -> N
 
 
 class Packed:
-    """A tree with copies of its tensors on the CPU: the originals may change while it is being written."""
+    """A tree with copies of its tensors on the CPU: the originals may change while the copies are written."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -113,7 +113,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})"
         if error.errno in _TRANSIENT:
-            raise UserError(f"{what}: repair that, or name another checkpoint", transient=True) from error
+            raise UserError(f"{what}: repair the cause, or name another checkpoint", transient=True) from error
         raise DamagedError(what) from error
     except MemoryError:
         raise
@@ -148,7 +148,7 @@ def fitting(what: str) -> Iterator[None]:
 
 
 def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read the newest good checkpoint of a folder; also return what is wrong with newer ones.
+    """Read the newest good checkpoint of a folder; also return the problems of newer checkpoints.
 
     Raises:
         UserError: none is good, or one cannot be read now but may be good.

@@ -51,7 +51,7 @@ class Writer:
         self.failed: OSError | None = None  # the error of the last write
 
     def write(self, step: int, state: Packed, best: dict[str, torch.Tensor] | None = None) -> None:
-        """Start writing the checkpoint of ``step``; blocks only while an earlier one is written.
+        """Start writing the checkpoint of ``step``; blocks only while an earlier checkpoint is written.
 
         Args:
             step: the step of the checkpoint.

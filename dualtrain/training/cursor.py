@@ -13,7 +13,7 @@ from dualtrain.training.objective import NAMES, added, metrics
 
 @dataclass
 class Cursor:
-    """The position of a run between two steps, and what it has measured.
+    """The position of a run between two steps, and its results so far.
 
     Attributes:
         step: optimizer steps done.

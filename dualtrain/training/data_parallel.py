@@ -1,4 +1,4 @@
-"""One process on several GPUs: torch's ``nn.DataParallel``, with the loss computed where the outputs are.
+"""One process on several GPUs: torch's ``nn.DataParallel``, which may compute the loss on each GPU.
 
 ``nn.DataParallel`` copies a model to every GPU, gives each a part of the batch, and gathers the outputs on one of them.
 A loss outside the model is then computed on that GPU alone, from all outputs. With the loss inside the model

@@ -36,7 +36,7 @@ class SupersededError(UserError):
 
 
 class FolderLock:
-    """The lock of at most one folder. Release it when nothing writes there any more.
+    """The lock of at most one folder. Release it when nothing writes into the folder any more.
 
     Attributes:
         job: the job of this process; empty if unknown.

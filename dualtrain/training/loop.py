@@ -138,7 +138,7 @@ class Run:
         self.lock = lock
         self.name = name
         self.platform = platform_of(backend)
-        #: The number of parts of a global batch: virtual ranks, else real ones. All arithmetic uses it.
+        #: The number of parts of a global batch: of virtual ranks, else of real ranks. All arithmetic uses this number.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()

@@ -110,7 +110,7 @@ def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
 def pin_cpus(unlike: Collection[str]) -> str:
     """Return the cure, for a warning that the facts named in ``unlike`` differ; "" if there is none."""
     if {CAPABILITY, ONEDNN, MKL} & {*unlike}:
-        return "; ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_CBWR let unlike CPUs use the same instructions"
+        return "; ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_CBWR let different CPUs use the same instructions"
     return ""
 
 

@@ -70,7 +70,7 @@ def _top_classes(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _count(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    """Count the targets that are not ``IGNORED``, those predicted, and those in the top five, in tensors or arrays."""
+    """Count the targets that are not ``IGNORED``, correct predictions, and targets in the top five: tensors or arrays."""
     hits = best == targets[:, None]  # never true for IGNORED
     return count_nonzero(targets != IGNORED), count_nonzero(hits[:, 0]), count_nonzero(hits)
 

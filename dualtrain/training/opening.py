@@ -49,7 +49,7 @@ def model_line(name: str, model: nn.Module) -> str:
 
 
 def verbose_lines(settings: Mapping[str, Any], model: nn.Module) -> str:
-    """Format all settings, and a table of the model's layers where torchinfo is installed."""
+    """Format all settings, and a table of the model's layers if torchinfo is installed."""
     values = ", ".join(f"{name}={value}" for name, value in settings.items())
     lines = [f"all settings: {textwrap.fill(values, 116, subsequent_indent='  ')}"]
     with suppress(ImportError):

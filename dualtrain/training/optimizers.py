@@ -109,7 +109,7 @@ def _check_state_of(parameter: torch.Tensor, state: dict[str, Any], expected: di
 
 
 def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the state that a first step makes, as meta tensors; empty if the optimizer cannot step on those."""
+    """Return the state that a first step makes, as meta tensors; empty if the optimizer cannot step on meta tensors."""
     known = inspect.signature(type(optimizer)).parameters
     options = {name: group[name] for name in optimizer.defaults if name in known and name not in _HOW}
     twin = nn.Parameter(torch.empty_like(parameter, device="meta"))

@@ -64,8 +64,8 @@ def _check_deaths(folder: Path, settings: Mapping[str, Any], lock: FolderLock) -
     if step is None:
         return
     reason = (
-        f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or what comes before it (the last "
-        f"time: {death.describe()})"
+        f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or an evaluation or save before "
+        f"it (the last time: {death.describe()})"
     )
     forbid_restart(folder, reason, settings, lock)
     # After a person has removed the file, these deaths must not count again.

@@ -97,7 +97,7 @@ def differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
 
 
 def in_words(values: Mapping[str, Any]) -> str:
-    """Format settings as they are typed."""
+    """Format settings as flags."""
     return " ".join(_as_flag(name, value) for name, value in values.items())
 
 
@@ -122,7 +122,7 @@ def _are_values(found: Mapping[str, Any]) -> bool:
 
 
 def _as_flag(name: str, value: Any) -> str:
-    """Format a setting as it is typed."""
+    """Format a setting as a flag."""
     flag = SETTINGS[name].flag
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"

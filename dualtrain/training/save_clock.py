@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class SaveClock:
-    """Clock of saves: the time since the last one, and the time spent in all of them.
+    """Clock of saves: the time since the last save, and the time spent in all saves.
 
     Args:
         every: seconds from one save until the next is due; 0: never.

@@ -26,8 +26,8 @@ def note_early_requests() -> None:
     """Keep SIGUSR1 from ending this process before the first step and after the last one.
 
     If the signal comes before the first step, the state after that step is saved. Only for a process that does nothing but
-    train. While Python itself starts, only the parent process can prevent that the signal ends this process: by blocking or
-    ignoring it (``trap '' USR1``).
+    train. While Python itself starts, only the parent process can keep the signal from ending this process: by blocking or
+    ignoring the signal (``trap '' USR1``).
     """
     signal.signal(signal.SIGUSR1, lambda *_: _early.append(True))
 

@@ -1,4 +1,4 @@
-"""Find where a run starts: at step 0 or from a checkpoint; with ``--resume auto``, as its folder allows.
+"""Find where a run starts: at step 0 or from a checkpoint.
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is taken, and sent by that rank, so that hosts
@@ -76,7 +76,7 @@ class _File:
 
 
 def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], backend: Backend, lock: FolderLock) -> Start:
-    """Lock the run's folder, if it is there, and find where the run starts. Collective; blocks.
+    """Lock the run's folder, if it exists, and find where the run starts. Collective; blocks.
 
     Args:
         output: names the run's folder, and what to resume from.

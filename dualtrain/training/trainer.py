@@ -53,8 +53,8 @@ class Trainer:
             over any backend and transport, on one kind of processor and with one number of torch's threads. With several
             threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: not all operations repeat without
             it. ``None`` for one part of a step on each rank.
-        seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. From it, the generators of torch,
-            numpy and Python are seeded before each shard and after each step; after a step they are equal on all ranks.
+        seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. The generators of torch, numpy and
+            Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
         ValueError: ``virtual_ranks`` is below 1, or is given with ``compress``, or with SyncBatchNorm on another number of
@@ -87,7 +87,7 @@ class Trainer:
         if virtual_ranks is not None and compress != "none":
             raise ValueError("virtual_ranks and compress exclude each other: rounded sums depend on the number of ranks")
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
-        # Matrix products on the CPU depend on the number of threads, so it must be the same on all ranks.
+        # Matrix products on the CPU depend on the number of threads, so this number must be the same on all ranks.
         threads = torch.get_num_threads() if virtual_ranks is not None and backend.device.type == "cpu" else None
         options |= {"virtual_ranks": virtual_ranks, "seed": seed, "torch.get_num_threads()": threads}
         compare_trainer(backend, model, optimizer, objects, options)
@@ -334,7 +334,7 @@ class Trainer:
                 average.copy_(own)
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if it cannot."""
+        """Write :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if that fails."""
         state = self.state_dict()
         on_rank_zero(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))
 

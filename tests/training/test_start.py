@@ -118,7 +118,7 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_passed_over(tmp_p
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(checkpoint, "readable_path", fail)
-    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\): repair that"):
+    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\): repair the cause"):
         auto(tmp_path, 2)
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
