@@ -54,7 +54,7 @@ class LoaderSource(Source):
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
         """See the base class. The samples are read in this process; workers are started for training only."""
-        read = getattr(self._reader, "contents", None) or (lambda number: _good(self._reader.__getitems__(([number], 0))))
+        read = getattr(self._reader, "contents", None) or (lambda number: _unwrap(self._reader.__getitems__(([number], 0))))
         return (read(number) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
@@ -154,12 +154,12 @@ def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Itera
     """Copy the batches to ``device``. A GPU gets each batch while the trainer computes with the previous batch."""
     if device.type != "cuda":
         for batch in batches:
-            inputs, targets = _good(batch)
+            inputs, targets = _unwrap(batch)
             yield inputs.to(device), targets.to(device)
         return
     side, ahead = torch.cuda.Stream(device), None
     for batch in batches:
-        current, ahead = ahead, _send(_good(batch), side)
+        current, ahead = ahead, _send(_unwrap(batch), side)
         if current is not None:
             yield _arrived(*current)
     if ahead is not None:
@@ -182,7 +182,8 @@ def _arrived(batch: Tensors, sent: torch.cuda.Event) -> Tensors:
     return batch
 
 
-def _good(batch: Tensors | UserError) -> Tensors:
+def _unwrap(batch: Tensors | UserError) -> Tensors:
+    """Return ``batch``, or raise it if it is an error."""
     if isinstance(batch, UserError):
         raise batch
     return batch

@@ -171,9 +171,9 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
         if step_of_name(path) > step:
             put_aside(path, path, lock)
     best = folder / BEST
-    of = step_in(best)
-    if of is not None and of > step:
-        put_aside(best, path_of(folder, of), lock)
+    best_step = step_in(best)
+    if best_step is not None and best_step > step:
+        put_aside(best, path_of(folder, best_step), lock)
 
 
 def put_aside(path: Path, name: Path, lock: FolderLock) -> None:

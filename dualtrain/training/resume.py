@@ -138,12 +138,12 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     remove_temporary(folder / "checkpoints", _CHECKPOINTS)
     checkpoint.set_aside(folder / "checkpoints", step, lock)
     weights = folder / BEST_WEIGHTS
-    of = step_of(weights)
-    if of is not None and of > step:
+    best_step = step_of(weights)
+    if best_step is not None and best_step > step:
         checkpoint.put_aside(weights, weights, lock)
     summary = folder / "summary.json"
-    of = or_nothing(lambda: read_json(summary)).get("steps")
-    if type(of) is int and of > step:
+    last_step = or_nothing(lambda: read_json(summary)).get("steps")
+    if type(last_step) is int and last_step > step:
         checkpoint.put_aside(summary, summary, lock)  # else a restart would conclude that the run has ended
 
 

@@ -152,9 +152,9 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
     """Return what this rank sees of a run in ``folder``, as plain values."""
     files, steps = [], {path: checkpoint.step_of_name(path) for path in checkpoint.found(folder / "checkpoints")}
     best = folder / "checkpoints" / checkpoint.BEST
-    of = checkpoint.step_in(best)
-    if of is not None:
-        steps[best] = of  # this may be the only good checkpoint
+    best_step = checkpoint.step_in(best)
+    if best_step is not None:
+        steps[best] = best_step  # this may be the only good checkpoint
     for path, step in steps.items():
         with suppress(OSError):  # the file was removed in between
             status = path.stat()
