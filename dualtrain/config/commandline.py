@@ -75,7 +75,7 @@ def _check_run(run: RunSection, model: ModelSection) -> None:
         raise UserError("--data-parallel is one process on all GPUs, and --nproc starts several processes: give one flag")
     if run.data_parallel and model.compile:
         raise UserError(
-            "--data-parallel copies the model to each GPU at every step, which --compile cannot follow: give one flag"
+            "--data-parallel copies the model to each GPU in every step, and torch.compile cannot do this: give one flag"
         )
     if run.nproc is not None and run.backend == "local":
         raise UserError(
@@ -97,13 +97,13 @@ def _check_step(config: Config) -> None:
     if output.resume == "" and output.run_dir is None:
         raise UserError("--resume needs a run to resume: add --run-dir, or name a checkpoint's file after --resume")
     if output.resume == AUTO and output.run_dir is None:
-        raise UserError("--resume auto must know where a restart finds the run: add --run-dir (a file auto is ./auto)")
+        raise UserError("--resume auto needs the folder of the run: add --run-dir (for a file named auto, give ./auto)")
     if schedule.lr_scale != "none" and schedule.lr_batch is None and step.batch_size is None:
         raise UserError(
-            f"--lr-scale {schedule.lr_scale} must know which batch --lr was chosen for: give --lr-batch, or --batch-size"
+            f"--lr-scale {schedule.lr_scale} needs the batch size that --lr was chosen for: give --lr-batch or --batch-size"
         )
     if schedule.name == "step" and schedule.lr_step is None:
-        raise UserError("--schedule step needs the steps between its drops: give --lr-step")
+        raise UserError("--schedule step needs the number of steps between drops: give --lr-step")
     if schedule.name == "multistep" and schedule.lr_milestones is None:
         raise UserError("--schedule multistep needs the steps of its drops: give --lr-milestones, as in 1000,2000")
 
@@ -112,7 +112,8 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog=program("dualtrain.main"),
         description="Trains a model on one process or many, over torch.distributed or Horovod.",
-        epilog="Start it alone, or with torchrun, horovodrun, mpirun or srun. The default trains the embedded digits.",
+        epilog="Start it without a launcher, or with torchrun, horovodrun, mpirun or srun. By default it trains on the "
+        "embedded digits.",
     )
     groups = {section: parser.add_argument_group(heading) for section, (_, heading) in SECTIONS.items()}
     for one in SETTINGS.values():
@@ -126,7 +127,7 @@ def _parser() -> _Parser:
 
 
 def _convert(one: Setting, text: str) -> Any:
-    """Convert a flag's text to its value. Raises UserError if that is out of bounds."""
+    """Convert a flag's text to its value. Raises UserError if the value is out of bounds."""
     bounds = one.bounds
     expected = {int: "a whole number", float: "a number", str: "a text"}[one.kind]
     expected += f" {bounds.words}" if bounds else ""

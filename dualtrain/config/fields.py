@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bounds:
-    """The values that a flag accepts, in words and as a test."""
+    """The values that a flag accepts, in words and as a function that checks a value."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -53,7 +53,7 @@ def setting(
         help: the text for ``--help``.
         bounds: the values that are accepted; any of the field's type by default.
         flag: the flag's name, with underscores, if it differs from the field's.
-        fixed: a resumed run must have the value that it was started with.
+        fixed: a resumed run must have the value with which the run was started.
         resumed: a resumed run takes the checkpoint's value if none is given, and refuses another one. If the checkpoint has
             no value, any may be given, unless the setting is ``fixed`` too.
     """
@@ -66,7 +66,7 @@ fixed_setting = partial(setting, fixed=True)
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting as the command line, the recipes and the files of a run see it.
+    """One setting of the command line, the recipes and the files of a run.
 
     Attributes:
         name: its name in the flag and in ``config.json``, with underscores.
@@ -76,7 +76,7 @@ class Setting:
         default: ``None`` if it has none.
         help: for ``--help``.
         bounds: the values that are accepted.
-        fixed: a resumed run must have the value that it was started with.
+        fixed: a resumed run must have the value with which the run was started.
         resumed: a resumed run takes the checkpoint's value if none is given.
     """
 
@@ -96,7 +96,7 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     def is_valid(self, value: Any) -> bool:
-        """Check the type of a value that was read from a file: an int is a float too."""
+        """Check the type of a value that was read from a file; an int is accepted in place of a float."""
         return type(value) is self.kind or (self.kind is float and type(value) is int)
 
     def accepts(self, value: Any) -> bool:

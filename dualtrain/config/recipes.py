@@ -10,7 +10,7 @@ from typing import Any
 from dualtrain.config.sections import Config
 from dualtrain.errors import UserError
 
-#: Names of functions and modules that say no more than what they are for.
+#: Generic names of functions and modules, which the name of a run leaves out.
 _PLAIN = ("build", "data", "dataset", "datasets", "main", "make", "model", "models", "net")
 
 
@@ -56,7 +56,7 @@ def run_name(recipe: str, dataset: str, model: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """Return the parts of a run's name: of ``pkg.mod:build`` ``mod``, of ``pkg.mod:small`` ``mod`` and ``small``."""
+    """Return the parts of a run's name: ``mod`` for ``pkg.mod:build``, ``mod`` and ``small`` for ``pkg.mod:small``."""
     module, _, function = name.partition(":")
     return [part for part in (module.rpartition(".")[2], function) if part and part not in _PLAIN]
 

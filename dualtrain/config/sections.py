@@ -42,20 +42,20 @@ class RunSection:
     parallel_loss: bool = setting(
         False, "with --data-parallel: the loss is computed on each GPU, and only sums are gathered"
     )
-    recipe: str = setting("digits-convnet", "the named set of defaults that the other flags override; list shows them")
+    recipe: str = setting("digits-convnet", "a named set of settings, which other flags override; list shows all recipes")
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
     timeout: float = setting(300.0, "the longest wait for another rank, in seconds", between(0.1, 1e6))
     deterministic: bool = setting(False, "only operations whose results repeat bit for bit, on GPUs too")
     threads: int | None = setting(
-        None, "intra-op threads of a rank (default: the host's cores divided by its ranks; with --virtual-ranks 1; "
-        "a resumed run: as it began)",
+        None, "intra-op threads of a rank (default: the host's cores divided by its ranks, or 1 with virtual ranks; "
+        "for a resumed run, the checkpoint's number)",
         between(1, MOST_THREADS), resumed=True,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """The samples, and how they are read. ``None`` stands for the dataset's own default."""
+    """The samples, and how they are read. ``None``: the dataset's default."""
 
     dataset: str = fixed_setting(
         "digits", "digits (embedded), mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or pkg.mod:build"
@@ -66,17 +66,17 @@ class DataSection:
     augment: str | None = fixed_setting(
         None, "none, crop-flip, imagenet, or weights (the transforms of the model's weights)", one_of(*AUGMENTATIONS)
     )
-    image_size: int | None = fixed_setting(None, "pixels, the side of the images that the model gets", at_least(1))
-    resize: int | None = fixed_setting(None, "pixels that the shorter side is scaled to before cropping", at_least(1))
+    image_size: int | None = fixed_setting(None, "side of the images that the model gets, in pixels", at_least(1))
+    resize: int | None = fixed_setting(None, "length of the shorter side before cropping, in pixels", at_least(1))
     pad: int = fixed_setting(0, "pixels of zeros around an image before crop-flip crops it", at_least(0))
     normalize: str | None = fixed_setting(
         None, "none, dataset, imagenet, or MEANS/DEVIATIONS as in 0.5,0.5,0.5/0.2,0.2,0.2"
     )
-    classes: int | None = fixed_setting(None, "classes of synthetic data and of your own dataset", at_least(1))
+    classes: int | None = fixed_setting(None, "number of classes of synthetic data or of your own dataset", at_least(1))
     shape: str | None = fixed_setting(None, "the shape of a synthetic sample: 3,224,224")
-    samples: int = fixed_setting(1280, "synthetic samples; a fifth as many for evaluation", at_least(1))
+    samples: int = fixed_setting(1280, "number of synthetic samples; evaluation has a fifth of this number", at_least(1))
     text_file: str | None = fixed_setting(None, "the text to learn, UTF-8 (default: Python's own documentation)")
-    sequence_length: int = fixed_setting(64, "tokens of a text sample", at_least(2))
+    sequence_length: int = fixed_setting(64, "number of tokens in a text sample", at_least(2))
     vocabulary: int = fixed_setting(4096, "number of different tokens", at_least(5))
 
 
@@ -85,12 +85,14 @@ class ModelSection:
     """The model."""
 
     name: str = fixed_setting(
-        "convnet", "convnet, mnist-net, mnist-convnet, bert-small, any of torchvision's, or pkg.mod:build", flag="model"
+        "convnet",
+        "convnet, mnist-net, mnist-convnet, bert-small, a classification model of torchvision, or pkg.mod:build",
+        flag="model",
     )
-    pretrained: bool = fixed_setting(False, "start from torchvision's weights, except in the last layer")
+    pretrained: bool = fixed_setting(False, "start from torchvision's weights, except in a last layer of another size")
     freeze_backbone: bool = fixed_setting(False, "train the last layer only")
     weights: str | None = setting(None, "start from this file of weights: safetensors or a state dict")
-    channels_last: bool = fixed_setting(False, "lay images out with the channels last")
+    channels_last: bool = fixed_setting(False, "use the memory format channels_last for images")
     compile: bool = setting(False, "compile the model with torch.compile")
     sync_batchnorm: bool = fixed_setting(False, "BatchNorm over the samples of all ranks")
 
@@ -103,12 +105,12 @@ class StepSection:
     global_batch_size: int | None = setting(None, "samples a step on all ranks together", at_least(1))
     virtual_ranks: int | None = fixed_setting(
         None, "train as this many ranks would, on any number of ranks: the same bits everywhere (default: off; "
-        "a resumed run: as it began)",
+        "for a resumed run, the checkpoint's number)",
         between(1, 4096), resumed=True,
     )  # fmt: skip
-    accumulate: int = fixed_setting(1, "backward passes that a rank's samples of a step are split into", at_least(1))
+    accumulate: int = fixed_setting(1, "number of backward passes in which a rank computes a step", at_least(1))
     drop_last: bool = fixed_setting(False, "leave out the last batch of an epoch if it is short")
-    optimizer: str = fixed_setting("sgd", "any of torch.optim: sgd, adam, adamw, rmsprop, …")
+    optimizer: str = fixed_setting("sgd", "an optimizer of torch.optim: sgd, adam, adamw, rmsprop, …")
     optimizer_options: str | None = fixed_setting(None, "the optimizer's other options: nesterov=true,dampening=0")
     momentum: float = fixed_setting(0.0, "momentum, of optimizers that have it", UNIT)
     weight_decay: float = fixed_setting(0.0, "weight decay", at_least(0))
@@ -124,11 +126,11 @@ class StepSection:
     )
 
     def parts(self, size: int) -> int:
-        """Return the number of parts of a global batch: virtual ranks, else ``size``. ``batch_size`` is that of a part."""
+        """Return the number of parts of a global batch: virtual ranks, else ``size``. ``batch_size`` is per part."""
         return self.virtual_ranks or size
 
     def global_batch(self, size: int) -> int:
-        """Return the samples of a step on all of ``size`` ranks, real or virtual."""
+        """Return the number of samples of a step on all of ``size`` ranks, real or virtual."""
         if self.global_batch_size is not None:
             return self.global_batch_size
         assert self.batch_size is not None
@@ -141,7 +143,7 @@ class ScheduleSection:
 
     lr: float = fixed_setting(0.1, "learning rate; scaled only by --lr-scale", ABOVE_ZERO)
     lr_scale: str = fixed_setting(
-        "none", "times k (linear) or √k (sqrt), k = global batch / --lr-batch", one_of("none", "linear", "sqrt")
+        "none", "multiply --lr by k (linear) or √k (sqrt), k = global batch / --lr-batch", one_of("none", "linear", "sqrt")
     )
     lr_batch: int | None = fixed_setting(None, "the batch that --lr was chosen for (default: --batch-size)", at_least(1))
     name: str = fixed_setting(
@@ -162,7 +164,7 @@ class LengthSection:
 
     epochs: int = setting(1, "passes over the training samples", at_least(1))
     max_steps: int | None = setting(None, "stop after this many optimizer steps", at_least(1))
-    early_stop: int | None = setting(None, "stop after this many epochs without a better --best", at_least(1))
+    early_stop: int | None = setting(None, "stop after this many epochs without a better value of --best", at_least(1))
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class OutputSection:
     )
     checkpoint_seconds: float = setting(60.0, "the longest time between checkpoints, in seconds; 0: no limit", at_least(0))
     checkpoint_epochs: int = setting(1, "epochs between checkpoints", at_least(1))
-    keep: int = setting(3, "checkpoints that are kept, beside the best", at_least(1))
+    keep: int = setting(3, "number of checkpoints that are kept, not counting the best", at_least(1))
     best: str = setting(
         "val_loss",
         "the metric by which the best checkpoint is chosen: val_loss or val_accuracy",
@@ -187,7 +189,7 @@ class OutputSection:
     )
     log_every: int = setting(10, "optimizer steps between lines of metrics.jsonl", at_least(1))
     log_seconds: float = setting(
-        10.0, "without a terminal: seconds between lines that say how far the run is; 0: none", at_least(0)
+        10.0, "without a terminal: seconds between lines of progress; 0: no such lines", at_least(0)
     )
     tensorboard: bool = setting(False, "write the metrics for TensorBoard too, below the run's folder")
     verbose: bool = setting(False, "print all settings and, with torchinfo, the model's layers at the start")
@@ -198,7 +200,7 @@ class OutputSection:
         return Path(self.resume) if self.resume not in (None, "", AUTO) else None
 
     def again(self, folder: Path) -> str:
-        """Format which command line goes on with the run in ``folder``: this one, and the flags that it lacks."""
+        """Format the command line that resumes the run in ``folder``: the same command, with the flags that it lacks."""
         if self.run_dir is not None and self.resume in ("", AUTO):
             return "the same command"
         return f"the same command and {'' if self.run_dir is not None else f'--run-dir {folder} '}--resume"
@@ -218,7 +220,7 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration of ``values`` by the names of flags (``run_dir``), with defaults for all others."""
+        """Make a configuration from ``values`` by the names of flags (``run_dir``), with defaults for the others."""
         given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in values.items():
             given[SETTINGS[name].section][SETTINGS[name].attribute] = value

@@ -1,4 +1,4 @@
-"""Find settings that have no effect on a run, and say so in one line each, since their user expects an effect."""
+"""Find settings that have no effect on a run, and format one line for each, since the user expects an effect."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _own(name: str) -> bool:
     return ":" in name
 
 
-#: Settings; whether they have an effect, given the other settings; and the reason if not.
+#: Settings; whether they have an effect, given the other settings; and the reason if they have none.
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
-    (_IMAGES, lambda s: s["augment"] != "weights", "--augment weights uses the sizes and values of the model's weights"),
+    (_IMAGES, lambda s: s["augment"] != "weights", "--augment weights uses the transforms of the model's weights"),
     (
         (*_IMAGES, "augment"),
         lambda s: s["dataset"] in (*_IN_MEMORY, "imagefolder"),
@@ -60,7 +60,7 @@ def without_effect(
         steps_of_epochs: optimizer steps in all epochs of the run.
         resumed: whether the run resumes from a checkpoint.
         norms: whether the model has BatchNorm that is trained.
-        cores: of the host.
+        cores: the number of the host's cores.
     """
     given = {name for name, one in SETTINGS.items() if settings[name] not in (one.default, None)}
     lines: dict[str, str] = {}
@@ -85,7 +85,7 @@ def without_effect(
 
 
 def _beyond_the_end(settings: Settings, steps: int, steps_of_epochs: int) -> dict[str, str]:
-    """Return the settings that would take effect after the last step only, with the reason."""
+    """Return the settings that would take effect only after the last step, with the reason."""
     warmup, last = settings["warmup_steps"], f"the run ends after step {steps}"
     drops = [part for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdigit()]
     found = {

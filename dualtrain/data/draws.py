@@ -1,7 +1,7 @@
 """Counter-based random numbers: a pure function of (seed, sample, draw), the same on every device.
 
-They are a hash of a counter in 64-bit integers (the finalizer of splitmix64: G. Steele, D. Lea, C. Flood: Fast splittable
-pseudorandom number generators, 2014), computed for whole batches.
+The numbers are a hash of a counter in 64-bit integers (the finalizer of splitmix64: G. Steele, D. Lea, C. Flood: Fast
+splittable pseudorandom number generators, 2014), computed for whole batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A folder of images, ``train/CLASS/…`` and ``val/CLASS/…``, as ImageNet is usually kept."""
+"""A folder of images, ``train/CLASS/…`` and ``val/CLASS/…``, as ImageNet is usually stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def load_image_folder(folder: str | None, options: Options) -> Task:
     train, val = _tree(folder, "train"), _tree(folder, "val")
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))[0]
-        raise UserError(f"--data-dir {folder!r}: only one of train/ and val/ has the class {odd!r}: give both the same")
+        raise UserError(
+            f"--data-dir {folder!r}: only one of train/ and val/ has the class {odd!r}: give both the same classes"
+        )
     geometry, evaluation, transform = geometries(options)
     return Task(
         LoaderSource(ImageFiles(train.samples, geometry), options.workers, transform),

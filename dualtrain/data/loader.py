@@ -54,17 +54,17 @@ class LoaderSource(Source):
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
         """See the base class. The samples are read in this process; workers are started for training only."""
-        read = getattr(self._reader, "contents", None) or (lambda number: _good(self._reader.__getitems__(([number], 0))))
+        read = getattr(self._reader, "contents", None) or (lambda number: _unwrap(self._reader.__getitems__(([number], 0))))
         return (read(number) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """Yield the batches, prefetched. The first stream starts the workers; later ones use them again."""
+        """Yield the batches, prefetched. The first stream starts the workers; later streams reuse them."""
         if self._loader is None:
             self._loader = self._start(device)
         requests = _Requests(batches)
         self._feed.batches = requests
         read = iter(self._loader)
-        # Registered after the workers start, so that it runs before torch's own exit handler, which waits for them.
+        # Register ``close`` after the workers start, so that it runs before torch's own exit handler, which waits for them.
         atexit.unregister(self.close)
         atexit.register(self.close)
         try:
@@ -109,7 +109,7 @@ class LoaderSource(Source):
 
 
 class _Loader(DataLoader[Any]):
-    """A DataLoader without a warning of more workers than cores: each one would print it, and the run says it once."""
+    """A DataLoader without torch's warning of more workers than cores: each loader would print it, but the run does so."""
 
     def check_worker_number_rationality(self) -> None:
         """Do nothing."""
@@ -151,15 +151,15 @@ def _begin(worker: int) -> None:
 
 
 def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Iterator[Tensors]:
-    """Copy the batches to ``device``. To a GPU, each batch is copied while the trainer computes with the previous one."""
+    """Copy the batches to ``device``. A GPU gets each batch while the trainer computes with the previous batch."""
     if device.type != "cuda":
         for batch in batches:
-            inputs, targets = _good(batch)
+            inputs, targets = _unwrap(batch)
             yield inputs.to(device), targets.to(device)
         return
     side, ahead = torch.cuda.Stream(device), None
     for batch in batches:
-        current, ahead = ahead, _send(_good(batch), side)
+        current, ahead = ahead, _send(_unwrap(batch), side)
         if current is not None:
             yield _arrived(*current)
     if ahead is not None:
@@ -167,7 +167,7 @@ def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Itera
 
 
 def _send(batch: Tensors, side: torch.cuda.Stream) -> tuple[Tensors, torch.cuda.Event]:
-    """Start the copy of ``batch`` to the GPU on the stream ``side``; return it with the event of the copy's end."""
+    """Start the copy of ``batch`` to the GPU on the stream ``side``; return the copy, and the event of its end."""
     with torch.cuda.stream(side):
         inputs, targets = (tensor.to(side.device, non_blocking=True) for tensor in batch)
         return (inputs, targets), side.record_event()
@@ -182,7 +182,8 @@ def _arrived(batch: Tensors, sent: torch.cuda.Event) -> Tensors:
     return batch
 
 
-def _good(batch: Tensors | UserError) -> Tensors:
+def _unwrap(batch: Tensors | UserError) -> Tensors:
+    """Return ``batch``, or raise it if it is an error."""
     if isinstance(batch, UserError):
         raise batch
     return batch

@@ -13,7 +13,7 @@ from dualtrain.data.transforms import Transform
 class TensorSource(Source):
     """``inputs`` (N, …), uint8 or float32, and ``targets`` (N,), int64.
 
-    ``transform`` turns a batch of ``inputs`` into the model's inputs; without it they are passed on unchanged.
+    ``transform`` converts a batch of ``inputs`` to the model's inputs; without ``transform``, they are unchanged.
     """
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, transform: Transform | None = None) -> None:

@@ -51,7 +51,7 @@ def _read_part(images: Path, labels: Path) -> Tensors:
     if len(pixels) != len(classes):
         raise ValueError(f"{images.name} has {len(pixels)} images and {labels.name} {len(classes)} labels")
     if not len(classes) or classes.max() >= CLASSES:
-        raise ValueError(f"{labels.name} has labels that are not from 0 to {CLASSES - 1}, or none")
+        raise ValueError(f"{labels.name} has no labels, or labels that are not from 0 to {CLASSES - 1}")
     return pixels[:, None], classes.to(torch.int64)
 
 

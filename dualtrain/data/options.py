@@ -10,7 +10,7 @@ from dualtrain.config.sections import AUGMENTATIONS, DataSection
 from dualtrain.data.transforms import IMAGENET, Statistics
 from dualtrain.errors import UserError
 
-LIMIT = 2**31  # most values in a sample, and most samples: the random numbers that choose among them are below this
+LIMIT = 2**31  # samples, and values in a sample, must be fewer: draws.below() chooses among at most this many
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Source(ABC):
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """Yield inputs (n, …) and targets of each batch, in order, on ``device``. Only one stream may be open at a time.
 
-        To prefetch, ``batches`` is iterated some batches ahead of what is yielded. An empty batch gives tensors with n = 0.
+        To prefetch, a source may take some ``batches`` ahead. An empty batch gives tensors with n = 0.
 
         Raises:
             UserError: a sample cannot be read.
@@ -55,7 +55,7 @@ class Source(ABC):
         """
         return self.stream((Batch(torch.tensor([number])) for number in numbers), torch.device("cpu"))
 
-    def close(self) -> None:  # noqa: B027 -- most sources have nothing to end
+    def close(self) -> None:  # noqa: B027 -- most sources have nothing to stop
         """Stop the worker processes, if there are any. The source can be used again."""
 
 

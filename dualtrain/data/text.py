@@ -55,7 +55,7 @@ class MaskedText(Source):
 
 
 def mask(tokens: torch.Tensor, random: torch.Tensor, size: int) -> Tensors:
-    """Mask some of ``tokens`` (n, t). Return the inputs, and targets that are ``IGNORED`` elsewhere.
+    """Mask some of ``tokens`` (n, t). Return the inputs and the targets, which are ``IGNORED`` for tokens not chosen.
 
     ``random``, int64 (n, 3t), holds random bits for the choice, the kind of replacement and the random token.
     """

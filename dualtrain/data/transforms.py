@@ -32,7 +32,7 @@ class ImageTransform:
     Args:
         size: side of the crop in pixels; ``None`` for no crop.
         resize: length of the shorter side in pixels before the crop; ``None`` for no resizing.
-        augment: take the crop at a random position and flip it with probability 0.5; otherwise it is a centre crop.
+        augment: take the crop at a random position and flip it with probability 0.5; otherwise take a centre crop.
         pad: pixels of zeros on each side before a random crop.
         statistics: mean and standard deviation of each channel to normalize with.
     """
@@ -82,7 +82,7 @@ def to_float(images: torch.Tensor, statistics: Statistics | None) -> torch.Tenso
 
 
 def crop_and_flip(images: torch.Tensor, size: int, random: torch.Tensor) -> torch.Tensor:
-    """Crop each image (n, c, h, w) to ``size`` × ``size`` at a random position of its own, and flip it or not.
+    """Crop each image (n, c, h, w) to ``size`` × ``size`` at its own random position, and flip it with probability 0.5.
 
     ``random``, int64 (n, 3), holds random bits for the row, the column and the flip.
     """

@@ -64,7 +64,7 @@ def _unpickled(content: bytes) -> Samples:
 
 
 def load_own(name: str, folder: str | None, options: Options) -> Task:
-    """Call ``name`` with ``folder``; it must return a :class:`Task`, or two datasets, for training and evaluation.
+    """Call the function ``name`` with ``folder``; it must return a :class:`Task`, or datasets for training and evaluation.
 
     Raises:
         UserError: the callable does not exist, or returns something else.
@@ -126,5 +126,5 @@ def _sample(dataset: Any, name: str) -> Tensors:
     for part in (inputs, targets):
         if part.layout != torch.strided or part.is_meta or part.is_quantized:
             kind = "meta" if part.is_meta else "quantized" if part.is_quantized else "sparse"
-            raise UserError(f"--dataset {name!r} has samples with a {kind} tensor: give dense ones, of numbers")
+            raise UserError(f"--dataset {name!r} has samples with a {kind} tensor: give dense tensors of numbers")
     return inputs[0], targets[0]

@@ -38,7 +38,9 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         metavar="SECONDS",
         help="give up after this time without progress (default: 120)",
     )
-    parser.add_argument("--out", metavar="FOLDER", help="for both runs and their outputs (default: a new one below runs/)")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="folder for both runs and their outputs (default: a new one in runs/)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     given, flags = parser.parse_known_args(arguments)
     for flag in flags:
@@ -48,7 +50,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
             )
     flags += ["--seed", str(given.seed)]
     config = parse(flags)
-    # Log every step, to follow the job. Detect a stopped rank within seconds.
+    # Log every step, to follow the job. A short timeout detects a stopped rank within seconds.
     if "--log-every" not in " ".join(flags):
         flags += ["--log-every", "1"]
     if config.run.timeout == 300.0:
@@ -75,7 +77,7 @@ def table(report: Report) -> str:
         rows.append([row.fault, row.target, row.moment, *times, str(row.repeated)])
     weights = report.disturbed.get("weights_sha256", "")[:16]
     faults = f"{len(report.rows)} fault{'s' * (len(report.rows) != 1)}"
-    verdict = f"yes, {faults}, and the result is the undisturbed one, bit for bit ({weights})"
+    verdict = f"yes, {faults}, and the same result as without faults, bit for bit ({weights})"
     lines = [*text_table(rows), "", f"same result: {'no, ' + '; '.join(report.problems) if report.problems else verdict}"]
     return "\n".join(lines)
 

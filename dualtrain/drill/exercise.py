@@ -17,9 +17,9 @@ from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
 _POLL_SECONDS = 0.002
-_EXIT_SECONDS = 0.03  # for a killed process to be gone
-_REPEATS = 2  # faults in a row after one step: at the third death there, the run refuses to restart
-_EARLY = 0.25  # of the faults come while the ranks start, and not at a step
+_EXIT_SECONDS = 0.03  # in which a killed process disappears
+_REPEATS = 2  # faults in a row after the same step: after the third death there, the run would refuse to restart
+_BY_TIME = 0.25  # fraction of the faults that are injected after a random time, not after a step
 _SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
 
 
@@ -29,8 +29,8 @@ class Row:
 
     Attributes:
         fault: the fault's name.
-        target: what exactly was done.
-        moment: when, in words.
+        target: the processes or the file that the fault was injected into.
+        moment: when the fault was injected, in words.
         detected: seconds until another process of the job has ended; ``None`` if none has.
         recovered: seconds until the first step after the restart; ``None`` if the job ended before such a step.
         repeated: steps that were computed again.
@@ -138,11 +138,11 @@ class Exercise:
                 if job.status() == 0:
                     done = len(self.report.rows)
                     self._progress(
-                        f"the job has ended after {done} of {faults} faults: give the job more steps for the others"
+                        f"the job has ended after {done} of {faults} faults: give the job more steps for the other faults"
                     )
                     break
-                self._progress(f"fault {number} of {faults}: {self._one(job, fault, step)}")
-            self._to_the_end(job)
+                self._progress(f"fault {number} of {faults}: {self._run_fault(job, fault, step)}")
+            self._wait(job, job.has_finished, "the end of the run")
         except (TimeoutError, UserError) as error:
             self.report.problems.append(str(error))
         finally:
@@ -157,7 +157,7 @@ class Exercise:
         try:
             self._wait(job, lambda: job.status() is not None, "the undisturbed run")
             if job.status() != 0:
-                raise UserError(f"the job fails without any fault ({job.last_words()}): repair it first; see {job.log}")
+                raise UserError(f"the job fails without any fault ({job.last_error()}): repair the job; see {job.log}")
         except TimeoutError as error:
             raise UserError(f"{error}; see {job.log}") from error
         finally:
@@ -166,28 +166,28 @@ class Exercise:
         return summary
 
     def _plan(self, faults: int, steps: int, kinds: Sequence[Fault]) -> list[tuple[Fault, int]]:
-        """Return the faults in a random order, equally many of each kind, each with the step that it comes after."""
+        """Return the faults in a random order, each kind about equally often, each with the step after which it comes."""
         planned: list[Fault] = []
         while len(planned) < faults:
             planned += self._choice.sample(kinds, len(kinds))
         moments = sorted(self._choice.randrange(max(1, steps - 1)) for _ in range(faults))
         return list(zip(planned, moments, strict=False))
 
-    def _one(self, job: Job, fault: Fault, step: int) -> str:
-        """Wait for the moment, inject the fault, and wait until the job goes on; add a row, and return it in words."""
-        moment = self._reach(job, step)
+    def _run_fault(self, job: Job, fault: Fault, step: int) -> str:
+        """Wait for the moment, inject the fault, and wait for the recovery; add a row to the report, and format it."""
+        moment = self._await_moment(job, step)
         self._leave_step(job)
-        row = Row(fault.name, self._strike(job, fault), moment)
+        row = Row(fault.name, self._inject(job, fault), moment)
         if not row.target:
             return f"{fault.name}: not carried out, since the job has ended"
         self.report.rows.append(row)
-        struck, (inode, before), starts = time.monotonic(), job.position(), len(job.starts())
+        injected, (inode, before), starts = time.monotonic(), job.position(), len(job.starts())
         time.sleep(_EXIT_SECONDS)
         survivors = set(job.ranks().values())
 
         def recovered() -> bool:
             if row.detected is None and (job.status() is not None or survivors - set(job.ranks().values())):
-                row.detected = time.monotonic() - struck
+                row.detected = time.monotonic() - injected
             if job.has_finished():
                 return True
             now = job.starts()[starts:]
@@ -197,42 +197,39 @@ class Exercise:
         self._wait(job, recovered, f"the recovery from {fault.name}")
         began = job.starts()[starts:]
         if began:
-            row.recovered = time.monotonic() - struck
+            row.recovered = time.monotonic() - injected
             row.repeated = max(0, before - began[-1])
         return f"{row.fault} ({row.target}) {row.moment}"
 
-    def _strike(self, job: Job, fault: Fault) -> str:
-        """Inject a fault as soon as possible; return what was done, or "" once the job has ended."""
-        done = ""
+    def _inject(self, job: Job, fault: Fault) -> str:
+        """Inject a fault as soon as possible; return its target, or "" if the job has ended."""
+        target = ""
 
-        def struck() -> bool:
-            nonlocal done
+        def done() -> bool:
+            nonlocal target
             finished = job.has_finished()
-            done = fault.strike(job, self._choice)
-            return bool(done) or finished
+            target = fault.inject(job, self._choice)
+            return bool(target) or finished
 
-        self._wait(job, struck, f"a moment for {fault.name}")
-        return done
+        self._wait(job, done, f"a moment for {fault.name}")
+        return target
 
-    def _reach(self, job: Job, step: int) -> str:
-        """Wait until the job has taken ``step`` steps, or until a random moment of its start; say which it was."""
-        if self._choice.random() < _EARLY:
+    def _await_moment(self, job: Job, step: int) -> str:
+        """Wait until the job has taken ``step`` steps, or for a random time; return in words which of them."""
+        if self._choice.random() < _BY_TIME:
             seconds = self._choice.uniform(0.1, 3.0)
             deadline = time.monotonic() + seconds
             self._wait(job, lambda: time.monotonic() > deadline or job.status() is not None, "a moment")
-            return f"{seconds:.1f} s after the last one"
+            return f"{seconds:.1f} s after the last {'recovery' if self.report.rows else 'start'}"
         self._wait(job, lambda: job.position()[1] >= step or job.status() is not None, f"step {step}")
         return f"after step {job.position()[1]}"
 
     def _leave_step(self, job: Job) -> None:
-        """Wait until the job leaves the step of the last faults: a run that keeps dying after one step is not restarted."""
+        """Wait for another step if the last faults came after the same step: the run would refuse to restart."""
         last = self._steps[-_REPEATS:]
         if len(last) == _REPEATS and set(last) == {job.position()[1]}:
             self._wait(job, lambda: job.position()[1] != last[0] or job.has_finished(), "another step")
         self._steps.append(job.position()[1])
-
-    def _to_the_end(self, job: Job) -> None:
-        self._wait(job, job.has_finished, "the end of the run")
 
     def _wait(self, job: Job, condition: Callable[[], bool], what: str) -> None:
         """Wait for ``condition``, as long as the job takes steps. Raises TimeoutError."""
@@ -242,7 +239,7 @@ class Exercise:
             if now != last:
                 last, deadline = now, time.monotonic() + self._limit
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no step within {self._limit:g} s while waiting for {what}: {job.last_words()}")
+                raise TimeoutError(f"no step within {self._limit:g} s while waiting for {what}: {job.last_error()}")
             time.sleep(_POLL_SECONDS)
 
     def _compare(self, job: Job) -> None:
@@ -251,7 +248,7 @@ class Exercise:
             self.report.problems.append("no fault was carried out: the job ended too early; give it more steps")
         summary = job.folder / "summary.json"
         if not summary.exists():
-            self.report.problems.append(f"the run with faults did not end: {job.last_words()}")
+            self.report.problems.append(f"the run with faults did not end: {job.last_error()}")
             return
         self.report.disturbed = read_json(summary)
         one, other = self.report.undisturbed, self.report.disturbed

@@ -20,15 +20,15 @@ class Fault:
 
     Attributes:
         name: its name in the table.
-        strike: injects the fault into a job; returns what was done, or "" if nothing could be.
+        inject: injects the fault into a job; returns the target, or "" if the job has none now.
     """
 
     name: str
-    strike: Callable[[Job, random.Random], str]
+    inject: Callable[[Job, random.Random], str]
 
 
 def _one_rank(number: signal.Signals) -> Callable[[Job, random.Random], str]:
-    def strike(job: Job, choice: random.Random) -> str:
+    def inject(job: Job, choice: random.Random) -> str:
         ranks = job.ranks()
         if not ranks:
             return ""
@@ -36,17 +36,17 @@ def _one_rank(number: signal.Signals) -> Callable[[Job, random.Random], str]:
         send(ranks[rank], number)
         return f"rank {rank}"
 
-    return strike
+    return inject
 
 
 def _all_ranks(number: signal.Signals) -> Callable[[Job, random.Random], str]:
-    def strike(job: Job, choice: random.Random) -> str:
+    def inject(job: Job, choice: random.Random) -> str:
         ranks = job.ranks()
         for process in ranks.values():
             send(process, number)
         return f"{len(ranks)} ranks" if ranks else ""
 
-    return strike
+    return inject
 
 
 def _launcher(job: Job, choice: random.Random) -> str:
@@ -62,7 +62,7 @@ def _in_checkpoint(job: Job, choice: random.Random) -> str:
     if process is None:
         return ""
     send(process, signal.SIGKILL)
-    return "rank 0, half-written" if writing else "rank 0, none was written meanwhile"
+    return "rank 0, half-written" if writing else "rank 0, no checkpoint was written meanwhile"
 
 
 def _damaged(job: Job, choice: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""One job under its launcher, as the drill sees it: its processes, its progress, and its restarts."""
+"""The drill's job under its launcher: its processes, its progress, and its restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dualtrain.errors import UserError
 #: The environment variable by which the processes of a drill's job are found.
 MARK = "DUALTRAIN_DRILL"
 #: The first line of a run with ``--resume auto``.
-_START = re.compile(rb"--resume auto: (?:going on from|beginning at) step (\d+)")
+_START = re.compile(rb"--resume auto: (?:resuming from|beginning at) step (\d+)")
 _RANK_VARIABLES = (b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK")
 END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
 
@@ -35,7 +35,7 @@ class Job:
         flags: the flags of ``dualtrain.main``.
         nproc: the number of ranks.
         horovod: whether horovodrun starts the job, instead of torchrun.
-        restarts: how often torchrun may restart the ranks, and the drill the launcher.
+        restarts: how often torchrun may restart the ranks, and how often the drill may restart the launcher.
     """
 
     def __init__(self, folder: Path, flags: Sequence[str], nproc: int, *, horovod: bool, restarts: int) -> None:
@@ -50,12 +50,12 @@ class Job:
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
         self._starts_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._read, self._starts = 0, list[int]()  # bytes of the output that were read, and the first steps in them
+        self._read, self._starts = 0, list[int]()  # bytes of the output that were read, and the steps of starts in them
 
     # -- processes --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the launcher, once more if it has ended.
+        """Start the launcher, for the first time or after it has ended.
 
         Raises:
             UserError: the launcher is not installed, or was started too often.
@@ -63,7 +63,7 @@ class Job:
         if not self._starts_left:
             raise UserError(f"the job was started too often without finishing: see {self.log}")
         self._starts_left -= 1
-        # Without this variable, torchrun sets it and prints five lines about that.
+        # If OMP_NUM_THREADS is not set, torchrun sets it and prints five lines about it.
         env = {"OMP_NUM_THREADS": "1", **os.environ, MARK: self._token}
         with self.log.open("ab") as output:
             try:
@@ -79,14 +79,14 @@ class Job:
         return self._launcher.poll()
 
     def has_finished(self) -> bool:
-        """Return whether the launcher has ended with success; if it has failed, :meth:`start` it again."""
+        """Return whether the launcher has ended with success; if it has failed, start it again."""
         if self.status() not in (None, 0):
             self.start()
         return self.status() == 0
 
     @property
     def launcher(self) -> int:
-        """The launcher's process."""
+        """The launcher's process id."""
         assert self._launcher is not None
         return self._launcher.pid
 
@@ -98,7 +98,7 @@ class Job:
         return running
 
     def ranks(self) -> dict[int, int]:
-        """Return the processes of the ranks that run now, by rank."""
+        """Return the process ids of the running ranks, by rank."""
         found: dict[int, int] = {}
         for process, rank in self._processes():
             if rank is not None:
@@ -106,7 +106,10 @@ class Job:
         return found
 
     def end(self) -> list[int]:
-        """End all processes of the job; return those that had to be killed. Blocks for ``END_SECONDS`` at most."""
+        """End all processes of the job; return the ids of those that had to be killed.
+
+        Blocks for ``END_SECONDS``, and as long again for a launcher that was killed, at most.
+        """
         deadline = time.monotonic() + END_SECONDS
         for process, _ in self._processes():
             send(process, signal.SIGCONT)
@@ -121,7 +124,7 @@ class Job:
         return left
 
     def _processes(self) -> list[tuple[int, int | None]]:
-        """Return all processes of the job, each with its rank if it is one."""
+        """Return the ids of all processes of the job, each with its rank, or ``None`` if it is not a rank."""
         found = []
         mark = f"{MARK}={self._token}".encode()
         for entry in Path("/proc").iterdir():
@@ -155,7 +158,7 @@ class Job:
         return inode, 0
 
     def starts(self) -> list[int]:
-        """Return the first step of each start of the run so far, as the runs have printed it."""
+        """Return the step at which each start of the run began, as the output says."""
         with suppress(OSError), self.log.open("rb") as file:
             file.seek(self._read)
             new = file.read()
@@ -180,8 +183,8 @@ class Job:
         """Return how many writes of files the runs have reported as failed."""
         return self.log.read_bytes().count(b"could not be written") if self.log.exists() else 0
 
-    def last_words(self) -> str:
-        """Return the last line of the job's output that names an error."""
+    def last_error(self) -> str:
+        """Return the last line of the job's output that names an error; if none does, its last line."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         errors = [line for line in lines if "dualtrain: error" in line]
         return (errors or lines or ["it printed nothing"])[-1].strip()

@@ -1,7 +1,7 @@
 """A small file system for the run with faults, so that a fault can fill it: as root, where the system allows mounts.
 
-It is mounted in the drill's own mount namespace, which only the drill and its jobs see. The kernel removes it when the
-last of these processes has ended, even if the drill was killed.
+The file system is mounted in the drill's own mount namespace, which only the drill and its jobs see. The kernel removes it
+when the last of these processes has ended, even if the drill was killed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _MNT_DETACH = 2
 _FREE = 16 << 20  # bytes beyond what the run without faults needs
-_MEMORY = 4  # the file system may have at most one part in this many of the free memory
+_MEMORY = 4  # the file system may take 1/4 of the free memory at most
 
 
 class SmallDisk:
-    """A new file system at ``folder``, large enough for ``runs`` runs like the one in ``like``.
+    """A new file system at ``folder``, large enough for ``runs`` runs of the size of ``like``.
 
     Raises:
         OSError: the file system cannot be mounted here.

@@ -33,7 +33,7 @@ def build(
             ``(shape, classes)``, or without arguments if it takes none, and returns a module.
         shape: shape of one input: (channels, height, width) of an image, (length,) of a text.
         classes: number of classes; for a text, the size of the vocabulary.
-        pretrained: start from torchvision's weights, except for the head; call :func:`fetch` before to download them.
+        pretrained: start from torchvision's weights, except for a head of another size; :func:`fetch` downloads them first.
         freeze_backbone: train only the last linear or convolutional layer; BatchNorm before it stays in evaluation mode.
         weights: file of weights for the whole model, safetensors or a state dict.
 
@@ -71,7 +71,7 @@ def _build(name: str, shape: Shape, classes: int, pretrained: bool) -> nn.Module
 def _freeze(model: nn.Module, name: str) -> None:
     if name in _TEXTS:
         raise UserError(
-            f"--freeze-backbone: {name} has no separate head, its output layer shares the embedding's weights: leave it out"
+            f"--freeze-backbone: {name} has no separate head: its output layer shares the embedding's weights; leave it out"
         )
     freeze_backbone(model, find_head(model))
 
@@ -83,7 +83,7 @@ def _three(name: str, shape: Shape) -> tuple[int, int, int]:
 
 def _take(name: str, shape: Shape, dimensions: int, inputs: str) -> Shape:
     if len(shape) != dimensions:
-        raise UserError(f"--model {name} takes {inputs} and the dataset has {tuple(shape)}: choose another --model")
+        raise UserError(f"--model {name} takes {inputs}, and a sample has the shape {tuple(shape)}: choose another --model")
     return shape
 
 

@@ -12,7 +12,7 @@ from dualtrain.models.freezing import find_head
 from dualtrain.models.weights import differences, fetch, read_pickled
 from dualtrain.torchvision_shim import torchvision
 
-# No auxiliary heads: their outputs in training mode are tuples. No init_weights: it takes minutes.
+# No auxiliary heads: with them, outputs in training mode are tuples. No init_weights: it takes minutes.
 _PLAIN = {"aux_logits": False, "init_weights": False}
 _OPTIONS: dict[str, dict[str, Any]] = {"googlenet": _PLAIN, "inception_v3": _PLAIN}
 IMAGENET_CLASSES = 1000
@@ -64,7 +64,7 @@ def _load_published(model: nn.Module, name: str) -> None:
 
 
 def _replace_first_convolution(model: nn.Module, channels: int, keep: bool) -> None:
-    """Replace the first convolution by one of ``channels`` inputs; ``keep`` keeps its response to grey images."""
+    """Replace the first convolution by one of ``channels`` inputs; ``keep``: with the same response to grey images."""
     name, old = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
     new = nn.Conv2d(
         channels,

@@ -1,6 +1,6 @@
 """Small convolutional networks: the model of the default job, and the models of two well-known tutorials.
 
-Here pooling comes before ReLU, which then has a quarter of the elements to process; in the tutorials it comes after.
+Here pooling comes before ReLU, and not after it as in the tutorials, so that ReLU processes a quarter of the elements.
 Outputs and gradients are the same, bit for bit, because ReLU is monotonic.
 """
 

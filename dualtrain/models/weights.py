@@ -20,7 +20,7 @@ SHOWN = 3  # names listed in an error message, so that it stays one line
 
 
 def load_weights(model: nn.Module, file: str) -> None:
-    """Copy the tensors of ``file`` into ``model``. It may be a safetensors file or a state dict of ``torch.save``.
+    """Copy the tensors of ``file``, a safetensors file or a state dict of ``torch.save``, into ``model``.
 
     Accepts names that all start with ``module.``, and checkpoints with their weights under ``state_dict`` or ``model``.
 
@@ -39,7 +39,7 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
     """Read the names and tensors of a weights file, on the CPU. Pickled code in the file is not run.
 
     Raises:
-        UserError: the file is missing, damaged, or holds something else than weights.
+        UserError: the file is missing, damaged, or holds something other than weights.
     """
     advice = "give a safetensors file, or a state dict that torch.save wrote"
     try:
@@ -122,14 +122,14 @@ def published(name: str) -> Any:
     except (ValueError, AttributeError) as error:
         raise UserError(
             f"torchvision publishes no weights of {name!r}, and --pretrained and --augment weights need them: leave these "
-            "flags out, or choose one of its models"
+            "flags out, or choose a model of torchvision"
         ) from error
 
 
 def fetch(name: str) -> Path:
     """Download torchvision's weights of ``name`` into torch hub's folder, unless they are there; return the file's path.
 
-    Call it on one rank per host before the others. An incomplete download leaves no file.
+    Call this function on one rank of each host before the others. An incomplete download leaves no file.
 
     Raises:
         UserError: there are no such weights, or the download fails.

@@ -31,7 +31,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def load_task(data: DataSection, model: str, backend: Backend) -> Task:
-    """Load the data; with ``data.download``, one rank of each host first downloads what is missing. Collective.
+    """Load the data; with ``data.download``, one rank of each host first downloads missing files. Collective.
 
     Args:
         data: the dataset and its options.
@@ -104,8 +104,8 @@ def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
         wrong = wrong[(wrong != IGNORED) & ((wrong < 0) | (wrong >= classes))]
     if len(wrong):
         raise UserError(
-            f"{what}: targets must be class numbers (int64) from 0 to below the model's {classes}, and one is "
-            f"{wrong[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
+            f"{what}: targets must be class numbers (int64) from 0 to {classes - 1}, since the model has {classes} "
+            f"outputs, and one is {wrong[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
         )
 
 

@@ -1,8 +1,7 @@
-"""Record the attempts of a run (one for each start) in its folder: what ended each, and what it took to recover.
+"""Record the attempts of a run (one for each start) in its folder: the failure that ended each, and the cost of recovery.
 
 ``attempts.jsonl`` has a line for each event, and ``.progress`` the last step (:mod:`dualtrain.training.last_step`). Each
-attempt replaces both files: a process of an earlier attempt can still write to the old files, which it has open, but not to
-the new ones.
+attempt replaces both files, so a process of an earlier attempt, which has the old files open, cannot write to the new ones.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Death:
     trained: bool
 
     def describe(self) -> str:
-        """Format as in ``rank 1 died: its process ended without a report, after step 57``."""
+        """Format the death: ``rank 1 died: its process ended without a report, after step 57``."""
         what = f"the cause is {UNKNOWN}" if self.cause == UNKNOWN else self.cause
         who = "" if self.rank is None else f"rank {self.rank} "
         return f"{who}{what}, {f'after step {self.step}' if self.trained else 'while it started'}"
@@ -127,7 +126,7 @@ def _is_event(value: Any) -> bool:
     fields = _FIELDS.get(str(value.get("event"))) if isinstance(value, dict) else None
     if fields is None or not all(isinstance(value.get(name, ...), kind) for name, kind in fields.items()):
         return False
-    if not isinstance(value.get("step", 0), int):  # a failure has one, but not in runs of 0.2.0
+    if not isinstance(value.get("step", 0), int):  # failures have a step, except in runs of version 0.2.0
         return False
     return all(math.isfinite(value[name]) for name in ("time", "seconds") if name in fields)
 
@@ -159,7 +158,7 @@ def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
     if failure is None:
         return Death(name, moment, UNKNOWN, None, False, step, progress is not None)
     known = failure["cause"], failure["rank"], failure["requested"]
-    # Rank 0 may have been killed before it wrote the last step, which the rank that reports the failure knows.
+    # Rank 0 may have been killed before it wrote the last step. The rank that recorded the failure knows that step.
     step = max(step, failure.get("step", 0))
     return Death(name, failure["time"], *known, step, progress is not None)
 
@@ -179,7 +178,7 @@ def _without_kind(kind: Any, event: Event) -> Any:
 
 
 def recoveries_in(folder: Path) -> list[dict[str, Any]]:
-    """Return the recoveries of the run in ``folder`` as plain values; none where they cannot be read."""
+    """Return the recoveries of the run in ``folder`` as plain values; an empty list if they cannot be read."""
     with suppress(OSError):
         return [asdict(_without_kind(Recovery, event)) for event in read_events(folder) if event["event"] == "recovery"]
     return []
@@ -194,7 +193,7 @@ def _unrecovered(events: Sequence[Event]) -> list[Death]:
 class Attempt:
     """Recorder of this process's attempt at a run. It records nothing before :meth:`begin`.
 
-    Only :meth:`begin` raises. What cannot be written is left out, so the cause of a death may stay unknown.
+    Only :meth:`begin` raises. Records that cannot be written are dropped, so the cause of a death may stay unknown.
 
     Attributes:
         lock: the lock of the run's folder; once another process has the folder, nothing is recorded.
@@ -213,14 +212,14 @@ class Attempt:
         self._writing = threading.Lock()  # the watch's thread records too
 
     def begin(self, folder: Path, step: int, backend: Backend) -> None:
-        """Record the start of an attempt from ``step``, and how the attempt before died, if it did. Collective.
+        """Record the start of an attempt from ``step``, and the death of the previous attempt, if it died. Collective.
 
         Raises:
             UserError: the record cannot be written, or another process has the folder.
         """
         self.folder, self._step = folder, step
         self._name = on_rank_zero(backend, "run folder", self._begin)
-        with suppress(OSError):  # another host may have no such folder, or that of another attempt
+        with suppress(OSError):  # another host may have no such folder, or the folder of another attempt
             starts = [event["attempt"] for event in read_events(folder) if event["event"] == "start"]
             if starts[-1:] == [self._name]:
                 self._file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -271,7 +270,7 @@ class Attempt:
         return f"recovered: {death.describe()}; {steps}, {seconds:.1f} s from then to the end of step {self._step}"
 
     def fail(self, cause: str, rank: int | None = None, *, requested: bool = False) -> None:
-        """Record what ends this attempt; only a rank's first call counts. The first record of any rank is the cause."""
+        """Record what ended this attempt. Only a rank's first call counts; the first record of all ranks is the cause."""
         if self._failed:
             return
         self._failed = True
@@ -309,7 +308,7 @@ class Attempt:
         report = None if watch is None else watch.on_peer_failure
 
         def note(failure: PeerFailure) -> None:
-            if _speaks(backend, failure.rank):
+            if _records_failure_of(failure.rank, backend):
                 self.fail(failure.reason, failure.rank)
             if report is not None:
                 report(failure)
@@ -319,26 +318,26 @@ class Attempt:
         try:
             yield
         except BaseException as error:
-            self._note(error, backend)
+            self._record_error(error, backend)
             raise
         finally:
             if watch is not None:
                 watch.on_peer_failure = report
             self.close()
 
-    def _note(self, error: BaseException, backend: Backend) -> None:
+    def _record_error(self, error: BaseException, backend: Backend) -> None:
         failure = None if backend.watch is None else backend.watch.failure
         if isinstance(error, BackendError) and failure is not None:
             # The failure is recorded already, unless it was reported before this attempt began.
-            if _speaks(backend, failure.rank):
+            if _records_failure_of(failure.rank, backend):
                 self.fail(failure.reason, failure.rank)
         elif isinstance(error, StoppedError | KeyboardInterrupt | BackendError | DivergedError | NotSavedError):
             if backend.rank == 0:
-                self._note_of_all(error)
+                self._record_error_of_all(error)
         elif backend.rank == 0 or not (isinstance(error, UserError) and error.shared):
             self.fail(f"stopped: {type(error).__name__}: {error}", backend.rank)
 
-    def _note_of_all(self, error: BaseException) -> None:
+    def _record_error_of_all(self, error: BaseException) -> None:
         if isinstance(error, StoppedError | KeyboardInterrupt):
             number = error.number if isinstance(error, StoppedError) else signal.SIGINT
             self.fail(f"{signal.Signals(number).name} stopped all ranks", requested=True)
@@ -346,6 +345,6 @@ class Attempt:
             self.fail(str(error))
 
 
-def _speaks(backend: Backend, failed: int) -> bool:
-    """Return whether this rank is the one that records the failure of rank ``failed``."""
+def _records_failure_of(failed: int, backend: Backend) -> bool:
+    """Return whether this rank must record the failure of rank ``failed``."""
     return backend.rank == (0 if failed else 1)

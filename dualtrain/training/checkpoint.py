@@ -1,7 +1,7 @@
 """Checkpoints: plain values and tensors in one safetensors file, whole or absent, verified when read.
 
 The file's header holds the structure as JSON, which refers to the tensors by name, and a SHA-256 over structure and
-tensors. A checkpoint contains no code and names no backend and no world size: it resumes under either backend.
+tensors. A checkpoint contains no code, no backend's name and no world size, so a run can resume under either backend.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write(path: Path, tree: dict[str, Any], lock: FolderLock | None = None) -> N
 
 
 class Packed:
-    """A tree with copies of its tensors on the CPU: the originals may change while it is being written."""
+    """A tree with copies of its tensors on the CPU: the originals may change while the copies are written."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -94,7 +94,7 @@ def found(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a file of :func:`write`, with its tensors on the CPU.
+    """Read a file that :func:`write` has written, with its tensors on the CPU.
 
     Raises:
         DamagedError: the file is missing, truncated or changed.
@@ -113,7 +113,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"checkpoint {str(path)!r} cannot be read ({error.strerror or error})"
         if error.errno in _TRANSIENT:
-            raise UserError(f"{what}: repair that, or name another checkpoint", transient=True) from error
+            raise UserError(f"{what}: repair the cause, or name another checkpoint", transient=True) from error
         raise DamagedError(what) from error
     except MemoryError:
         raise
@@ -135,7 +135,7 @@ def load(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Turn an error in loading a state into a UserError: another model, optimizer or version of the code made the state."""
+    """Convert an error in loading a state to a UserError: the state is of another model, optimizer or version."""
     try:
         yield
     except (UserError, BackendError):
@@ -143,12 +143,12 @@ def fitting(what: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
-            f"{what} does not fit this model and optimizer ({reason}): give those that it was made with"
+            f"{what} does not fit this model and optimizer ({reason}): use the model and optimizer that wrote it"
         ) from error
 
 
 def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read the newest good checkpoint of a folder; also return what is wrong with newer ones.
+    """Read the newest good checkpoint of a folder; also return the problems of newer checkpoints.
 
     Raises:
         UserError: none is good, or one cannot be read now but may be good.
@@ -159,7 +159,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
             return load(path), problems
         except DamagedError as error:
             problems.append(str(error))
-    raise UserError("; ".join([*problems, f"{str(folder)!r} holds no checkpoint to go on from: start without --resume"]))
+    raise UserError("; ".join([*problems, f"{str(folder)!r} holds no checkpoint to resume from: start without --resume"]))
 
 
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
@@ -171,9 +171,9 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
         if step_of_name(path) > step:
             put_aside(path, path, lock)
     best = folder / BEST
-    of = step_in(best)
-    if of is not None and of > step:
-        put_aside(best, path_of(folder, of), lock)
+    best_step = step_in(best)
+    if best_step is not None and best_step > step:
+        put_aside(best, path_of(folder, best_step), lock)
 
 
 def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
@@ -245,7 +245,7 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(structure.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(as_bytes(tensor).numpy().data)  # no copy, which would hold the GIL
+        digest.update(as_bytes(tensor).numpy().data)  # not a copy: making one would hold the GIL
     return digest.hexdigest()
 
 

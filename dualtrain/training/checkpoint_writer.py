@@ -1,4 +1,4 @@
-"""A thread of rank 0 that writes checkpoints while the loop goes on: the loop waits for the copy, not for the disk.
+"""Write checkpoints in a thread of rank 0 while the loop continues: the loop waits for the copy, not for the disk.
 
 Checkpoints are written one at a time and in order. A write that fails leaves the earlier files whole, and is reported.
 """
@@ -51,13 +51,13 @@ class Writer:
         self.failed: OSError | None = None  # the error of the last write
 
     def write(self, step: int, state: Packed, best: dict[str, torch.Tensor] | None = None) -> None:
-        """Start writing the checkpoint of ``step``; blocks only while an earlier one is written.
+        """Start writing the checkpoint of ``step``; blocks only while an earlier checkpoint is written.
 
         Args:
             step: the step of the checkpoint.
             state: what to write.
-            best: the model's weights, if this state is the best so far. Its files replace those of the best one before;
-                if that fails, the next write tries again.
+            best: the model's weights, if this state is the best so far. Its files replace those of the previous best
+                state; if that fails, the next write tries again.
         """
         self.wait()
         if best is not None:
@@ -88,7 +88,7 @@ class Writer:
         try:
             state.write(path_of(self._checkpoints, step), self._lock)
             self._write_best(step)
-            # Last: until the files of the best state are written, only the checkpoint of its step can restore them.
+            # Last: until the best state's files are written, only the checkpoint of the best step can restore them.
             drop_old(self._checkpoints, self._kept, self._lock)
             self.failed = None
         except SupersededError:

@@ -1,8 +1,8 @@
 """Keep buffers equal on all ranks after every step, although the forward passes of each shard change them.
 
 Every shard of a step begins with the same values. A floating-point buffer (running statistics) then gets the mean of the
-shards' values. Running statistics are updated linearly, so this equals the mean over shards that each kept statistics of
-their own. An integer buffer of one element (a count of batches) gets the value of shard 0, and must change by the same
+shards' values. Running statistics are updated linearly, so this mean equals the mean of separate statistics for each
+shard. An integer buffer of one element (a count of batches) gets the value of shard 0, and must change by the same
 amount in every forward pass of every shard. All other buffers must not change.
 """
 
@@ -85,22 +85,22 @@ class CommonBuffers:
         self._bools = [place.read().dtype is torch.bool for place in self._counters]
         self._began = [buffer.clone() for buffer in self._read()]
         self._writable = list[torch.Tensor]()  # tensors that were found to have the form of ``_began``
-        #: The values in ``_began`` of averaged buffers as one vector, and of counters as numbers.
+        #: The values in ``_began``: those of averaged buffers as one vector, those of counters as numbers.
         self._vector, self._counts = numpy.empty(0), list[int]()
         self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 1
 
     def keep(self) -> None:
-        """Begin a step with the present values.
+        """Keep the present values as those at the start of a step.
 
         Raises:
             ValueError: the number, a shape or a dtype of the model's buffers has changed.
         """
         if self._count_buffers() != self._structure:
-            raise ValueError("the model's buffers have changed since the trainer was made: make the trainer after that")
+            raise ValueError("the model has gained or lost buffers since the trainer was made: make the trainer afterwards")
         now = self._read()
         for place, buffer, began in zip(self._all, now, self._began, strict=True):
             if buffer.shape != began.shape or buffer.dtype != began.dtype:
-                raise ValueError(f"buffer {place.name!r} has changed its shape or dtype: make the trainer after that")
+                raise ValueError(f"buffer {place.name!r} has changed its shape or dtype: make the trainer afterwards")
         _copy_all(self._began, now)
         self._vector, self._counts = self._flat(self._began), self._read_counters(self._began)
 
@@ -216,7 +216,7 @@ class CommonBuffers:
             [sum(self._sizes), len(self._averaged), 3 * len(self._counters) + 1]
         )
         *numbers, shards_with_passes = counters.tolist()
-        by, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
+        changes, sums, squares = (numbers[i * len(self._counters) : (i + 1) * len(self._counters)] for i in range(3))
         for place, each, square in zip(self._counters, sums, squares, strict=True):
             if each * each != square * shards_with_passes:  # equal only if all changes are equal
                 raise ValueError(
@@ -233,7 +233,7 @@ class CommonBuffers:
             if some:
                 values[number] = mean if values[number].dim() == 1 else mean.view(values[number].shape)
         _copy_all(now, values)
-        for buffer, count, change in zip(now[len(self._averaged) :], self._counts, by, strict=False):  # then the counters
+        for buffer, count, change in zip(now[len(self._averaged) :], self._counts, changes, strict=False):  # then the counters
             if change:
                 buffer.fill_(count + int(change))
 

@@ -13,7 +13,7 @@ from dualtrain.training.objective import NAMES, added, metrics
 
 @dataclass
 class Cursor:
-    """The position of a run between two steps, and what it has measured.
+    """The position of a run between two steps, and its results so far.
 
     Attributes:
         step: optimizer steps done.
@@ -89,7 +89,7 @@ class Cursor:
         return {_STORED.get(name, name): value for name, value in vars(self).items()}
 
 
-#: Fields that checkpoints hold under another name, which version 0.1.0 gave them.
+#: Fields that checkpoints hold under the name that version 0.1.0 gave them.
 _STORED = {"evaluated_step": "judged"}
 
 

@@ -1,4 +1,4 @@
-"""One process on several GPUs: torch's ``nn.DataParallel``, with the loss computed where the outputs are.
+"""One process on several GPUs: torch's ``nn.DataParallel``, which may compute the loss on each GPU.
 
 ``nn.DataParallel`` copies a model to every GPU, gives each a part of the batch, and gathers the outputs on one of them.
 A loss outside the model is then computed on that GPU alone, from all outputs. With the loss inside the model
@@ -42,8 +42,8 @@ class WithLoss(nn.Module):
 def replicate(module: _Module, device: torch.device, output_device: int | None = None) -> nn.DataParallel[_Module]:
     """Replicate ``module``, a model or a ``WithLoss``, on all GPUs that this process sees.
 
-    Inputs on ``device`` are split as by ``Tensor.chunk``: into equal parts, of which the last may be smaller, over fewer
-    GPUs if there are fewer samples. Only the first part updates buffers (running statistics of BatchNorm).
+    Inputs on ``device`` are split as by ``Tensor.chunk``: into equal parts, except that the last may be smaller. A batch of
+    few samples may not reach all GPUs. Only the first part updates buffers (running statistics of BatchNorm).
 
     Args:
         module: a module with its parameters on ``device``.
@@ -55,7 +55,7 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
     """
     if device.type != "cuda":
         raise UserError(
-            f"nn.DataParallel needs GPUs: on the {device.type} device it would only run the one model; start ranks "
+            f"nn.DataParallel needs GPUs: on the {device.type} device it would run a single copy of the model; start ranks "
             "instead, with torchrun --nproc_per_node=N or with --nproc N"
         )
     count = torch.cuda.device_count()
@@ -65,7 +65,7 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
             f"--output-device {output_device} does not exist: torch sees {count} GPUs on this host, numbered from 0; "
             "give one of these"
         )
-    # The GPU that holds the parameters comes first, because nn.DataParallel copies from there.
+    # The GPU that holds the parameters comes first, because nn.DataParallel copies them from the first GPU.
     others = [number for number in range(count) if number != first]
     return nn.DataParallel(module, device_ids=[first, *others], output_device=output_device)
 

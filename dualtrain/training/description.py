@@ -1,7 +1,7 @@
 """Describe the settings that objects and functions hold, as text that is equal on two ranks if the settings are.
 
-The text depends on no addresses, order of sets or device numbers. No code of the objects is run. A function is
-described by its name, its code and the parts that it uses of captured variables; global variables are left out. An
+The text does not depend on addresses, the order of sets, or device numbers. No code of the objects is run. A function is
+described by its name, its code and the parts of captured variables that it uses; global variables are left out. An
 object is described by its class and its public attributes that are plain values, tensors, functions or modules.
 
 Attributes that may differ between ranks are left out: names with a leading underscore, or with rank, gpu or device.
@@ -136,7 +136,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield what a function with these ``words`` uses of a captured variable, such as some attributes of ``args``."""
+    """Yield the parts of a captured variable that a function with these ``words`` uses, such as attributes of ``args``."""
     used = {word for word in words if not _OWN.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
         yield from ((f"{name}[{key!r}]", held) for key, held in value.items() if key in used)
@@ -156,7 +156,7 @@ def _words(code: types.CodeType) -> set[str]:
 
 
 def _is_setting(value: Any, depth: int = 0) -> bool:
-    """Return whether this is a plain value or a short list of them, and no path, which may differ between hosts."""
+    """Return whether ``value`` is a plain value or a short list of them. Paths, which may differ between hosts, are not."""
     if isinstance(value, list | tuple):
         return depth < 2 and len(value) <= _ITEMS and all(_is_setting(item, depth + 1) for item in value)
     return isinstance(value, _PLAIN) and not (isinstance(value, str) and "/" in value)

@@ -1,8 +1,8 @@
-"""Lock a run's folder, so that only one process uses it: that of its newest generation (see ``generation.py``).
+"""Lock a run's folder, so that only one process uses it: the process of its newest generation (see ``generation.py``).
 
 On one host, the lock on that generation's file shows whether its process still runs. Locks may not reach other hosts, so
 a start on another host waits for a renewal of the file; if there is none, it makes the next generation. A process may have
-been stopped, or cut off from the disk: before every write, it checks that its generation is still the newest.
+been stopped, or cut off from the disk, so before every write it checks that its generation is still the newest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dualtrain.training.generation import Owner, Seen
 
 WAIT_SECONDS = 6.0  # for a process of this host that is about to end, as at a restart
 RENEW_SECONDS = 2.0
-RENEWALS = 3  # a process of another host has ended if so many are missing, and runs if so many have come
+RENEWALS = 3  # a process of another host is taken to have ended if this many are missing, and to run if this many were seen
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger("dualtrain")
@@ -36,7 +36,7 @@ class SupersededError(UserError):
 
 
 class FolderLock:
-    """The lock of at most one folder. Release it when nothing writes there any more.
+    """The lock of at most one folder. Release it when nothing writes into the folder any more.
 
     Attributes:
         job: the job of this process; empty if unknown.
@@ -59,7 +59,7 @@ class FolderLock:
     def take(self, folder: Path, limit: float, *, waits: bool = False) -> None:
         """Lock an existing folder; do nothing if this object has locked one already.
 
-        If a process of another host has not left the folder, block for some seconds, until it is clear whether it runs.
+        If a process of another host has not left the folder, wait some seconds to find out whether that process runs.
 
         Args:
             folder: the run's folder.
@@ -117,7 +117,7 @@ class FolderLock:
             raise SupersededError(
                 f"{other or 'another process'} took over {str(self._folder)!r}, since this process had not renewed "
                 f"generation {self.generation} for {RENEWALS * RENEW_SECONDS:g} s: this process ends, and changes "
-                "nothing there",
+                "nothing in the folder",
                 transient=True,
             )
 
@@ -127,7 +127,7 @@ class FolderLock:
         return self._superseded.is_set()
 
     def release(self, after: threading.Thread | None = None) -> None:
-        """Unlock the folder, if one is locked, once thread ``after``, which may write there, has ended. Does not block."""
+        """Unlock the folder, if any, once the thread ``after`` has ended, which may write into it. Does not block."""
         if self._released:
             return
         self._released = True
@@ -171,7 +171,7 @@ class FolderLock:
 
 
 def user_of(folder: Path) -> tuple[Seen | None, bool]:
-    """Return the newest generation, and whether it is known without waiting that its process runs."""
+    """Return the newest generation, and whether its process certainly runs. Does not wait."""
     number = generation.newest(folder)
     seen = generation.look(folder, number) if number else None
     return seen, bool(seen and seen.locked and _is_here(seen))
@@ -185,7 +185,7 @@ def refuse(folder: Path, user: object) -> UserError:
 
 
 def _is_here(seen: Seen) -> bool:
-    """Return whether a generation's process is known to be on this host: then its lock shows whether it runs."""
+    """Return whether a generation's process is certainly on this host, so that its lock shows whether the process runs."""
     return seen.locked is not None and seen.owner is not None and seen.owner.machine == identity()
 
 
@@ -210,10 +210,10 @@ class _Wait:
     def __init__(self, folder: Path, limit: float, waits: bool) -> None:
         self._folder, self._limit, self._waits = folder, limit, waits
         self._began = self._changed = time.monotonic()
-        self._renewals, self._last, self._said = 0, b"", False
+        self._renewals, self._last, self._warned = 0, b"", False
 
     def has_left(self, seen: Seen) -> bool:
-        """Return whether the process has left the folder, going by ``seen``. Raises UserError if the process runs on."""
+        """Return whether ``seen`` shows that the process has left the folder. Raises UserError if the process runs."""
         if seen.owner is not None and seen.owner.ended:
             return True
         return self._has_ended_here(seen) if _is_here(seen) else self._has_ended_elsewhere(seen)
@@ -224,7 +224,7 @@ class _Wait:
         seconds = min(WAIT_SECONDS, self._limit) if self._waits else 0.0
         if time.monotonic() >= self._began + seconds:
             raise refuse(self._folder, seen)
-        self._say(f"is used by {seen}: waiting up to {seconds:g} s for its end")
+        self._warn_once(f"is used by {seen}: waiting up to {seconds:g} s for its end")
         return False
 
     def _has_ended_elsewhere(self, seen: Seen) -> bool:
@@ -239,16 +239,16 @@ class _Wait:
         if now >= self._began + self._limit:
             raise UserError(
                 f"--run-dir {str(self._folder)!r} may be used by {seen}: wait for its end, or give a --timeout above "
-                f"{2 * seconds:g}, half of which is enough to find out",
+                f"{2 * seconds:g} s, since a start may spend half of the timeout on finding out",
                 transient=True,
             )
-        self._say(f"may be used by {seen}, which would renew its file there: waiting {seconds:g} s for that")
+        self._warn_once(f"may be used by {seen}: waiting {seconds:g} s for a renewal of that process's file")
         return False
 
-    def _say(self, what: str) -> None:
-        if not self._said:
+    def _warn_once(self, what: str) -> None:
+        if not self._warned:
             log.warning("%r %s", str(self._folder), what)
-            self._said = True
+            self._warned = True
 
 
 def _forget_all() -> None:

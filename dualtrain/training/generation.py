@@ -52,9 +52,9 @@ class Owner:
         return f"process {self.process} on {self.host} since {self.since}"
 
     def write(self, descriptor: int) -> None:
-        """Make this the content of a generation's file. Raises OSError."""
+        """Replace the content of a generation's file by this owner. Raises OSError."""
         os.pwrite(descriptor, json.dumps(asdict(self)).ljust(_BYTES - 1).encode() + b"\n", 0)
-        os.fdatasync(descriptor)  # other hosts see it only then
+        os.fdatasync(descriptor)  # other hosts see the new content only after this call
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def look(folder: Path, number: int) -> Seen | None:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "no regular file", str(path_of(folder, number)))
-        # Shared, so that processes which look at the same time do not see each other's locks.
+        # A shared lock, so that processes that look at the same time do not see each other's locks.
         free = _lock(descriptor, fcntl.LOCK_SH)
         content = os.pread(descriptor, 2 * _BYTES, 0)
     finally:
@@ -103,7 +103,7 @@ def look(folder: Path, number: int) -> Seen | None:
 
 
 def create(folder: Path, number: int, owner: Owner) -> int | None:
-    """Make and lock a generation's file; return its descriptor, or ``None`` if there is one already. Raises OSError."""
+    """Make and lock a generation's file; return its descriptor, or ``None`` if the file exists already. Raises OSError."""
     temporary = folder / f".generation-{number}.{secrets.token_hex(8)}.tmp"
     descriptor = _open_new(temporary)
     try:
@@ -139,7 +139,7 @@ def is_newest(folder: Path, number: int, status: os.stat_result) -> bool:
     try:
         descriptor = os.open(path_of(folder, number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return newest(folder) <= number  # a person may have removed it, or the folder
+        return newest(folder) <= number  # a person may have removed the file or the folder
     try:
         return os.path.samestat(os.fstat(descriptor), status) and not os.path.lexists(path_of(folder, number + 1))
     finally:
@@ -181,7 +181,7 @@ def _rename(temporary: Path, path: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool | None:
-    """Lock an open file if it is free; return whether it was, or ``None`` where there are no locks. Raises OSError."""
+    """Lock an open file if it is free; return whether it was free, or ``None`` without support of locks. Raises OSError."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:

@@ -17,7 +17,7 @@ PROGRESS = ".progress"
 class LastStep:
     """Writer of an attempt's last step. Construction replaces the file; raises OSError, SupersededError.
 
-    A process of an earlier attempt cannot change the file, because it has open the file that was replaced.
+    A process of an earlier attempt cannot change the new file, because it has the replaced file open.
 
     Args:
         folder: the run's folder.
@@ -43,12 +43,12 @@ class LastStep:
         os.close(self._descriptor)
 
     def _line(self, step: int) -> bytes:
-        # Fixed length: a shorter text would leave the end of the text before it.
+        # Fixed length: after a shorter line, the end of the previous line would remain.
         return f"{self._attempt} {step:>20} {time.time():20.3f}\n".encode()
 
 
 def last_step_of(folder: Path, attempt: str) -> tuple[int, float] | None:
-    """Return the last step of an attempt, and its time; ``None`` if it has not begun to train."""
+    """Return the last step of an attempt, and its time; ``None`` if the attempt has not begun to train."""
     with suppress(OSError, ValueError):
         name, step, moment = read_text(folder / PROGRESS).split()
         if name == attempt and math.isfinite(float(moment)):

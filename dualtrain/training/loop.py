@@ -63,14 +63,14 @@ _SMALLER = "choose smaller samples, a smaller model, or a smaller --batch-size"
 
 
 def train(config: Config, backend: Backend) -> dict[str, Any]:
-    """Train as ``config`` says, and return the summary on every rank. Collective; blocks.
+    """Train with the settings in ``config``, and return the summary on every rank. Collective; blocks.
 
     Raises:
         RanksDifferError: the ranks have different settings, versions or data.
-        UserError: something in the configuration cannot be done here.
+        UserError: the configuration cannot be used here.
         DivergedError: the loss became infinite or not a number.
         BackendError: a rank failed, or the timeout passed.
-        NotSavedError: the training ended, and its results could not be written.
+        NotSavedError: the training ended, but its results could not be written.
         StoppedError: a signal stopped the run, which first saved a checkpoint.
     """
     lock = FolderLock()
@@ -115,7 +115,7 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
 
 
 def _opened(name: str, config: Config, backend: Backend, task: Task, start: Start, lock: FolderLock) -> Run:
-    """Make the model and the run, and open its folder. Collective; blocks."""
+    """Make the model and the run, and open the run's folder. Collective; blocks."""
     with Waiting("making the model", config.output.log_seconds, shown=backend.rank == 0) as wait:
         model = make_model(config.model, task, config.step.seed, backend)
         wait.phase("computing one sample")
@@ -128,7 +128,7 @@ def _opened(name: str, config: Config, backend: Backend, task: Task, start: Star
 
 
 class Run:
-    """One run, from its start or its last checkpoint to its summary. Making one is collective, and writes nothing."""
+    """One run, from its start or its last checkpoint to its summary. Construction is collective, and writes nothing."""
 
     def __init__(self, name: str, config: Config, backend: Backend, task: Task, model: nn.Module, lock: FolderLock) -> None:
         step, length = config.step, config.length
@@ -138,7 +138,7 @@ class Run:
         self.lock = lock
         self.name = name
         self.platform = platform_of(backend)
-        #: The number of parts of a global batch: virtual ranks, else real ones. All arithmetic uses it.
+        #: The number of parts of a global batch: of virtual ranks, else of real ranks. All arithmetic uses this number.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()
@@ -159,7 +159,7 @@ class Run:
         check_virtual_ranks(step, config.model, config.run, backend.size)
         optimizer = make_optimizer(step, model, self.lr)
         if step.compress == "bf16" and torch.bfloat16 not in backend.narrow:
-            raise UserError(f"--compress bf16: the {backend.name} backend cannot send it; use fp16")
+            raise UserError(f"--compress bf16: the {backend.name} backend cannot send bf16; use fp16")
         return optimizer, {
             "schedule": make_schedule(config.schedule, optimizer, self.lr, self.total_steps),
             "clip_norm": step.clip_norm,
@@ -206,7 +206,7 @@ class Run:
         if not restore_best(self.trainer, self.cursor, saved, self.folder, other, self.lock):
             step = self.cursor.best["step"]
             self.records.print(
-                f"the checkpoint of the best evaluation (step {step}) is gone: later evaluations are compared anew"
+                f"the checkpoint of the best evaluation (step {step}) is missing: only later evaluations can be the best"
             )
             self.cursor.best, self.cursor.stale = {}, 0
 
@@ -230,7 +230,7 @@ class Run:
             )
         if saved["data"] != self._data():
             had, has = (f"{one['samples']} samples of {one['classes']} classes" for one in (saved["data"], self._data()))
-            raise UserError(f"the checkpoint was trained on {had}, and the data here are {has}: give the same", shared=True)
+            raise UserError(f"the checkpoint was trained on {had}, and this run has {has}: give the same data", shared=True)
         if self.backend.rank == 0:
             warn_of_another(saved.get("platform", {}), self.platform)
         self.cursor = on_all_ranks(self.backend, "checkpoint", lambda: self._load(saved))
@@ -255,15 +255,15 @@ class Run:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def train(self, signals: Signals) -> dict[str, Any]:
-        """Run the steps that are left, then write the model and the summary, which is returned. Collective; blocks."""
+        """Run the remaining steps, write the model and the summary, and return the summary. Collective; blocks."""
         cursor, self.signals = self.cursor, signals
         self.clock = SaveClock(self.config.output.checkpoint_seconds)
         with self.records, self._naming_the_step():
             self._print_opening()
             if self.backend.rank == 0:
                 self.attempt.train()
-            # A run that was stopped after its last step still lacks an evaluation of it.
-            while cursor.evaluated_step != cursor.step or (cursor.step < self.total_steps and not self._early):
+            # A run that was stopped after its last step still lacks the evaluation of that step.
+            while cursor.evaluated_step != cursor.step or (cursor.step < self.total_steps and not self._stops_early):
                 self._stream = self.task.train.stream(self._plan(), self.backend.device)
                 while cursor.batch < self.sampler.batches and cursor.step < self.total_steps:
                     self._act_on(self._step())
@@ -273,7 +273,7 @@ class Run:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
-        """Say in the error of a collective operation which step it came after."""
+        """Add the last completed step to the message of a failed collective operation."""
         try:
             yield
         except BackendError as error:
@@ -289,7 +289,7 @@ class Run:
                     yield Batch(part, seed)
 
     def _passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
-        """Split each of this rank's parts of a global batch into one tensor for each backward pass; none if it is empty."""
+        """Split each of this rank's parts of a global batch into tensors, one a backward pass; an empty part has none."""
         parts = [share(batch, number, self.parts) for number in self.mine]
         return [part.tensor_split(min(self.config.step.accumulate, len(part))) if len(part) else () for part in parts]
 
@@ -317,11 +317,12 @@ class Run:
     def _control_flags(self) -> list[float]:
         """Return this rank's flags for the next step.
 
-        They report signals. On rank 0, they also ask to save if time is up, and to stop if another process uses the folder.
+        The flags report signals. Rank 0's flags also request a save that is due by time, and a stop if another process uses
+        the folder.
         """
         flags, cursor = self.signals.take(), self.cursor
         ends = cursor.batch + 1 == self.sampler.batches or cursor.step + 1 == self.total_steps
-        # Don't save by time if the end of the epoch saves anyway, nor during a write: the loop would wait for it.
+        # Don't save by time if the end of the epoch saves anyway, nor during a write: the loop would wait for that write.
         ends = ends and (cursor.epoch + 1) % self.config.output.checkpoint_epochs == 0
         if self.backend.rank == 0 and self.clock.due and not ends and not self.writer.busy:
             flags[SAVE] = 1.0
@@ -330,7 +331,7 @@ class Run:
         return flags
 
     def _for_trainer(self, parts: list[Iterator[Tensors]]) -> Iterator[Tensors] | list[Iterator[Tensors]]:
-        """Return this rank's batches as the trainer takes them: those of its part, or a list with those of each shard."""
+        """Return the trainer's argument: the batches of this rank's part, or a list with the batches of each shard."""
         return parts[0] if self.config.step.virtual_ranks is None else parts
 
     def _batches(self, passes: int) -> Iterator[Tensors]:
@@ -363,12 +364,12 @@ class Run:
             saved = f"its checkpoint could not be written ({failed})" if failed else f"saved in {path}"
             raise StoppedError(
                 f"{signal.Signals(stops[0]).name} ended the run after step {cursor.step} of {self.total_steps}, {saved}; "
-                f"go on with {self.config.output.again(self.folder)}",
+                f"continue with {self.config.output.again(self.folder)}",
                 stops[0],
             )
 
     def _failed_write(self) -> str:
-        """Return why the last checkpoint could not be written; "" if it was. On rank 0. Raises SupersededError."""
+        """Return why the last checkpoint could not be written; "" if it was written. On rank 0. Raises SupersededError."""
         self.lock.check()
         return str(self.writer.failed or "")
 
@@ -386,7 +387,7 @@ class Run:
             cursor.next_epoch()
         values = {**cursor.last, "samples_per_second": cursor.speed}
         self.records.epoch(cursor.step, epoch, self.config.length.epochs, values)
-        ends = cursor.step == self.total_steps or self._early
+        ends = cursor.step == self.total_steps or self._stops_early
         if best or ends or cursor.epoch % output.checkpoint_epochs == 0:
             self._save(best=best)
 
@@ -398,7 +399,7 @@ class Run:
         yield from self.task.val.stream(batches, self.backend.device)
 
     @property
-    def _early(self) -> bool:
+    def _stops_early(self) -> bool:
         limit = self.config.length.early_stop
         return limit is not None and self.cursor.stale >= limit
 

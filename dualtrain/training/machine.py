@@ -1,4 +1,4 @@
-"""What a machine contributes to the bits of a result: intra-op threads, the kind of processor, the build of torch."""
+"""Properties of a machine that the bits of a result depend on: intra-op threads, kind of processor, build of torch."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def use_threads(number: int, backend: Backend) -> None:
     """Set the number of intra-op threads of this process, and print a line on rank 0 if OMP_NUM_THREADS differs."""
     torch.set_num_threads(number)
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
-    # torchrun sets it to 1 if the user has not set it. A rank cannot tell the cases apart: the line must be true in both.
+    # torchrun sets the variable to 1 if the user has not set it. The line must be true in both cases.
     if backend.rank == 0 and text and text.partition(",")[0].strip() != str(number):
         show(
-            f"OMP_NUM_THREADS={text} has no influence: the number of intra-op threads of a rank is {number}, "
-            "and --threads sets it when a run starts"
+            f"OMP_NUM_THREADS={text} has no effect: the number of intra-op threads of a rank is {number}, "
+            "and --threads sets this number when a run starts"
         )
 
 
 def processor(backend: Backend) -> Facts:
-    """Return what is known of this rank's processor, by the names in ``PROCESSOR``; ``None`` if unknown."""
+    """Return the facts about this rank's processor, by the names in ``PROCESSOR``; unknown facts are ``None``."""
     described = _described(Path("/proc/cpuinfo"))
     # MKL chooses its kernels by the vendor of the CPU, unless MKL_CBWR names some.
     mkl = os.environ.get("MKL_CBWR") or described.get("vendor_id")
@@ -98,7 +98,7 @@ def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
     """Log one warning if a checkpoint was made on another kind of processor, or with another build of torch.
 
     Args:
-        written: the checkpoint's :func:`platform_of`; what it lacks is not compared.
+        written: the checkpoint's :func:`platform_of`; facts that it lacks are not compared.
         here: this rank's :func:`platform_of`.
     """
     unlike = [name for name, value in here.items() if name in written and written[name] != value]
@@ -110,7 +110,7 @@ def warn_of_another(written: Mapping[str, str | None], here: Facts) -> None:
 def pin_cpus(unlike: Collection[str]) -> str:
     """Return the cure, for a warning that the facts named in ``unlike`` differ; "" if there is none."""
     if {CAPABILITY, ONEDNN, MKL} & {*unlike}:
-        return "; ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_CBWR let unlike CPUs use the same instructions"
+        return "; ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_CBWR let different CPUs use the same instructions"
     return ""
 
 

@@ -70,7 +70,7 @@ def _top_classes(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _count(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    """Count the targets that are not ``IGNORED``, those predicted, and those in the top five, in tensors or arrays."""
+    """Count the targets that are not ``IGNORED``, correct predictions, and targets in the top five: tensors or arrays."""
     hits = best == targets[:, None]  # never true for IGNORED
     return count_nonzero(targets != IGNORED), count_nonzero(hits[:, 0]), count_nonzero(hits)
 
@@ -96,15 +96,15 @@ class CrossEntropy:
             found = torch.stack([loss.detach().double(), *counts]).tolist()  # waits for the device once
         mean, counted, correct, top5 = map(float, found)
         if not counted:
-            # All of a rank's tokens may be left out: a mean of 0, not 0/0.
+            # All targets of a batch may be left out: the mean is then 0, not 0/0.
             loss, mean = logits.sum() * 0.0, 0.0
         return loss, [mean * counted, counted, correct, top5]
 
 
 class Adapted:
-    """A callable ``loss(outputs, targets)`` of the caller's own, as an objective.
+    """The caller's ``loss(outputs, targets)`` as an objective.
 
-    It may return the mean over the samples, or the pair of an :class:`Objective`.
+    The callable may return the mean over the samples, or the pair that an :class:`Objective` returns.
     """
 
     def __init__(self, loss: Loss | Objective) -> None:
@@ -143,7 +143,7 @@ class TorchCrossEntropy:
         self._other = Adapted(loss)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. Other targets have weight 1 each, so means are inexact if the loss weighs classes."""
+        """See :class:`Objective`. In all other cases each target has weight 1: with class weights, the mean is inexact."""
         if self._counting is not None and outputs.dim() == 2 and targets.dtype == torch.int64:
             return self._counting(outputs, targets)
         return self._other(outputs, targets)
@@ -164,7 +164,7 @@ def added(one: Iterable[float], other: Iterable[float]) -> list[float]:
 
 
 def metrics(sums: Sums, prefix: str) -> dict[str, float]:
-    """Divide the ``sums`` of ``NAMES`` over all ranks by the weight; NaN where that is 0."""
+    """Divide the ``sums`` of ``NAMES`` over all ranks by the weight; the results are NaN if the weight is 0."""
     loss, weight, correct, top5 = map(float, sums)
     whole = weight or math.nan
     return {f"{prefix}loss": loss / whole, f"{prefix}accuracy": correct / whole, f"{prefix}top5": top5 / whole}

@@ -1,4 +1,4 @@
-"""Run what may fail on one rank so that the error is raised on every rank."""
+"""Run a task that may fail on one rank, and raise its error on every rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
     """Run ``task()`` on every rank, and return once it has succeeded on all. Collective; blocks.
 
     Raises:
-        UserError: on every rank, with the first rank's reason, if the task raised UserError or OSError on all ranks;
-            RanksDifferError if it did on some only.
+        UserError: on every rank, with the first rank's reason, if the task raised UserError or OSError on all ranks.
+        RanksDifferError: on every rank, if the task raised these on some ranks only.
     """
     result, problem, trace = None, None, ""
     try:

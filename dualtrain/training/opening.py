@@ -29,9 +29,9 @@ def ranks_in_words(backend: Backend, virtual: int | None, threads: int) -> str:
 
 
 def settings_line(settings: Mapping[str, Any], folder: Path) -> str:
-    """Format the settings in which a run differs from its recipe, as they are typed."""
+    """Format the settings in which a run differs from its recipe, as flags."""
     own = own_settings(settings)
-    # A given --global-batch-size sets the recipe's --batch-size to None, and the other way round.
+    # A given --global-batch-size sets the recipe's --batch-size to None, and vice versa.
     own = {name: value for name, value in own.items() if name not in _ELSEWHERE and value is not None}
     more = f" with {in_words(own)}" if own else ""
     return f"settings: recipe {settings['recipe']}{more}; all are in {folder / 'config.json'}"
@@ -49,7 +49,7 @@ def model_line(name: str, model: nn.Module) -> str:
 
 
 def verbose_lines(settings: Mapping[str, Any], model: nn.Module) -> str:
-    """Format all settings, and a table of the model's layers where torchinfo is installed."""
+    """Format all settings, and a table of the model's layers if torchinfo is installed."""
     values = ", ".join(f"{name}={value}" for name, value in settings.items())
     lines = [f"all settings: {textwrap.fill(values, 116, subsequent_indent='  ')}"]
     with suppress(ImportError):

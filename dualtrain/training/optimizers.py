@@ -16,7 +16,7 @@ from dualtrain.config import ScheduleSection, StepSection
 from dualtrain.config.values import option_value
 from dualtrain.errors import UserError
 
-_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base class; one that calls the model; one for sparse gradients
+_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base class; needs a closure; needs sparse gradients
 
 
 def optimizer_names() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
 
 
 def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``--optimizer-options`` sets; ``known`` has the names and defaults of the optimizer's options."""
+    """Parse ``--optimizer-options``; ``known`` has the names and defaults of the optimizer's options."""
     options: dict[str, Any] = {}
     for part in (step.optimizer_options or "").split(",") if step.optimizer_options else []:
         name, sign, text = part.strip().partition("=")
@@ -83,7 +83,7 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
         ValueError: a part is missing, or has another kind or shape, so that a step would fail, or broadcast it.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    known = inspect.signature(type(inner)).parameters  # loading adds more to the defaults
+    known = inspect.signature(type(inner)).parameters  # loading a state adds names to inner.defaults
     for number, group in enumerate(inner.param_groups):
         for name, default in inner.defaults.items():
             if name not in known:
@@ -109,7 +109,7 @@ def _check_state_of(parameter: torch.Tensor, state: dict[str, Any], expected: di
 
 
 def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the state that a first step makes, as meta tensors; empty if the optimizer cannot step on those."""
+    """Return the state that a first step makes, as meta tensors; empty if the optimizer cannot step on meta tensors."""
     known = inspect.signature(type(optimizer)).parameters
     options = {name: group[name] for name in optimizer.defaults if name in known and name not in _HOW}
     twin = nn.Parameter(torch.empty_like(parameter, device="meta"))
@@ -123,7 +123,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
 
 
 def _alike(value: Any, expected: Any) -> bool:
-    """Return whether ``value`` is of the kind of ``expected``; if that is ``None``, any value is."""
+    """Return whether ``value`` is of the kind of ``expected``; if ``expected`` is ``None``, any value is accepted."""
     if expected is None or (isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor)):
         return True
     if isinstance(expected, int | float) and not isinstance(expected, bool):
@@ -196,7 +196,7 @@ def _half_cosine(part: float) -> float:
 
 
 def _one_cycle(step: float, steps: int) -> float:
-    """Rise from 1/25 to 1 in the first 30 %, then fall to 1/250,000: torch's OneCycleLR by default, except for momentum.
+    """Rise from 1/25 to 1 in the first 30 %, then fall to 1/250,000, as torch's OneCycleLR does by default.
 
     L. Smith, N. Topin: Super-Convergence, 2018.
     """

@@ -19,7 +19,7 @@ _GIT_SECONDS = 3.0  # a huge work tree on a slow disk must not delay the start o
 
 
 def origin_of(backend: Backend) -> dict[str, Any]:
-    """Return rank 0's command, commit and versions, and the ranks of each host; the same on every rank. Collective."""
+    """Return rank 0's command, commit and versions, and each host's number of ranks; equal on every rank. Collective."""
     hosts = Counter(backend.allgather_object(socket.gethostname(), name="host name"))
     return on_rank_zero(backend, "origin of the run", lambda: {"hosts": dict(hosts), **_here(backend)})
 
@@ -36,7 +36,7 @@ def _here(backend: Backend) -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of the current folder's Git work tree, with "-dirty" if tracked files were changed.
 
-    Return ``None`` outside of a work tree, without Git, and if Git has not answered within some seconds.
+    Return ``None`` outside of a work tree, without Git, or if Git does not answer within some seconds.
     """
     command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=64"]
     try:

@@ -52,7 +52,7 @@ class Parts(Protocol):
         """Return a context in which the running statistics of ``model`` are equal on all ranks. Collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that no other object has, equal on every rank: plain values and tensors. Collective."""
+        """Return the state of the parts, equal on every rank: plain values and tensors. Collective."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
@@ -89,7 +89,7 @@ class RankParts:
         return self._backend.allreduce(mine, "sum", name="evaluation").tolist()
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
-        """See :class:`Parts`: they are averaged over the ranks; at the end, each rank gets its own values back."""
+        """See :class:`Parts`: statistics are averaged over the ranks; at the end, each rank gets its own values back."""
         return averaged_buffers(model, self._backend)
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,6 +101,6 @@ class RankParts:
         """See :class:`Parts`. At another world size, generators are seeded anew."""
         if "virtual_ranks" in state:
             raise UserError(
-                f"the state is of a trainer with virtual_ranks={state['virtual_ranks']['shards']}: give that too"
+                f"the state is of a trainer with virtual_ranks={state['virtual_ranks']['shards']}: give that number here"
             )
         restore_local_state(self._model, state["ranks"], self._backend)

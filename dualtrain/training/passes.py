@@ -60,7 +60,7 @@ class Passes:
             targets: targets of the loss.
             expected: the total weight of all batches of the step, over all ranks.
             load: called between forward and backward.
-            send: whether backward sends the gradients, since this is the last batch of this rank.
+            send: true for this rank's last batch: its backward sends the gradients.
         """
         with nullcontext() if send else self.optimizer.no_sync():
             with self._precision.autocast():
@@ -75,7 +75,7 @@ class Passes:
             self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def load(self, more: torch.Tensor | None = None) -> None:
-        """Send the scalars of this part with its gradients, and ``more`` numbers after them."""
+        """Write this part's scalars, and ``more`` numbers behind them, into the buffer that is sent with the gradients."""
         if self._piggyback:
             self._extra[: StepScalars.COUNT] = self._scalars.values
         if more is not None:
@@ -87,7 +87,7 @@ class Passes:
         return self.optimizer.extra[StepScalars.COUNT :]
 
     def reduce(self) -> Step:
-        """Reduce the gradients that backward has not; return the result over all ranks. Collective; blocks.
+        """Reduce the gradients that backward has not reduced; return the result over all ranks. Collective; blocks.
 
         Raises:
             DivergedError: on every rank, if a loss is infinite or not a number.

@@ -39,18 +39,18 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass and the loss."""
         if self._dtype is None and not torch.is_autocast_enabled(self._device_type):
-            return nullcontext()  # entering a disabled autocast takes longer than many an operation
+            return nullcontext()  # entering a disabled autocast can take longer than an operation
         return torch.autocast(self._device_type, self._dtype, enabled=self._dtype is not None)
 
     def skipped_step_allowed(self) -> AbstractContextManager[None]:
         """Return the context for a schedule's step: the scaler may have skipped the optimizer's first step."""
-        # Only with a scaler: catching warnings takes longer than many a step.
+        # Only with a scaler: catching warnings can take longer than a step.
         return _ignore_order_warning() if self.scaler.is_enabled() else nullcontext()
 
 
 @contextmanager
 def _ignore_order_warning() -> Iterator[None]:
-    """Ignore torch's warning of a wrong order of calls, which it gives where the first step was skipped."""
+    """Ignore torch's warning of a wrong order of calls, which a skipped first step also causes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         yield

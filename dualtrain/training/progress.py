@@ -20,7 +20,7 @@ _END_SECONDS = 1.0  # to wait for a line that is being printed
 
 
 class Ticker:
-    """A thread that prints ``line()`` every ``seconds`` inside its block; never if that is 0."""
+    """A thread that prints ``line()`` every ``seconds`` inside its block; never if ``seconds`` is 0."""
 
     def __init__(self, seconds: float, line: Callable[[], str]) -> None:
         self._seconds, self._line = seconds, line
@@ -44,14 +44,14 @@ class Ticker:
 
 
 class Waiting(Ticker):
-    """A block in which, on rank 0 (``shown``), a line every ``seconds`` says how long the phase ``what`` has lasted."""
+    """Inside the block, on rank 0 (``shown``), print every ``seconds`` how long the phase ``what`` has lasted."""
 
     def __init__(self, what: str, seconds: float, *, shown: bool) -> None:
         super().__init__(seconds if shown else 0, lambda: f"{self._what} for {duration(time.monotonic() - self._began)}")
         self.phase(what)
 
     def phase(self, what: str) -> None:
-        """Note what begins now."""
+        """Begin the phase ``what``."""
         self._what, self._began = what, time.monotonic()
 
 
@@ -96,7 +96,7 @@ class Progress:
         self._ticker = Ticker(seconds if shown and self._bar.disable else 0, self._line)
         self._step, self._total, self._samples, self._loss = done, total, 0, 0.0
         self._line_step, self._line_samples, self._line_time = done, 0, time.monotonic()
-        #: The first step after this start, and when it ended. It is not timed: it may compile, or wait for workers.
+        #: The first step after this start, and its end. It may compile or wait for workers, so only later steps are timed.
         self._first: tuple[int, float] | None = None
         self.phase("starting")
 
@@ -109,7 +109,7 @@ class Progress:
         self._bar.close()
 
     def phase(self, what: str) -> None:
-        """Set the phase that begins now, which lines name while no step ends."""
+        """Begin the phase ``what``, which the lines name while no step ends."""
         self._phase, self._phase_began, self._batches = what, time.monotonic(), 0
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:

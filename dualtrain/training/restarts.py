@@ -1,8 +1,8 @@
-"""Refuse restarts that would end like the attempt before: launchers would otherwise repeat the same failure.
+"""Refuse restarts that would end like the previous attempt: launchers would otherwise repeat the same failure.
 
 A run leaves ``do-not-restart.json`` in its folder if its loss diverged, if an error that the user must fix ended it while
 it trained, or if it died three times in a row after the same step. A start with the same settings then fails at once, with
-that reason.
+the same reason.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _UNRELATED = ("resume", "run_dir")
 
 
 def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: FolderLock) -> None:
-    """Refuse a start that would end like the one before. On rank 0, which has the folder's lock if it holds a run.
+    """Refuse a start that would end like the previous one. On rank 0, after it has locked the folder if that holds a run.
 
     A start with other settings is allowed, and so is a plain ``--resume`` or ``--resume FILE``, which a person has chosen.
-    ``--resume auto`` is refused, since a launcher that restarts a job repeats it.
+    A start with ``--resume auto`` is refused, since a launcher repeats this flag when it restarts a job.
 
     Raises:
         UserError: with the reason why the run ended, and the cure.
@@ -42,15 +42,15 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: Fold
         return
     folder = Path(output.run_dir)
     if output.resume is None and checkpoint.found(folder / "checkpoints"):
-        return  # another run is in it, for which the start is refused elsewhere
+        return  # the folder holds another run: run_dir.claim() refuses the start
     path = folder / NAME
     if not path.exists():
         _check_deaths(folder, settings, lock)
     found = or_nothing(partial(read_json, path))
     if isinstance(found.get("reason"), str) and found.get("settings") == _related(settings):
         raise UserError(
-            f"{found['reason']}; the run would end in the same way again: repair that and remove {path}, or change the "
-            "settings"
+            f"{found['reason']}; the run would end in the same way again: repair the cause and remove {path}, or change "
+            "the settings"
         )
 
 
@@ -64,8 +64,8 @@ def _check_deaths(folder: Path, settings: Mapping[str, Any], lock: FolderLock) -
     if step is None:
         return
     reason = (
-        f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or what comes before it (the last "
-        f"time: {death.describe()})"
+        f"the run has died {DEATHS} times in a row after step {step}, in step {step + 1} or an evaluation or save before "
+        f"it (the last time: {death.describe()})"
     )
     forbid_restart(folder, reason, settings, lock)
     # After a person has removed the file, these deaths must not count again.
@@ -78,7 +78,7 @@ def _since_refusal(events: Sequence[Event]) -> list[Death]:
 
 
 def step_of_deaths(deaths: Sequence[Death]) -> int | None:
-    """Return the step after which the last ``DEATHS`` deaths came, if they all came after the same one.
+    """Return the step after which the last ``DEATHS`` deaths came, if it is the same step for all of them.
 
     Deaths before an attempt began to train do not count, nor stops of all ranks by a signal.
     """
@@ -104,7 +104,7 @@ def _related(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) -> Iterator[None]:
-    """Record what ends the block, and forbid a restart that would end in the same way.
+    """Record the error that ends the block, and forbid a restart that would end in the same way.
 
     Args:
         attempt: an attempt that has begun.

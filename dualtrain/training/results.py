@@ -23,7 +23,7 @@ PLANNED = ("epochs", "max_steps", "early_stop", "best")
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Copy the model that is evaluated to the CPU, its running statistics averaged over the ranks. Collective."""
+    """Copy the evaluated model's weights to the CPU, with running statistics averaged over the ranks. Collective."""
     model = trainer.evaluated
     with trainer.common_buffers():
         # Copies, since safetensors refuses tensors that share memory (tied weights).
@@ -73,7 +73,7 @@ def summarize(
 
 
 def done_line(summary: Mapping[str, Any], folder: Path) -> str:
-    """Format the line that a run ends with."""
+    """Format the last line of a run's output."""
     return (
         f"done: val accuracy {summary['val_accuracy']:.4f}, {summary['samples_per_second']:.0f} samples/s, "
         f"weights {summary['weights_sha256'][:16]}, in {folder}"
@@ -101,14 +101,14 @@ def write_results(
         again: the command line that continues the run.
 
     Raises:
-        UserError: on every rank, if another process uses the folder by now; nothing is written.
+        UserError: on every rank, if another process uses the folder now; nothing is written.
         NotSavedError: on every rank, if the model, the summary or the last checkpoint could not be written.
     """
     problems = on_rank_zero(trainer.backend, "summary", lambda: _write(folder, weights, summary, failed(), lock))
     if problems:
         raise NotSavedError(
             f"the training ended after step {summary['steps']}, and {', '.join(problems)} could not be written "
-            f"in {folder}: free space there; {again} goes on from the last checkpoint that was saved"
+            f"in {folder}: free space on that disk, then continue from the last saved checkpoint with {again}"
         )
 
 

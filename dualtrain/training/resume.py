@@ -1,4 +1,4 @@
-"""Resuming a run: the checkpoint to take, whether its settings match, and the files that its folder must hold."""
+"""Resume a run: read the checkpoint, compare its settings, and restore the files of the run's folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_checkpoint(output: OutputSection, settings: Mapping[str, Any]) -> dict[
         folder = Path(output.run_dir)
         tree, problems = checkpoint.newest_good(folder / "checkpoints")
         for problem in problems:
-            show(f"{problem}: going on from the one before")
+            show(f"{problem}: resuming from an older one")
     compare_with_checkpoint(tree, settings, folder)
     return tree
 
@@ -68,7 +68,7 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], f
     written_as = tree.get("format")
     if type(written_as) is not int or written_as not in checkpoint.READABLE:
         raise UserError(
-            "the checkpoint is not that of a run, or of another version of dualtrain: start anew, or use that version"
+            "the checkpoint is not of a run, or is of another version of dualtrain: start anew, or use that version"
         )
     _check_form(tree)
     config = tree["config"]
@@ -81,7 +81,7 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], f
 
 
 def with_its_weights(folder: Path, unlike: Mapping[str, Any]) -> str:
-    """Format the flag that starts another run from the weights of the run in ``folder``; "" if none does."""
+    """Format the flag that starts another run from the weights of the run in ``folder``; "" if there is none."""
     files = [folder / name for name in (WEIGHTS, BEST_WEIGHTS) if (folder / name).exists()]
     if not files or unlike.keys() & {"model", "dataset"}:
         return ""
@@ -90,14 +90,14 @@ def with_its_weights(folder: Path, unlike: Mapping[str, Any]) -> str:
 
 def differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in ``config`` of settings that a resumed run must keep but that differ in ``settings``."""
-    # A setting that is newer than the checkpoint had its default.
+    # The checkpoint's run had the default of a setting that is newer than the checkpoint.
     written = {name: config.get(name, one.default) for name, one in SETTINGS.items() if one.fixed}
     written |= {name: config[name] for name, one in SETTINGS.items() if one.resumed and config.get(name) is not None}
     return {name: value for name, value in written.items() if value != settings[name]}
 
 
 def in_words(values: Mapping[str, Any]) -> str:
-    """Format settings as they are typed."""
+    """Format settings as flags."""
     return " ".join(_as_flag(name, value) for name, value in values.items())
 
 
@@ -108,7 +108,7 @@ def _check_form(tree: dict[str, Any]) -> None:
     wrong = [name for name, kind in kinds.items() if not isinstance(parts.get(name), kind)]
     wrong += [name for name in ("config", "platform") if name not in wrong and not _are_values(parts[name])]
     if wrong or any(type(tree["data"].get(name)) is not int for name in ("samples", "classes")):
-        raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not that of a run; start anew")
+        raise UserError(f"the checkpoint has no usable {', '.join(wrong) or 'data'}: it is not of a run; start anew")
 
 
 def _are_values(found: Mapping[str, Any]) -> bool:
@@ -122,7 +122,7 @@ def _are_values(found: Mapping[str, Any]) -> bool:
 
 
 def _as_flag(name: str, value: Any) -> str:
-    """Format a setting as it is typed."""
+    """Format a setting as a flag."""
     flag = SETTINGS[name].flag
     if isinstance(value, bool):
         return flag if value else f"--no-{flag[2:]}"
@@ -138,12 +138,12 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     remove_temporary(folder / "checkpoints", _CHECKPOINTS)
     checkpoint.set_aside(folder / "checkpoints", step, lock)
     weights = folder / BEST_WEIGHTS
-    of = step_of(weights)
-    if of is not None and of > step:
+    best_step = step_of(weights)
+    if best_step is not None and best_step > step:
         checkpoint.put_aside(weights, weights, lock)
     summary = folder / "summary.json"
-    of = or_nothing(lambda: read_json(summary)).get("steps")
-    if type(of) is int and of > step:
+    last_step = or_nothing(lambda: read_json(summary)).get("steps")
+    if type(last_step) is int and last_step > step:
         checkpoint.put_aside(summary, summary, lock)  # else a restart would conclude that the run has ended
 
 

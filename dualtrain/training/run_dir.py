@@ -31,14 +31,15 @@ _NAMES = re.compile(
 
 
 def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) -> tuple[str | None, str | None]:
-    """Lock the run's folder, if it holds a run; with ``--resume auto``, make and lock it. On rank 0 only.
+    """Lock the run's folder, if it holds a run; with ``--resume auto``, make the folder and lock it. On rank 0 only.
 
-    ``--resume auto``, like a restart of the job that made the run, finds in the folder where to start, so no other start
-    may change the folder meanwhile. Without ``--run-dir``, the folder's name has the job's in it: a restart finds it.
-    A start that resumes waits for a process that is about to end. All waits together last half of ``timeout`` at most.
+    With ``--resume auto``, and in a restart of the job that made the run, the folder determines where to start, so no other
+    start may change the folder meanwhile. Without ``--run-dir``, the folder's name contains the job's name, so that a
+    restart finds the folder. A start that resumes waits for a process that is about to end. All waits together last half of
+    ``timeout`` at most.
 
     Returns:
-        The folder (``None`` if it must still be made) and what to resume from, which replace those in ``output``.
+        The values that replace ``run_dir`` (``None`` if the folder must still be made) and ``resume`` in ``output``.
 
     Raises:
         UserError: the folder cannot be written, holds another run, or is used by another process.
@@ -46,22 +47,23 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
     if output.run_dir is None and not lock.job:
         return None, output.resume
     folder = Path(output.run_dir or Path("runs", f"{name}-{lock.job}"))
-    with _written(folder):
+    with _writable(folder):
         if output.resume == AUTO:
             folder.mkdir(parents=True, exist_ok=True)
-        seen, lives = user_of(folder)
+        seen, runs = user_of(folder)
         owner = seen.owner if seen is not None else None
-        again = owner is not None and lock.job != "" and lock.job in (owner.run, owner.job)
-        if not again and _holds_another_run(folder, output):
-            raise refuse(folder, seen) if lives else _another_run(folder)
+        restart = owner is not None and lock.job != "" and lock.job in (owner.run, owner.job)
+        if not restart and _holds_another_run(folder, output):
+            raise refuse(folder, seen) if runs else _another_run(folder)
         if output.resume == AUTO or seen is not None or (folder / "config.json").exists():
-            lock.take(folder, timeout / 2, waits=again or output.resume is not None)
-    goes_on = output.resume is None or (output.resume_file is not None and _has_checkpoints(folder))
-    return str(folder), AUTO if lock.restarted and goes_on else output.resume
+            lock.take(folder, timeout / 2, waits=restart or output.resume is not None)
+    may_resume = output.resume is None or (output.resume_file is not None and _has_checkpoints(folder))
+    return str(folder), AUTO if lock.restarted and may_resume else output.resume
 
 
 @contextmanager
-def _written(folder: Path) -> Iterator[None]:
+def _writable(folder: Path) -> Iterator[None]:
+    """Convert OSError in the block to a UserError: the folder cannot be written."""
     try:
         yield
     except OSError as error:
@@ -72,13 +74,13 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 def claim(output: OutputSection, name: str, content: Mapping[str, Any], lock: FolderLock, timeout: float) -> str:
-    """Make the run's folder, or find the one to resume in, write ``config.json``, and return its path. On rank 0 only.
+    """Make the run's folder, unless it exists, write ``config.json``, and return the folder's path. On rank 0 only.
 
     Args:
         output: names the folder.
         name: the beginning of a new folder's name, if ``output`` names none.
         content: the content of ``config.json``.
-        lock: locks the folder, unless it already has.
+        lock: locks the folder, unless it has done so already.
         timeout: twice the longest wait, in seconds.
 
     Raises:
@@ -88,7 +90,7 @@ def claim(output: OutputSection, name: str, content: Mapping[str, Any], lock: Fo
         folder = _new_folder(Path("runs"), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     else:
         folder = Path(output.run_dir)
-    with _written(folder):
+    with _writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock.take(folder, timeout / 2)
         if not lock.restarted and _holds_another_run(folder, output):
@@ -102,12 +104,12 @@ def claim(output: OutputSection, name: str, content: Mapping[str, Any], lock: Fo
 
 def _another_run(folder: Path) -> UserError:
     return UserError(
-        f"--run-dir {str(folder)!r} holds another run: choose a new folder, or go on with that run (--resume auto)"
+        f"--run-dir {str(folder)!r} holds another run: choose a new folder, or resume that run (--resume auto)"
     )
 
 
 def _holds_another_run(folder: Path, output: OutputSection) -> bool:
-    """Check whether a run in ``folder`` would be lost: one that is not resumed, and has a checkpoint or a summary."""
+    """Return whether ``folder`` holds a run with a checkpoint or a summary, which this start does not resume."""
     if not (folder / "config.json").exists():
         return False
     if output.resume is not None:
@@ -161,7 +163,7 @@ class MetricsFile:
             aside = path.with_name(f"{path.name}.aside")
             lock.check()
             link_whole(path, aside)
-            report(f"{path} has {unreadable} lines that are no metrics: they are dropped from it, and kept in {aside.name}")
+            report(f"{path} has {unreadable} lines that are no metrics: they are dropped; the old file is {aside.name}")
         content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
         write_whole(path, content, lock.check)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -31,10 +31,10 @@ log = logging.getLogger("dualtrain")
 
 #: Settings that may differ between ranks, and why; all others are compared.
 MAY_DIFFER = {
-    "device": "a GPU has another number on each rank; the kind of device is compared",
-    "data_dir": "a path of each host; the data are compared",
-    "text_file": "a path of each host; the data are compared",
-    "weights": "a path of each host; rank 0's weights are used; whether ranks give the flag is compared",
+    "device": "each rank may use another GPU; the kind of device is compared",
+    "data_dir": "hosts may have different paths; the data are compared",
+    "text_file": "hosts may have different paths; the data are compared",
+    "weights": "hosts may have different paths; rank 0's weights are used; whether ranks give the flag is compared",
     "run_dir": "rank 0 alone writes",
     "resume": "rank 0 alone reads; whether the run resumes is compared",
     "workers": "depends on a host's number of cores; no sample depends on it",
@@ -182,22 +182,22 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
         return {**first, **processor(backend)}
 
     found = compare(backend, what, read)
-    # A rank that reads slowly has fewer samples.
+    # A rank that reads slowly has checksums of fewer samples.
     samples = [one for one in found if one.name not in PROCESSOR and None not in one.values]
     if not samples:
         return
     reason = _why_not_comparable(backend, title, source, first, unlike=any(one.name in PROCESSOR for one in found))
-    seen = f"{samples[0]}" + (f" (and {len(samples) - 1} more of those compared)" if len(samples) > 1 else "")
+    seen = f"{samples[0]}" + (f" (and {len(samples) - 1} more of the compared samples)" if len(samples) > 1 else "")
     if reason is None:
         raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}")
     if backend.rank == 0:
-        _warn_once(f"whether the ranks have the same {what} is not known: {seen}, but {reason}")
+        _warn_once(f"cannot check that the ranks have the same {what}: {seen}, but {reason}")
 
 
 def _why_not_comparable(
     backend: Backend, title: str, source: Source, first: Mapping[str, str], *, unlike: bool
 ) -> str | None:
-    """Return a reason why the same data may differ in these values, if any. Collective; equal on every rank."""
+    """Return why equal data may have different checksums; ``None`` if they may not. Collective; equal on every rank."""
     try:
         again = _checksums(title, source)
         repeats = all(again[name] == first[name] for name in again.keys() & first.keys())
@@ -205,7 +205,7 @@ def _why_not_comparable(
         repeats = False
     if not all(backend.allgather_object(repeats, name="whether samples can be read again")):
         return "the dataset gives another value each time that a sample is read"
-    # All ranks must decide alike.
+    # All ranks must make the same decision.
     stored = all(backend.allgather_object(bool(getattr(source, "stored", False)), name="whether samples are as stored"))
     return "different processors compute them" if unlike and not stored else None
 

@@ -1,4 +1,4 @@
-"""Tell when a checkpoint is due by time, and what saving costs the training loop."""
+"""Measure when a checkpoint is due by time, and the time that the training loop spends in saves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class SaveClock:
-    """Clock of saves: the time since the last one, and the time spent in all of them.
+    """Clock of saves: the time since the last save, and the time spent in all saves.
 
     Args:
         every: seconds from one save until the next is due; 0: never.

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save or to stop: noted in the handler, acted on by all ranks at the end of a step."""
+"""Signals that request a save or a stop: the handler notes them, and all ranks act on them at the end of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP = SIGNALS.index(signal.SIGTERM)
 #: The flag that only saves: also set by rank 0 when a checkpoint is due by time.
 SAVE = SIGNALS.index(signal.SIGUSR1)
-_REPEAT_SECONDS = 2.0  # a launcher repeats a Ctrl-C at once; a person does it later
+_REPEAT_SECONDS = 2.0  # a launcher repeats the SIGINT of a Ctrl-C at once; a person's second Ctrl-C comes later
 
 
 #: Has an entry if SIGUSR1 was received before there was anything to save.
@@ -25,9 +25,9 @@ _early: list[bool] = []
 def note_early_requests() -> None:
     """Keep SIGUSR1 from ending this process before the first step and after the last one.
 
-    If it comes before the first step, the state after that step is saved. Only for a process that does nothing but train.
-    While Python itself starts, only the parent process can prevent that end: by blocking or ignoring the signal
-    (``trap '' USR1``).
+    If the signal comes before the first step, the state after that step is saved. Only for a process that does nothing but
+    train. While Python itself starts, only the parent process can keep the signal from ending this process: by blocking or
+    ignoring the signal (``trap '' USR1``).
     """
     signal.signal(signal.SIGUSR1, lambda *_: _early.append(True))
 

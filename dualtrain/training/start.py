@@ -1,9 +1,9 @@
-"""Find where a run starts: at step 0 or from a checkpoint; with ``--resume auto``, as its folder allows.
+"""Find where a run starts: at step 0 or from a checkpoint.
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is taken, and sent by that rank, so that hosts
-need no common disk. A run that has ended is not trained again. A restart of the job that made the run does all this without
-the flag.
+need no common disk. A run that has ended is not trained again. A restart of the job that made the run needs no flag for
+this.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dualtrain.training.resume import (
 from dualtrain.training.run_dir import enter, step_of
 
 log = logging.getLogger("dualtrain")
-#: How many runs this process has started for each job. Their names contain the number, so that a restart repeats them.
+#: How many runs this process has started for each job. A run's job name contains this number, which a restart repeats.
 _runs: Counter[str] = Counter()
 
 
@@ -48,8 +48,8 @@ class Start:
     """Where a run starts: at step 0, unless there is a checkpoint or a summary.
 
     Attributes:
-        output: the run's folder and what it resumes from, as found by rank 0.
-        saved: the checkpoint that it resumes from.
+        output: the output section, with ``run_dir`` and ``resume`` as rank 0 has found them.
+        saved: the checkpoint from which the run resumes.
         copies: checkpoints that rank 0's folder lacks, by file name.
         summary: the summary of a run that has ended.
     """
@@ -76,7 +76,7 @@ class _File:
 
 
 def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], backend: Backend, lock: FolderLock) -> Start:
-    """Lock the run's folder, if it is there, and find where the run starts. Collective; blocks.
+    """Lock the run's folder, if it exists, and find where the run starts. Collective; blocks.
 
     Args:
         output: names the run's folder, and what to resume from.
@@ -120,7 +120,7 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
         settings: all settings of this run by name.
         backend: the ranks.
         by: the beginning of the line that is printed.
-        from_file: whether the run began not at step 0 but from a checkpoint that its flags name.
+        from_file: whether the run began from a checkpoint that its flags name, not at step 0.
 
     Raises:
         UserError: on every rank, if a rank's folder holds a run with other settings.
@@ -128,14 +128,16 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
     assert output.run_dir is not None
     folder = Path(output.run_dir)
     seen = backend.allgather_object(_look(folder, settings, backend.size), name="run folder")
-    _say_who_sees(folder, [one["exists"] for one in seen], backend.rank)
+    _warn_of_missing_folders(folder, [one["exists"] for one in seen], backend.rank)
     for rank, one in enumerate(seen):
         if one["other"]:
             raise UserError(f"--run-dir {str(folder)!r} on rank {rank} of {backend.size}: {one['other']}", shared=True)
     rank, summary = next(((rank, one["summary"]) for rank, one in enumerate(seen) if one["summary"] is not None), (0, None))
     if summary is not None:
-        seer = f", as rank {rank} of {backend.size} sees" if rank else ""
-        _say(backend, by, f"the run in {folder} has ended after step {summary['steps']}{seer}: nothing is left to train")
+        seen_by = f", as rank {rank} of {backend.size} sees" if rank else ""
+        _print_start(
+            backend, by, f"the run in {folder} has ended after step {summary['steps']}{seen_by}: nothing is left to train"
+        )
         if backend.rank == 0:
             show(done_line(summary, folder))
         return Start(output, summary=summary)
@@ -150,11 +152,11 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
     """Return what this rank sees of a run in ``folder``, as plain values."""
     files, steps = [], {path: checkpoint.step_of_name(path) for path in checkpoint.found(folder / "checkpoints")}
     best = folder / "checkpoints" / checkpoint.BEST
-    of = checkpoint.step_in(best)
-    if of is not None:
-        steps[best] = of  # it may be the only one that is good
+    best_step = checkpoint.step_in(best)
+    if best_step is not None:
+        steps[best] = best_step  # this may be the only good checkpoint
     for path, step in steps.items():
-        with suppress(OSError):  # it was removed in between
+        with suppress(OSError):  # the file was removed in between
             status = path.stat()
             identity = [status.st_ino, status.st_size, status.st_mtime_ns]
             files.append((step, path.name, *checkpoint.generation_in(path), identity))
@@ -183,12 +185,12 @@ def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, 
     )
 
 
-def _say_who_sees(folder: Path, exists: Sequence[bool], rank: int) -> None:
+def _warn_of_missing_folders(folder: Path, exists: Sequence[bool], rank: int) -> None:
     if rank == 0 and any(exists) and not all(exists):
         ranks = ", ".join(str(number) for number, there in enumerate(exists) if there)
         log.warning(
-            "--run-dir %r holds the run only for rank %s of %d: the others are sent the checkpoint; use a disk that all "
-            "hosts share, so that the run survives the loss of a host",
+            "--run-dir %r holds the run only for rank %s of %d: the other ranks receive the checkpoint; use a disk that "
+            "all hosts share, so that the run survives the loss of a host",
             str(folder),
             ranks,
             len(exists),
@@ -206,7 +208,7 @@ def _newest(
     tried: list[Sequence[int]] = []
     for file in sorted(files, key=lambda file: (-file.step, -file.generation, file.rank)):
         if file.identity in tried:
-            continue  # on a shared disk every rank sees it
+            continue  # on a shared disk, every rank sees the same file
         tried.append(file.identity)
         saved, problem = _send(folder, file.name, file.rank, backend)
         if saved is None:
@@ -220,15 +222,16 @@ def _newest(
         sent = all(other.rank or other.identity != file.identity for other in files)
         sender = f", sent by rank {file.rank} of {backend.size}" if sent else ""
         path = folder / "checkpoints" / file.name
-        _say(backend, by, f"going on from step {file.step}, since {path} is the newest good checkpoint{sender}", problems)
+        what = f"resuming from step {file.step}, since {path} is the newest good checkpoint{sender}"
+        _print_start(backend, by, what, problems)
         return saved, _copies(folder, file, saved, backend) if sent else {}
     if needed:
         raise UserError(
-            f"--run-dir {str(folder)!r} holds {needed} and no good checkpoint to go on from: choose another folder",
+            f"--run-dir {str(folder)!r} holds {needed} and no good checkpoint to resume from: choose another folder",
             shared=True,
         )
     found = "no good checkpoint" if problems else "no checkpoint"
-    _say(backend, by, f"beginning at step 0, since {folder} holds {found}", problems)
+    _print_start(backend, by, f"beginning at step 0, since {folder} holds {found}", problems)
     return None, {}
 
 
@@ -272,8 +275,8 @@ def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) 
     return copies
 
 
-def _say(backend: Backend, by: str, what: str, problems: Sequence[str] = ()) -> None:
-    """Print one line, and one for each checkpoint that was passed over. On rank 0 alone."""
+def _print_start(backend: Backend, by: str, what: str, problems: Sequence[str] = ()) -> None:
+    """Print where the run starts, and one line for each checkpoint that was skipped. On rank 0 alone."""
     if backend.rank == 0:
-        for line in (f"{by}: {what}", *(f"passed over: {problem}" for problem in problems)):
+        for line in (f"{by}: {what}", *(f"skipped: {problem}" for problem in problems)):
             show(line)

@@ -1,4 +1,4 @@
-"""One optimizer step in numbers: what every rank contributes beside its gradients, and the result over all ranks."""
+"""The scalars of one optimizer step: those that each rank sends beside its gradients, and the result over all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from dualtrain.training.objective import NAMES, added, metrics
 
 T = TypeVar("T")
-CONTROL_FLAGS = 3  # numbers of the caller's own that are summed over the ranks with each step
+CONTROL_FLAGS = 3  # numbers of the caller that are summed over the ranks with each step
 
 
 @dataclass(frozen=True)

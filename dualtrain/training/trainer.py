@@ -1,7 +1,7 @@
 """``Trainer``: one optimizer step over all ranks, and all state that the next step depends on.
 
-It uses a ``Backend`` and a ``DistributedOptimizer``, but does not know which backend that is. ``loop.py`` gives it the
-batches of a run of the command line; your own program can give it any loader (``fit``).
+``Trainer`` uses any ``Backend`` and a ``DistributedOptimizer``. ``loop.py`` passes it the batches of a run of the command
+line; your own program can pass any loader (``fit``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dualtrain.training.virtual_ranks import VirtualRanks
 
 
 class Trainer:
-    """A model in training on every rank of ``backend``. Making one is collective; rank 0's weights are broadcast.
+    """A model in training on every rank of ``backend``. Construction is collective, and broadcasts rank 0's weights.
 
     Args:
         model: on the backend's device, with the parameters that ``optimizer`` has.
@@ -53,8 +53,8 @@ class Trainer:
             over any backend and transport, on one kind of processor and with one number of torch's threads. With several
             threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: not all operations repeat without
             it. ``None`` for one part of a step on each rank.
-        seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. From it, the generators of torch,
-            numpy and Python are seeded before each shard and after each step; after a step they are equal on all ranks.
+        seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. The generators of torch, numpy and
+            Python are seeded before each shard and after each step; after a step they are equal on all ranks.
 
     Raises:
         ValueError: ``virtual_ranks`` is below 1, or is given with ``compress``, or with SyncBatchNorm on another number of
@@ -87,7 +87,7 @@ class Trainer:
         if virtual_ranks is not None and compress != "none":
             raise ValueError("virtual_ranks and compress exclude each other: rounded sums depend on the number of ranks")
         options = {"clip_norm": clip_norm, "amp": amp, "ema": ema, "compress": compress}
-        # Matrix products on the CPU depend on the number of threads, so it must be the same on all ranks.
+        # Matrix products on the CPU depend on the number of threads, so this number must be the same on all ranks.
         threads = torch.get_num_threads() if virtual_ranks is not None and backend.device.type == "cpu" else None
         options |= {"virtual_ranks": virtual_ranks, "seed": seed, "torch.get_num_threads()": threads}
         compare_trainer(backend, model, optimizer, objects, options)
@@ -102,7 +102,7 @@ class Trainer:
         self._parts: Parts = (
             RankParts(model, backend) if virtual_ranks is None else VirtualRanks(virtual_ranks, seed, model, backend)
         )
-        # The scalars are sent with the gradients, but not where those are rounded to 16 bits.
+        # The scalars are sent with the gradients, unless gradients are rounded to 16 bits.
         piggyback = compress == "none"
         self.optimizer = DistributedOptimizer(
             optimizer,
@@ -183,7 +183,7 @@ class Trainer:
             self.ema.update_parameters(self.model)
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
-        """Return the batch of each of :attr:`shards`: its part of a global batch (inputs, targets), which every rank has.
+        """Split a global batch (inputs, targets), which every rank has; return the batch of each of :attr:`shards`.
 
         Shards differ by one sample at most; those without samples get ``None``.
 
@@ -301,8 +301,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
-        State of single ranks (running statistics, random numbers) is included once for each rank; with virtual ranks there
-        is none.
+        State of single ranks (running statistics, random numbers) is included once for each rank. With virtual ranks, no
+        state belongs to a single rank.
         """
         return {
             "model": dict(self.model.state_dict()),
@@ -334,12 +334,12 @@ class Trainer:
                 average.copy_(own)
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if it cannot."""
+        """Write :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if that fails."""
         state = self.state_dict()
         on_rank_zero(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))
 
     def resume(self, path: str | Path) -> None:
-        """Restore the state of a file of :meth:`save`, or of a run's checkpoint, which every rank reads.
+        """Restore the state in a file of :meth:`save`, or in a run's checkpoint. Every rank reads the file.
 
         Raises:
             UserError: the file is missing or damaged, or is of another model or optimizer.
@@ -350,5 +350,5 @@ class Trainer:
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
-    """Drop the functions in the state of some schedulers: the program that resumes makes them anew."""
+    """Drop the functions in the state of some schedulers: the resuming program makes the functions anew."""
     return {name: value for name, value in state.items() if not callable(value)}

@@ -1,10 +1,10 @@
 """Train as a job of V ranks would, on any number of ranks: the shards of a step, and the state that they begin with.
 
-A global batch is split into V shards. Each rank owns consecutive ones and computes them one after another. All that a shard
-depends on is set before it: random numbers are seeded from (seed, step, shard), and running statistics get the values
-that all shards of the step begin with. The running statistics that the shards end with are averaged along the same
-tree as the gradients. After a step, the generators are equal on all ranks. EasyScale (Li et al., SC 2023) and VirtualFlow
-(Or et al., MLSys 2022) are published relatives.
+A global batch is split into V shards. Each rank owns consecutive shards and computes them one after another. Before each
+shard, random numbers are seeded from (seed, step, shard), and running statistics get the values that all shards of the
+step begin with. The running statistics that the shards end with are averaged along the same tree as the gradients. After a
+step, the generators are equal on all ranks. Related work: EasyScale (Li et al., SC 2023), VirtualFlow (Or et al., MLSys
+2022).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class VirtualRanks:
         self.mine = self.order.ranges[backend.rank]
         self._backend, self._seed = backend, seed
         self._steps = 0  # steps taken so far
-        self._after = "step"  # or "evaluation": what came last
+        self._after = "step"  # the last operation: "step" or "evaluation"
         _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model, shards)
         self.numbers = self._buffers.count
@@ -127,7 +127,7 @@ class VirtualRanks:
         self._seed_after("step")
 
     def _seed_after(self, what: str) -> None:
-        """Seed what the program draws next, such as the order of its samples: it must not depend on this rank's shards."""
+        """Seed the generators for the program, which may shuffle samples: results must not depend on this rank's shards."""
         self._after = what
         self._seed_all(self._steps, "after", what)
 
@@ -143,7 +143,7 @@ class VirtualRanks:
         random.seed(value)
 
     def _flags(self, mine: Sequence[float]) -> Sequence[float]:
-        """Return what this rank sends with its first shard, so that the sum is that of all ranks' flags.
+        """Return the flags that this rank sends with its first shard, so that they add up to the sum of all ranks' flags.
 
         Collective only if some ranks own no shard and so send nothing.
         """
@@ -187,7 +187,7 @@ class VirtualRanks:
                 f"the state is of a trainer with virtual_ranks={had}, not {self.count}: give virtual_ranks={had}"
             )
         own = state["virtual_ranks"]
-        threads, saved = torch.get_num_threads(), own.get("threads")  # absent from states of before 0.2.0
+        threads, saved = torch.get_num_threads(), own.get("threads")  # not in states of versions before 0.2.0
         if saved not in (None, threads) and self._backend.device.type == "cpu":
             log.warning(
                 f"the state is of a trainer with {saved} intra-op threads, and this process has {threads}: "

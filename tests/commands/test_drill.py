@@ -128,7 +128,7 @@ def test_a_job_is_not_started_for_ever(tmp_path):
         job.start()
 
 
-RANK = "import sys, time; print('--resume auto: going on from step 46, since', flush=True); time.sleep(60)"
+RANK = "import sys, time; print('--resume auto: resuming from step 46, since', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_remaining_processes_of_a_job_are_ended(rank):
 @pytest.mark.parametrize("name", ["SIGKILL of a rank", "SIGKILL of all ranks", "SIGKILL of the launcher"])
 def test_a_fault_ends_processes(name, rank):
     fault = next(fault for fault in FAULTS if fault.name == name)
-    fault.strike(rank, random.Random(0))
+    fault.inject(rank, random.Random(0))
     assert rank._launcher.wait(20) == -signal.SIGKILL
 
 
@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_best_one_is_kept(rank):
         checkpoint.write(checkpoint.path_of(folder, step), {"step": step})
     os.link(checkpoint.path_of(folder, 7), folder / "best.safetensors")
     fault = next(fault for fault in FAULTS if fault.name == "newest checkpoint damaged")
-    assert fault.strike(rank, random.Random(0)) == "step-00000007.safetensors"
+    assert fault.inject(rank, random.Random(0)) == "step-00000007.safetensors"
     with pytest.raises(UserError, match="damaged"):
         checkpoint.load(checkpoint.path_of(folder, 7))
     assert checkpoint.load(folder / "best.safetensors") == {"step": 7}
@@ -206,7 +206,7 @@ class Job:
 signal.signal(signal.SIGUSR1, lambda *_: print("killed when full:", os.statvfs(top / "run").f_bavail == 0))
 import dualtrain.drill.faults as faults
 faults.send = lambda process, number: os.kill(process, signal.SIGUSR1)
-print(FULL_DISK.strike(Job(), random.Random(0)))
+print(FULL_DISK.inject(Job(), random.Random(0)))
 print("freed:", os.statvfs(top / "run").f_bavail > 0, "like:", size >= 2 * 5_000_000)
 disk.close()
 print((top / "run" / "file").read_text(), os.path.ismount(top / "run"))

@@ -92,7 +92,7 @@ def test_the_best_is_that_of_the_checkpoint_from_which_a_run_resumes(tmp_path, c
     checkpoint.write(earlier, state)
     with pytest.raises(KeyboardInterrupt):
         interrupted_resume(tmp_path, earlier)
-    assert "the best evaluation (step 3) is gone" in capsys.readouterr().out
+    assert "the best evaluation (step 3) is missing" in capsys.readouterr().out
     resumed = train(tmp_path, 3, "--resume", str(earlier))
     assert resumed["best"]["step"] == 6
     assert best_of(tmp_path) == (6, 6)
@@ -384,7 +384,9 @@ def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_pat
         folder = tmp_path / f"{first}-{last}"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop.Run, "_step", signalled)
-            said = rf"SIGTERM ended the run after step {last} of 8, saved in .*; go on with the same command and --resume$"
+            said = (
+                rf"SIGTERM ended the run after step {last} of 8, saved in .*; continue with the same command and --resume$"
+            )
             with pytest.raises(StoppedError, match=said) as stopped, connect("local") as backend:
                 loop.train(parse([*flags, "--run-dir", str(folder)]), backend)
         assert stopped.value.number == signal.SIGTERM

@@ -143,7 +143,7 @@ def test_without_locks_a_process_that_renews_its_file_keeps_the_folder(tmp_path,
     with locked(tmp_path), pytest.raises(UserError, match=f"may be used by process {os.getpid()} on"):
         train(tmp_path, "--resume", "auto", "--timeout", "0.4")
     [record] = caplog.records
-    assert "which would renew its file there: waiting 6 s for that" in record.getMessage()
+    assert "waiting 6 s for a renewal of that process's file" in record.getMessage()
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
@@ -209,7 +209,7 @@ def test_a_stopped_process_keeps_its_folder_until_its_end(tmp_path):
     third = Forked((*COMMAND, "--resume", "auto", "--run-dir", str(tmp_path / "run")), tmp_path / "third")
     end = third.end(60)
     assert end.returncode == 0, end.stderr
-    assert "going on from step" in end.stdout.splitlines()[0]
+    assert "resuming from step" in end.stdout.splitlines()[0]
 
 
 def test_two_paths_of_one_folder_have_one_lock(tmp_path):

@@ -108,7 +108,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
     first.take(tmp_path, LIMIT)
     first.sign()
     monkeypatch.setattr(folder_lock, "identity", lambda: 7)
-    with pytest.raises(UserError, match=r"may be used by process .* give a --timeout above 1\.8, half of which"):
+    with pytest.raises(UserError, match=r"may be used by process .* give a --timeout above 1\.8 s, since a start"):
         FolderLock().take(tmp_path, 0.2)
     second = FolderLock()
     second.job = "one"
@@ -386,7 +386,7 @@ def test_a_job_that_was_stopped_and_goes_on_ends_and_changes_nothing(tmp_path):
             assert second.wait(60) == 143, second.errors
         finally:
             second.kill()
-        assert "which would renew its file there: waiting 0.9 s for that" in second.errors
+        assert "waiting 0.9 s for a renewal of that process's file" in second.errors
         before = content(folder)
         for process in old:
             process.send_signal(signal.SIGCONT)
@@ -399,6 +399,6 @@ def test_a_job_that_was_stopped_and_goes_on_ends_and_changes_nothing(tmp_path):
     errors = [line for end in ends for line in end.stderr.splitlines() if "error" in line]
     assert len(errors) == 1
     assert f"process {second.pid} on" in errors[0]
-    assert "this process ends, and changes nothing there" in errors[0]
+    assert "this process ends, and changes nothing in the folder" in errors[0]
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)

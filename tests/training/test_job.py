@@ -68,7 +68,7 @@ def test_a_restart_of_the_same_job_goes_on_by_itself(tmp_path, capsys):
     capsys.readouterr()
     killed("one", 3, 3, *flags)
     path = folder / "checkpoints" / "step-00000002.safetensors"
-    assert first_line(capsys) == f"restart of job one: going on from step 2, since {path} is the newest good checkpoint"
+    assert first_line(capsys) == f"restart of job one: resuming from step 2, since {path} is the newest good checkpoint"
     assert train("one", 3, *flags)["weights_sha256"] == whole["weights_sha256"]
     capsys.readouterr()
     train("one", 3, *flags)
@@ -82,7 +82,7 @@ def test_another_job_is_refused_and_changes_nothing(tmp_path, job):
     killed("one", 3, 3, "--run-dir", str(tmp_path))
     before = content(tmp_path)
     for _ in range(2):  # nor may a restart of it resume
-        with pytest.raises(UserError, match="holds another run: choose a new folder, or go on with that run"):
+        with pytest.raises(UserError, match="holds another run: choose a new folder, or resume that run"):
             train(job, 3, "--run-dir", str(tmp_path))
         assert content(tmp_path) == before
 
@@ -95,7 +95,7 @@ def test_a_resumed_run_belongs_to_the_job_that_resumed_it(tmp_path, capsys):
         train("one", 3, *flags)
     capsys.readouterr()
     killed("two", 3, 1, *flags)
-    assert first_line(capsys).startswith("restart of job two: going on from step 4, since ")
+    assert first_line(capsys).startswith("restart of job two: resuming from step 4, since ")
     train("", 3, *flags, "--resume", "auto")
 
 
@@ -112,7 +112,7 @@ def test_without_a_folder_the_jobs_name_is_in_that_of_the_run(tmp_path, monkeypa
     killed("one", 2, 3)
     assert os.listdir("runs") == ["digits-convnet-one"]
     train("one", 2)
-    assert "restart of job one: going on from step 2" in capsys.readouterr().out
+    assert "restart of job one: resuming from step 2" in capsys.readouterr().out
     train("two", 1)
     # The second run of a process is no restart of its first run. After a restart it has the same name.
     killed("one", 3, 1)
@@ -139,15 +139,15 @@ def test_a_run_that_began_from_a_file_goes_on_from_its_own_checkpoints(tmp_path,
     capsys.readouterr()
     killed("one", 3, 2, *flags)  # still from the file, which is the newest in that folder
     said = capsys.readouterr().out
-    assert ("restart of job one: going on from step 2" in said) == own
+    assert ("restart of job one: resuming from step 2" in said) == own
     killed("one", 3, 1, *flags)
-    assert first_line(capsys).startswith("restart of job one: going on from step 4, since ")
+    assert first_line(capsys).startswith("restart of job one: resuming from step 4, since ")
     if not own:
         for path in checkpoint.found(folder / "checkpoints"):
             path.write_bytes(b"damaged")
         shutil.rmtree(earlier)
         (folder / "checkpoints" / checkpoint.BEST).unlink()
-        with pytest.raises(UserError, match="a run that did not begin at step 0 and no good checkpoint to go on from"):
+        with pytest.raises(UserError, match="a run that did not begin at step 0 and no good checkpoint to resume from"):
             train("one", 3, *flags)
 
 

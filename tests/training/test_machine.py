@@ -154,9 +154,7 @@ def test_another_omp_num_threads_is_one_line_of_rank_0(monkeypatch, capsys, valu
     printed = capsys.readouterr().out
     assert printed.count("\n") == int(line)
     if line:
-        assert printed.startswith(
-            f"OMP_NUM_THREADS={value} has no influence: the number of intra-op threads of a rank is 2"
-        )
+        assert printed.startswith(f"OMP_NUM_THREADS={value} has no effect: the number of intra-op threads of a rank is 2")
         assert "--threads" in printed
 
 

@@ -81,7 +81,7 @@ def test_all_settings_of_a_recipe_have_an_effect(recipe):
     [
         (
             "--recipe cifar10-resnet50-frozen --image-size 32",
-            "--image-size 32 has no effect: --augment weights uses the sizes",
+            "--image-size 32 has no effect: --augment weights uses the transforms",
         ),
         ("--pad 2", "--pad 2 has no effect: only --augment crop-flip"),
         (

@@ -64,7 +64,7 @@ def test_it_begins_then_resumes_then_does_not_train_again(tmp_path, capsys, monk
     assert first_line(capsys) == f"--resume auto: beginning at step 0, since {folder} holds no checkpoint"
     ended = auto(folder, 3)
     path = folder / "checkpoints" / "step-00000004.safetensors"
-    assert first_line(capsys) == f"--resume auto: going on from step 4, since {path} is the newest good checkpoint"
+    assert first_line(capsys) == f"--resume auto: resuming from step 4, since {path} is the newest good checkpoint"
     assert trained == [1, 2, 3, 4, 5, 6]
     assert ended["weights_sha256"] == whole["weights_sha256"]
     files = {path: path.stat().st_mtime_ns for path in files_of(folder)}
@@ -85,8 +85,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     capsys.readouterr()
     assert auto(tmp_path, 2)["weights_sha256"] == whole["weights_sha256"]
     lines = capsys.readouterr().out.splitlines()
-    assert "going on from step 2" in lines[0]
-    assert "passed over" in lines[1]
+    assert "resuming from step 2" in lines[0]
+    assert "skipped: " in lines[1]
     assert str(newest) in lines[1]
 
 
@@ -105,7 +105,7 @@ def test_a_result_without_checkpoints_is_not_overwritten_by_a_new_training(tmp_p
     alone(tmp_path, 1)
     shutil.rmtree(tmp_path / "checkpoints")
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
-    with pytest.raises(UserError, match="holds the summary of a run and no good checkpoint to go on from"):
+    with pytest.raises(UserError, match="holds the summary of a run and no good checkpoint to resume from"):
         auto(tmp_path, 2)
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_passed_over(tmp_p
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(checkpoint, "readable_path", fail)
-    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\): repair that"):
+    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\): repair the cause"):
         auto(tmp_path, 2)
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
@@ -130,7 +130,7 @@ def test_the_best_checkpoint_is_used_where_it_is_the_only_good_one(tmp_path, cap
     path.write_bytes(b"damaged")
     capsys.readouterr()
     auto(tmp_path, 2)
-    assert first_line(capsys).startswith("--resume auto: going on from step 2, since ")
+    assert first_line(capsys).startswith("--resume auto: resuming from step 2, since ")
 
 
 def test_a_checkpoint_beyond_the_last_step_of_this_run_is_refused(tmp_path):

@@ -159,7 +159,7 @@ def refused(backend):
     with pytest.raises(ValueError, match="only a trainer with virtual_ranks has shards"):
         plain.split(samples())
     for one, other, message in (
-        (trainer, plain, "is of a trainer with virtual_ranks=4: give that too"),
+        (trainer, plain, "is of a trainer with virtual_ranks=4: give that number here"),
         (trainer, trainer_with(model, backend, shards=2), "virtual_ranks=4, not 2: give virtual_ranks=4"),
     ):
         with pytest.raises(UserError, match=message):
