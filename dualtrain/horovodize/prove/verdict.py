@@ -50,7 +50,7 @@ class Evidence:
 
     @property
     def other_hardware(self) -> list[str]:
-        """Differences between this machine and that of --against on which bits depend, such as "torch 1.13, here 2.15"."""
+        """Facts that affect bits and differ between --against's machine and this one, such as "torch 1.13, here 2.15"."""
         if not self.recorded or not self.dualtrain:
             return []
         there, here = self.horovod[0].platform, self.dualtrain[0].platform
@@ -77,7 +77,7 @@ class Verdict:
 
 
 def needs_compat(evidence: Evidence) -> bool:
-    """Return whether the sides differ and each side's runs agree, so that Horovod's defects may be the cause."""
+    """Return whether the sides differ although each side's runs agree, so that Horovod's defects may be the cause."""
     if evidence.failure or evidence.spread is not None:
         return False
     return first_difference(evidence.horovod[0], evidence.dualtrain[0]) is not None
@@ -141,7 +141,7 @@ def _defects(run: RunRecord) -> str:
 
 
 def _places(run: RunRecord) -> list[str]:
-    """Return one line for each place in the script that meets a defect of Horovod."""
+    """Return one line for each place in the script at which a defect of Horovod was reproduced."""
     return [f"{file}:{number}: {defect}" for defect, file, number in run.defects]
 
 
@@ -167,7 +167,7 @@ def where(difference: Difference) -> str:
     by = ""
     if difference.relative is not None:
         when = "" if difference.measured == difference.step else f" at step {difference.measured}"
-        by = f" by {difference.relative:.0e} relative{when}" if difference.relative else " by a few last bits"
+        by = f" by {difference.relative:.0e} relative{when}" if difference.relative else " in the last bits"
     rank = f" on rank {difference.rank}" if difference.rank else ""
     return f"{step} in {names}{more}{by}{rank}"
 

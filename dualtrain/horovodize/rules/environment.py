@@ -65,9 +65,7 @@ def horovod_run(source: Source) -> Iterator[Finding]:
         if source.name(call.func) not in _RUNNERS:
             continue
         if any(word.arg in _ELSEWHERE for word in call.keywords):
-            message = (
-                "horovod.run() has no other hosts and no elastic training here; start the script with torchrun instead"
-            )
+            message = "horovod.run() supports neither other hosts nor elastic training here; start the script with torchrun"
             yield Finding(call.lineno, "unsupported", message)
         else:
             message = "horovod.run() starts its ranks on this host only; start the script with one process, not by torchrun"
