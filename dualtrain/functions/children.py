@@ -202,7 +202,7 @@ def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], cu
 
 
 def _end(children: Sequence[Child], returned: bool) -> None:
-    """End the ranks' processes that still run; ``returned``: whether all functions have returned. Blocks for seconds."""
+    """End the ranks' processes that still run. Blocks for some seconds at most."""
     left = [child for child in children if child.status is None]
     if returned and left:
         names = ", ".join(f"rank {child.rank}" for child in left)

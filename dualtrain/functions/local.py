@@ -48,7 +48,7 @@ def run_with(
     _check(function, nproc)
     payload = pickled_call(function, args, kwargs)
     secret, job = secrets.token_hex(32), new_job()
-    # Listen before the ranks get the port: otherwise another program could bind it first.
+    # Listen before the ranks get the port: otherwise another program could bind the port first.
     listening = listen("127.0.0.1", [0], nproc)
     rendezvous = listening.getsockname()
     store = StoreServer(listening, nproc, secret)
@@ -64,7 +64,7 @@ def run_with(
 def rank_environment(local_size: int) -> dict[str, str]:
     """Return this process's environment without the variables of launchers, for ``local_size`` ranks that it starts.
 
-    OMP_NUM_THREADS is a rank's share of the cores, unless it is set.
+    Unless it is set, OMP_NUM_THREADS is a rank's share of the cores.
     """
     threads = str(share_of(usable_cores(), local_size))
     return {"OMP_NUM_THREADS": threads} | without_launchers(os.environ)

@@ -17,10 +17,10 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank reports.
+    """Report of a rank.
 
     Attributes:
-        result: the pickled result; ``None`` if the function raised.
+        result: the pickled result; ``None`` if the function raised or its result cannot be pickled.
         reason: the exception's class and message, in one line.
         trace: the exception's traceback.
         error: the pickled exception; ``None`` if it cannot be pickled.

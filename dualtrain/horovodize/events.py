@@ -52,7 +52,10 @@ def _event(source: Source, call: ast.Call) -> Event | None:
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events since the last backward or, unless ``strictly``, step; without one, all earlier ones (or None)."""
+    """Return the events since the last backward, or since a later step unless ``strictly``.
+
+    If there is neither, return all earlier events, or None if ``strictly``.
+    """
     found: list[Event] = []
     this = events[number]
     for event in reversed(events[:number]):

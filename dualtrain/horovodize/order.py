@@ -19,7 +19,7 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
 
 
 def called(source: Source, call: ast.Call) -> Function | None:
-    """Return the script's function or method that is called, or None. ``model.train()`` calls no ``train`` function."""
+    """Return the script's function or method that is called, or None. ``model.train()`` is no call of ``train``."""
     function = source.functions.get(last_name(call.func))
     if function is None:
         return None

@@ -6,7 +6,7 @@ Runs the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken
 ranks. Rank R writes FOLDER/rank-R.jsonl. The file has no code, only names, numbers, and the norm, hash and a few values
 of each weight. To compare, run where dualtrain is installed: dualtrain horovodize --prove --against FOLDER SCRIPT ...
 
-This file is a complete program: copy it to the cluster that has Horovod. It only needs Python 3.8, torch 1.13 and Horovod,
+This file is a complete program: copy it to the cluster that has Horovod. It needs only Python 3.8, torch 1.13 and Horovod,
 or newer versions.
 """
 
@@ -33,7 +33,7 @@ FORMAT = 1
 #: Steps after which the weights are summarized, besides the last step; 0 is before the first step.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
-MOST_ROUNDS = 4  # end after 4 * STEPS steps in total: no optimizer may reach STEPS if each epoch creates a new one
+MOST_ROUNDS = 4  # end after 4 * STEPS steps in total: with a new optimizer in each epoch, none may reach STEPS
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
 #: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")

@@ -36,7 +36,7 @@ def as_horovod_errors() -> Iterator[None]:
 
 
 def _failure(error: BackendError) -> HorovodInternalError:
-    """Convert ``error`` to a HorovodInternalError; if the world ends meanwhile, add the reason."""
+    """Convert ``error`` to a HorovodInternalError; if the world has ended or ends within 0.5 s, add the reason."""
     engine, deadline = basics.engine(), time.monotonic() + _REASON_SECONDS
     while engine.down is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -124,7 +124,7 @@ def _world() -> Backend:
 
 
 def rank() -> int:
-    """Return this process's rank. Like all functions that return ranks or sizes, raises ValueError before ``init``."""
+    """Return this process's rank. Raises ValueError before ``init``, like all functions that return ranks or sizes."""
     return _world().rank
 
 

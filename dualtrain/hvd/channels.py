@@ -51,7 +51,7 @@ class Channels:
         return self._claims[base_name]
 
     def register(self, exchanger: Exchanger) -> None:
-        """Inform ``exchanger`` of ranks that join, as long as it exists; only a weak reference is kept."""
+        """Inform ``exchanger`` of ranks that join. Only a weak reference to it is kept."""
         self._exchangers = [ref for ref in self._exchangers if ref() is not None]
         self._exchangers.append(weakref.ref(exchanger))
 

@@ -1,8 +1,8 @@
 """Rank 0's decisions: which calls belong together, and in what order they are executed.
 
 Horovod matches calls by name, because each rank may make them in another order. So every rank sends its requests to
-rank 0. Once all ranks of a process set have made a call, rank 0 matches their requests, and sends the call to all ranks,
-which execute calls in the order of these messages. This file uses no sockets and no tensors; ``control.py`` calls it.
+rank 0. Once all ranks of a process set have made a call, rank 0 matches their requests, and sends them the call. Ranks
+execute calls in the order of these messages. This file uses no sockets and no tensors; ``control.py`` calls it.
 
 Named calls match by (process set, kind, name). Unnamed calls match by (process set, kind): the n-th call of each rank
 matches the n-th of the others. Calls in between, joined ranks and ranks outside the set do not shift this count.
@@ -27,7 +27,7 @@ Key = tuple[int, str, str | None]  # process set, kind, name
 _EQUAL = {"op": "reduction", "pre": "prescale factor", "post": "postscale factor", "root": "root rank", "ranks": "ranks"}
 #: Kinds in which the first dimension may differ from rank to rank.
 _FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
-#: Kinds that all ranks carry out, though only a set's members call them: torch makes process groups collectively.
+#: Kinds that all ranks execute, even if only a set's members call them, because torch makes process groups collectively.
 _WORLD_WIDE = {"channel", "add_process_set", "remove_process_set"}
 #: Kinds that need no call from ranks that have joined.
 _JOINABLE = {"allreduce", "grouped_allreduce", "barrier", "channel"}
@@ -49,7 +49,7 @@ class Coordinator:
         send: sends a message to a rank; the messages to one rank arrive in order.
         settings: how long waits may last.
         note: records an event on the timeline: (event, line, rank).
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Coordinator:
         return [rank for rank in self.sets.get(key[0], []) if rank not in self._joined]
 
     def _match(self, key: Key) -> None:
-        """Carry out the calls of ``key`` as long as every rank that has not joined has made one."""
+        """Send the calls of ``key`` to the ranks, as long as every rank that has not joined has made one."""
         waiting = self._table[key]
         while (needed := self._needed(key)) and all(waiting.calls.get(rank) for rank in needed):
             # A rank may have made an asynchronous call before it joined: this call is matched too.

@@ -49,7 +49,7 @@ class Engine:
         self.absent: list[int] = []  # ranks that have joined
         self._reported_waits: dict[str, float] = {}
         self._requested_reports: dict[str, float] = {}
-        self._zeros_requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: no more
+        self._zeros_requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the join has ended
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Pending] = {}

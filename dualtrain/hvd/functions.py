@@ -27,7 +27,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
     Raises:
         ValueError: ``params`` is none of these, or a name appears twice.
-        HorovodInternalError: the ranks do not match, one failed, or Horovod was shut down.
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())

@@ -192,7 +192,7 @@ def sparse_allreduce_async(
 
 
 def join(device: int = -1, divide_by: str = "initial") -> int:
-    """Block until all ranks have joined; return the rank that joined last. For a rank that has no more data.
+    """Report that this rank has no more data; block until all ranks have joined, and return the rank that joined last.
 
     Until then this rank contributes the identity element to the other ranks' reductions (zero for a sum; Horovod uses
     zero for a minimum too), and zeros to the gradients of ``DistributedOptimizer``. Other operations fail on the ranks

@@ -1,4 +1,4 @@
-"""``hvd.DistributedOptimizer``: Horovod's rules for when gradients are combined, around any optimizer.
+"""``hvd.DistributedOptimizer``: any optimizer, with Horovod's rules for when gradients are combined.
 
 Each optimizer sends its gradients in buckets, on a separate channel, without requests to rank 0. Rank 0 is needed only
 to open the channel before the first exchange, and to request zeros from ranks that have joined.

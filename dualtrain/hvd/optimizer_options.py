@@ -26,7 +26,7 @@ NARROW: dict[AnyCompressor, torch.dtype | None] = {
 
 
 def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
-    """Return (name, parameter) pairs: ``given``, or with ``None`` generated names for all parameters of ``optimizer``.
+    """Return ``given`` as a list; if it is ``None``, all parameters of ``optimizer`` as pairs with generated names.
 
     Raises:
         ValueError: ``given`` has other elements, a name twice, or not all parameters of ``optimizer``.

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 
 class Timeline:
-    """Writer of a trace file. While no file is open, recording does nothing."""
+    """Writer of a trace file. While no file is open, nothing is written."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

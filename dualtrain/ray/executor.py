@@ -155,6 +155,6 @@ class RayExecutor:
 
 
 def visible_gpus(rank: int, places: Sequence[tuple[int, Sequence[str]]]) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES with all GPUs of the ranks on the host of ``rank``, so that its GPU is its local rank."""
+    """Return CUDA_VISIBLE_DEVICES with the GPUs of all ranks on the host of ``rank``: local ranks are then GPU indices."""
     visible = [gpu for host, gpus in places if host == places[rank][0] for gpu in gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}

@@ -242,7 +242,7 @@ def _did_not_start(side: Side, status: int, hung: bool, timeout: float) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """Return ": " and the first line of the output with an error, or else the last line that is not blank."""
+    """Return ": " and the first line of the output with an error, or else the last line with a letter or digit."""
     lines = [_OF_LAUNCHER.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
     errors = [line for line in lines if _IS_ERROR.search(line)]
     last = (errors or [line for line in lines if re.search(r"\w", line)] or [""])[0 if errors else -1]

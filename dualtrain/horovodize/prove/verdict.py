@@ -109,7 +109,7 @@ def _short(run: RunRecord) -> str:
 
 
 def speed(evidence: Evidence) -> str:
-    """Return ", 1.4× the speed", or an empty string if the sides were not measured on one machine."""
+    """Return a text such as ", 1.40× the speed"; an empty string if the sides were not measured on one machine."""
     ratios = _ratios(evidence)
     return f", {statistics.median(ratios):.2f}× the speed" if ratios else ""
 
@@ -160,7 +160,7 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
 
 
 def where(difference: Difference) -> str:
-    """Return "from step 7 in 'fc.weight' by 3e-4 relative"."""
+    """Return a description such as "from step 7 in 'fc.weight' by 3e-04 relative"."""
     names = ", ".join(repr(name) for name in difference.names[:3])
     more = f" and {len(difference.names) - 3} more" if len(difference.names) > 3 else ""
     step = f"from step {difference.step}" if difference.step else "before the first step"

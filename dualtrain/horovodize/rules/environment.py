@@ -37,7 +37,7 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
 
 
 def is_guarded(source: Source, node: ast.AST) -> bool:
-    """Return whether the script continues if this import fails, or only uses it for another framework."""
+    """Return whether the script continues if this import fails, or imports only for another framework."""
     below: ast.AST = node
     for above in source.above(node):
         if isinstance(above, ast.Try) and below in above.body:

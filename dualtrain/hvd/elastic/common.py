@@ -1,4 +1,4 @@
-"""The loop around an elastic job: sync the state and train; after a failure, restore the state and join the world again."""
+"""The loop of an elastic job: sync the state and train; after a failure, restore the state and join the world again."""
 
 from __future__ import annotations
 
