@@ -216,7 +216,7 @@ def _end(children: Sequence[Child], returned: bool) -> None:
         if not returned:
             child.signal(signal.SIGKILL)  # ends the processes that the rank has started
         if child.status is None:
-            log.warning("rank %d did not end within %g s of SIGKILL: the system holds it", child.rank, END_SECONDS)
+            log.warning("rank %d did not end within %g s of SIGKILL: it is blocked in the kernel", child.rank, END_SECONDS)
         child.close()
 
 

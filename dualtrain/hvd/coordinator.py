@@ -292,7 +292,7 @@ def _line(key: Key) -> str:
 
 def _title(key: Key) -> str:
     if key[1] == "channel":
-        return f"the first gradients of the optimizer of {str(key[2]).rpartition('-')[0]!r}, …"
+        return f"the first gradients of the optimizer with the parameter {str(key[2]).rpartition('-')[0]!r}"
     return f"{key[1]}.{key[2] if key[2] is not None else 'noname'}" + (f" in process set {key[0]}" if key[0] else "")
 
 

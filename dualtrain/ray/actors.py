@@ -66,7 +66,7 @@ class Actors:
 
     def __init__(self, wanted: Placement, seconds: float) -> None:
         if not ray.is_initialized():
-            raise UserError("Ray does not run: call ray.init() before start()")
+            raise UserError("Ray is not initialized: call ray.init() before start()")
         current = get_current_placement_group() if wanted.current_group else None
         self._own = None if current is not None else _reserved(wanted, seconds)
         worker, size = ray.remote(Worker), wanted.num_workers
@@ -119,7 +119,7 @@ def _reserved(wanted: Placement, seconds: float) -> PlacementGroup:
     if not group.wait(seconds):
         remove_placement_group(group)
         raise UserError(
-            f"Ray found no room for {len(bundles)} times {bundles[0]} within {seconds:g} s, of "
+            f"Ray could not reserve {len(bundles)} times {bundles[0]} within {seconds:g} s; available are "
             f"{ray.available_resources()}: give fewer workers, or a larger placement_group_timeout_s"
         )
     return group
