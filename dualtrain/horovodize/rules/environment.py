@@ -72,7 +72,7 @@ def horovod_run(source: Source) -> Iterator[Finding]:
             yield Finding(call.lineno, "differs", message)
 
 
-def build_questions(source: Source) -> Iterator[Finding]:
+def branch_on_build(source: Source) -> Iterator[Finding]:
     """Branches that depend on how Horovod was built."""
     for call in source.hvd_calls(*BUILD):
         if not any(isinstance(above, ast.If | ast.IfExp | ast.While | ast.Assert) for above in source.above(call)):
