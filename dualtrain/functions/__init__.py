@@ -1,4 +1,4 @@
-"""Functions that run on several ranks: in processes of this host here, on Spark's and Ray's workers in their packages."""
+"""Run a function on several ranks of this host. See also ``dualtrain.spark`` and ``dualtrain.ray``."""
 
 from dualtrain.functions.local import horovod_run, run
 

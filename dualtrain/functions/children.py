@@ -1,7 +1,7 @@
-"""Ranks as child processes: they are started, get a function, and are supervised until all have ended.
+"""Ranks as child processes: start them, send them a function, and wait until all have ended.
 
-The child processes are not forks: torch's threads do not survive a fork. They do not import the caller's main program
-either, so that a notebook needs no file and a script no ``if __name__ == "__main__":``.
+The child processes are not forked, because torch's threads do not survive a fork. They do not import the caller's main
+program, so that a notebook needs no file, and a script needs no ``if __name__ == "__main__":``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dualtrain.functions.payload import loads
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # for a new Python interpreter to read its function
-GRACE_SECONDS = 6.0  # for the rank at fault to end, after another one has reported a failed collective operation
-END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
-EXIT_SECONDS = 60.0  # for the exit handlers of ranks whose functions have returned
+GRACE_SECONDS = 6.0  # for the failed rank to end, after another rank has reported a failed collective operation
+END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to the end of the wait
+EXIT_SECONDS = 60.0  # for the exit handlers of all ranks, after all functions have returned
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from dualtrain.functions.rank import main; main({descriptor}, {parent})"
 
@@ -43,7 +43,7 @@ class Child:
         ours, theirs = socket.socketpair()
         program = _PROGRAM.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
         try:
-            # A session of its own: a Ctrl-C reaches the caller alone, and all processes of the rank can be ended.
+            # A new session: Ctrl-C reaches only the caller, and signals to the group reach all processes of the rank.
             self._process = subprocess.Popen(
                 [executable, "-c", program],
                 env=dict(env),
@@ -60,10 +60,10 @@ class Child:
         self.link = Link(ours)
 
     def send(self, payload: bytes) -> None:
-        """Send the function. A process that has ended is noticed later.
+        """Send the function. If the process has ended, do nothing: :meth:`failure` reports it.
 
         Raises:
-            UserError: the process does not read it in time.
+            UserError: the process does not read the function in time.
         """
         self.link.socket.settimeout(START_SECONDS)
         try:
@@ -77,7 +77,7 @@ class Child:
             pass
 
     def note(self) -> None:
-        """Note what has arrived and whether the process has ended. Does not block."""
+        """Update ``outcome`` and ``status`` without blocking."""
         if self.outcome is None:
             self.link.read_rest()
         found = os.waitid(os.P_PIDFD, self.ended, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -103,10 +103,10 @@ class Child:
     def signal(self, number: int) -> None:
         """Send a signal to the rank and the processes that it has started."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)  # the number is still ours: the process is not reaped before close()
+            os.killpg(self._process.pid, number)  # the id is not reused, because close() reaps the process
 
     def close(self) -> None:
-        """Reap the process, and close what belongs to it; a process that the system holds is left."""
+        """Reap the process, and close its descriptors. If it does not end in time, it is not reaped."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         os.close(self.ended)
@@ -128,14 +128,14 @@ def run_children(
     """Run a pickled call in a new process for each of ``ranks``; return the pickled results. Blocks until all have ended.
 
     Args:
-        ranks: the ranks to start here, of ``size``.
+        ranks: the ranks to start here.
         size: number of ranks of the job.
-        places: the whole environment of each.
-        payload: see :func:`dualtrain.functions.payload.pickled_call`.
+        places: all environment variables of each rank.
+        payload: result of :func:`dualtrain.functions.payload.pickled_call`.
         executable: the Python interpreter; by default, this process's.
 
     Raises:
-        RankFailedError: the function failed on a rank, or its process ended. The others were ended.
+        RankFailedError: the function failed on a rank, or its process ended. The other ranks were ended.
         UserError: the processes cannot be started.
     """
     children: list[Child] = []
@@ -155,11 +155,11 @@ def run_children(
         returned = True
         return results
     finally:
-        _end(children, quietly=returned)
+        _end(children, returned=returned)
 
 
 def _collect(children: Sequence[Child]) -> list[bytes]:
-    """Wait until all ranks have ended; return their results, or raise the failure of the first one that failed."""
+    """Wait until all ranks have ended, and return their results; if a rank fails, raise its failure."""
     deadline: float | None = None
     with selectors.DefaultSelector() as selector:
         for child in children:
@@ -190,7 +190,7 @@ def _advance(child: Child, selector: selectors.BaseSelector) -> None:
 
 
 def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], current: float | None) -> float | None:
-    """Return when to stop waiting, or ``None``: as long as the functions run, there is no limit."""
+    """Return the time at which to stop waiting, or ``None`` while functions run and no rank has failed."""
     now = time.monotonic()
     if any(not failure.by_peer for failure in failures):
         return now
@@ -201,10 +201,10 @@ def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], cu
     return None
 
 
-def _end(children: Sequence[Child], quietly: bool) -> None:
-    """End what is left of the ranks. Blocks for some seconds at most."""
+def _end(children: Sequence[Child], returned: bool) -> None:
+    """End the ranks' processes that still run. Blocks for some seconds at most."""
     left = [child for child in children if child.status is None]
-    if quietly and left:
+    if returned and left:
         names = ", ".join(f"rank {child.rank}" for child in left)
         log.warning("%s did not exit within %g s after returning: ended by a signal", names, EXIT_SECONDS)
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -213,10 +213,10 @@ def _end(children: Sequence[Child], quietly: bool) -> None:
         _await_end(left)
         left = [child for child in left if child.status is None]
     for child in children:
-        if not quietly:
-            child.signal(signal.SIGKILL)  # what the rank has started
+        if not returned:
+            child.signal(signal.SIGKILL)  # ends the processes that the rank has started
         if child.status is None:
-            log.warning("rank %d did not end within %g s of SIGKILL: the system holds it", child.rank, END_SECONDS)
+            log.warning("rank %d did not end within %g s of SIGKILL: it is blocked in the kernel", child.rank, END_SECONDS)
         child.close()
 
 

@@ -1,4 +1,4 @@
-"""Messages between a process and a rank that it has started, over a socket pair that only the two have."""
+"""Messages between a process and a rank that it has started, over a socket pair that no other process has."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Link:
         self.socket.sendall(message)
 
     def receive(self) -> bytes:
-        """Return the next message; block until it is complete. Raises EOFError when the other end closes before."""
+        """Return the next message; block until it is complete. Raises EOFError if the other end closes first."""
         while (message := self.message()) is None:
             if not self.read():
                 raise EOFError("the other end has closed the socket")
         return message
 
     def read(self) -> bool:
-        """Read what has arrived, and block if nothing has; return False if the other end is closed."""
+        """Read the available bytes, and block if there are none; return False if the other end is closed."""
         try:
             data = self.socket.recv(1 << 20)
         except ConnectionResetError:
@@ -38,13 +38,13 @@ class Link:
         return bool(data)
 
     def read_rest(self) -> None:
-        """Read what has arrived, without blocking."""
+        """Read all available bytes, without blocking."""
         self.socket.setblocking(False)
         try:
             while self.read():
                 pass
         except BlockingIOError:
-            pass  # a process that the rank has forked may keep the other end open
+            pass  # the other end is open: by the rank, or by a process that it has forked
 
     def message(self) -> bytes | None:
         """Return the message that was read, or ``None`` if it is not complete."""
@@ -57,6 +57,6 @@ class Link:
 
 
 def inherited(descriptor: int) -> Link:
-    """Return the end of a socket pair that this process has inherited; programs that it starts do not inherit it."""
+    """Return the end of a socket pair that this process has inherited, and make its child processes not inherit it."""
     os.set_inheritable(descriptor, False)
     return Link(socket.socket(fileno=descriptor))

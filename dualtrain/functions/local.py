@@ -1,4 +1,4 @@
-"""``dualtrain.run`` and ``horovod.run``: a function on several ranks of this host."""
+"""``dualtrain.run`` and ``horovod.run``: run a function on several ranks of this host."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def run(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``nproc`` ranks, each a new process of this host; return the results by rank.
 
-    Blocks until all have ended. The function may be defined in a notebook's cell if cloudpickle is installed. In it,
-    ``connect()``, ``dualtrain.hvd.init()`` and ``import horovod.torch as hvd`` find the world of these ranks. Functions
-    and results travel only between this process and its children, over socket pairs that they inherit.
+    Blocks until all have ended. The function may be defined in a notebook's cell if cloudpickle is installed. In the
+    function, ``connect()`` and ``hvd.init()`` (of ``dualtrain.hvd`` or ``horovod.torch``) join the world of these ranks.
+    Functions and results are sent only between this process and its children, over socket pairs that they inherit.
 
     Raises:
-        RankFailedError: the function raised on a rank, whose exception is the cause, or a rank's process ended. The
+        RankFailedError: the function raised on a rank (its exception is the ``__cause__``), or a rank's process ended. The
             other ranks are ended.
         UserError: there are too many ranks for this host, the function cannot be pickled, or this process is itself
             one of several ranks.
@@ -44,11 +44,11 @@ def run_with(
     variables: Mapping[str, str],
     executable: str | None,
 ) -> list[Any]:
-    """As :func:`run`, with further environment variables for the ranks, and an interpreter."""
+    """As :func:`run`, with more environment variables for the ranks, and a Python interpreter (``None``: this one)."""
     _check(function, nproc)
     payload = pickled_call(function, args, kwargs)
     secret, job = secrets.token_hex(32), new_job()
-    # Listen before the ranks get the port: another program could bind a free port on which nobody listens yet.
+    # Listen before the ranks get the port: otherwise another program could bind the port first.
     listening = listen("127.0.0.1", [0], nproc)
     rendezvous = listening.getsockname()
     store = StoreServer(listening, nproc, secret)
@@ -62,9 +62,9 @@ def run_with(
 
 
 def rank_environment(local_size: int) -> dict[str, str]:
-    """Return this process's environment for ``local_size`` ranks that it starts, without what made it a rank itself.
+    """Return this process's environment without the variables of launchers, for ``local_size`` ranks that it starts.
 
-    Each rank gets its share of the cores, unless OMP_NUM_THREADS is set.
+    Unless it is set, OMP_NUM_THREADS is a rank's share of the cores.
     """
     threads = str(share_of(usable_cores(), local_size))
     return {"OMP_NUM_THREADS": threads} | without_launchers(os.environ)
@@ -83,7 +83,7 @@ def _check(function: object, nproc: int) -> None:
     if world.size > 1:
         raise UserError(
             f"this process is rank {world.rank} of {world.size}, started by {world.launcher}, and run() would start "
-            "further ranks on each of them: start the program without a launcher, or call the function itself"
+            "more ranks on each rank: start the program without a launcher, or call the function itself"
         )
 
 
@@ -91,17 +91,17 @@ def refuse_other_backend() -> None:
     """Refuse DUALTRAIN_BACKEND=horovod: in the ranks, ``dualtrain.hvd`` replaces Horovod."""
     if os.environ.get("DUALTRAIN_BACKEND") == "horovod":
         raise UserError(
-            "DUALTRAIN_BACKEND=horovod requests Horovod itself, which is replaced on these ranks: unset it, or use "
-            "Horovod's own horovod.run"
+            "DUALTRAIN_BACKEND=horovod requests Horovod itself, which is replaced on these ranks: unset the variable, or "
+            "use Horovod's own horovod.run"
         )
 
 
-#: Arguments of horovod.run about several hosts or elastic training.
+#: Arguments of horovod.run about several hosts, elastic training or output files.
 _UNSUPPORTED = (
     *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts", "hostfile"),
     *("host_discovery_script", "output_filename", "min_np", "max_np"),
 )
-#: Arguments of horovod.run without a meaning here: checks of hosts, ssh, and the choice between Gloo and MPI.
+#: Arguments of horovod.run that are ignored, such as those about ssh, and the choice between Gloo and MPI.
 _WITHOUT_EFFECT = frozenset(
     ["start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "verbose", "use_gloo", "use_mpi", "mpi_args"]
 )
@@ -122,10 +122,10 @@ def horovod_run(
     network_interfaces: Sequence[str] | None = None,
     **others: Any,
 ) -> list[Any]:
-    """Horovod's ``horovod.run`` on ranks of this host: see :func:`run`, which raises the same exceptions.
+    """``horovod.run`` on ranks of this host. See :func:`run` for the results and exceptions.
 
-    Horovod's other arguments are accepted if they have no effect here, and refused if they ask for other hosts, elastic
-    training or files of output.
+    Horovod's other arguments are ignored if they make no difference on one host, and refused if they request other hosts,
+    elastic training or output files.
     """
     if np is not None:
         warnings.warn("np is deprecated, use num_proc instead", DeprecationWarning, stacklevel=2)
@@ -135,8 +135,8 @@ def horovod_run(
             raise TypeError(f"run() got an unexpected keyword argument {name!r}")
         if name in _UNSUPPORTED and value is not None and not (name == "hosts" and _is_this_host(value)):
             raise UserError(
-                f"horovod.run({name}={value!r}) needs more than this host's processes: start the script with torchrun on "
-                "each host, and call the function itself"
+                f"horovod.run({name}={value!r}) is not supported: start the script with torchrun on each host, and call "
+                "the function itself"
             )
     interfaces = network_interface or ",".join(network_interfaces or ())
     variables = {"GLOO_SOCKET_IFNAME": interfaces.partition(",")[0]} if interfaces else {}

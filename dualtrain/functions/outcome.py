@@ -1,4 +1,4 @@
-"""Outcome of a function on one rank: its result or its exception, as bytes that travel to the process that collects it."""
+"""Outcome of a function on one rank: its result or its exception, pickled for the process that collects the outcomes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank reports.
+    """Report of a rank.
 
     Attributes:
-        result: the pickled result; ``None`` if the function raised.
+        result: the pickled result; ``None`` if the function raised or its result cannot be pickled.
         reason: the exception's class and message, in one line.
-        trace: its traceback.
+        trace: the exception's traceback.
         error: the pickled exception; ``None`` if it cannot be pickled.
-        by_peer: whether it comes from a failed collective operation, of which another rank may be the cause.
+        by_peer: whether a collective operation failed, so that another rank may be the cause.
     """
 
     result: bytes | None = None
@@ -39,7 +39,7 @@ class Outcome:
         failed = RankFailedError(message, rank, self.trace, by_peer=self.by_peer)
         try:
             failed.__cause__ = None if self.error is None else loads(self.error)
-        except Exception:  # a class whose arguments differ from its constructor's cannot be unpickled
+        except Exception:  # unpickling calls the constructor with the exception's args, which may not fit
             failed.__cause__ = None
         return failed
 
@@ -59,7 +59,7 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
 
 def _failed(error: BaseException) -> Outcome:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    trace = "".join(traceback.format_exception(_from_the_users_code(error)))
+    trace = "".join(traceback.format_exception(_without_own_frames(error)))
     try:
         pickled = dumps(error) if isinstance(error, Exception) else None
         if pickled is not None:
@@ -69,8 +69,8 @@ def _failed(error: BaseException) -> Outcome:
     return Outcome(reason=reason, trace=trace, error=pickled, by_peer=_is_by_peer(error))
 
 
-def _from_the_users_code(error: BaseException) -> BaseException:
-    """Drop the first frames of the traceback, which are this package's."""
+def _without_own_frames(error: BaseException) -> BaseException:
+    """Drop the first frames of the traceback, which are in this package."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_FOLDER):
         trace = trace.tb_next

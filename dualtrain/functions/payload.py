@@ -19,7 +19,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class _ByName(pickle.Pickler):
-    """Pickler without cloudpickle: refuses what only ``__main__`` contains."""
+    """Pickler without cloudpickle: refuses functions and classes that ``__main__`` defines."""
 
     def reducer_override(self, obj: Any) -> Any:
         if getattr(obj, "__module__", None) == "__main__" and hasattr(obj, "__qualname__"):
@@ -28,7 +28,7 @@ class _ByName(pickle.Pickler):
 
 
 def dumps(obj: Any, pickler: Any = None) -> bytes:
-    """Pickle ``obj`` by the module ``pickler``, else by cloudpickle if it is installed. Raises what the pickler raises."""
+    """Pickle ``obj`` by the module ``pickler``; by default, by cloudpickle if it is installed, else by pickle."""
     pickler = pickler or _cloudpickle()
     if pickler is not None:
         return bytes(pickler.dumps(obj))
@@ -48,7 +48,7 @@ def pickled_call(
     """Pickle a call of ``function``: see :func:`dumps`.
 
     Raises:
-        UserError: it cannot be pickled, or not without cloudpickle.
+        UserError: the call cannot be pickled, or only with cloudpickle.
     """
     call: Call = function, tuple(args), dict(kwargs or {})
     name = getattr(function, "__qualname__", repr(function))

@@ -1,4 +1,4 @@
-"""The process of one rank: receives a function from the process that has started it, calls it, and sends its outcome."""
+"""The process of one rank: receives a function from its parent process, calls it, and sends the outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualtrain.processes import release, signal_at_parents_end
 
 
 def prepare() -> None:
-    """Make ``import horovod.torch`` load ``dualtrain.hvd`` in this rank, and set HOROVOD_RANK and its like."""
+    """Make ``import horovod.torch`` load ``dualtrain.hvd`` in this rank, and set HOROVOD_RANK and similar variables."""
     from dualtrain.heap import keep_freed_memory
     from dualtrain.horovod_variables import publish_place
     from dualtrain.horovodize.imports import install
@@ -27,7 +27,7 @@ def prepare() -> None:
 def main(descriptor: int, parent: int) -> None:
     """Run as a rank that the process ``parent`` has started; ``descriptor`` is this end of a socket pair.
 
-    If the function raises, the process ends here with status 1.
+    If the function raises, or its result cannot be pickled, exit with status 1.
     """
     signal_at_parents_end(signal.SIGKILL, parent)
     link = inherited(descriptor)
@@ -42,7 +42,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _call(data: bytes) -> Any:
-    # The caller prints the traceback. A connected backend adds a hook by which the other ranks learn of the exception.
+    # The parent prints the traceback. A connected backend adds a hook that reports the exception to the other ranks.
     sys.excepthook = lambda *_: None
     try:
         prepare()

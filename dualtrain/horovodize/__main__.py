@@ -1,4 +1,4 @@
-"""Run an unmodified Horovod script on torch.distributed, or list and repair what differs there.
+"""Run an unmodified Horovod script on torch.distributed, or list and repair its differences and mistakes.
 
 usage: torchrun --nproc_per_node=N -m dualtrain.horovodize SCRIPT [ARGUMENT…]
        torchrun --nproc_per_node=N -m dualtrain.horovodize -m MODULE [ARGUMENT…]
@@ -11,11 +11,11 @@ Instead of torchrun you can use mpirun, srun or plain python. --check does not r
 finding, "differs" (works, but not as on Horovod), "trap" (a known mistake, on Horovod too) or "unsupported". Its exit
 status is 0 if all findings are "differs", 1 if there are others, 2 if a file cannot be read.
 
---fix makes the safe repairs, changes no other byte, and lists the remaining findings; the exit status is that of --check
-for these. --diff prints the changes, for patch, and writes nothing.
+--fix makes the safe repairs, changes no other byte, and lists the remaining findings, which determine the exit status as
+with --check. --diff prints the changes, for patch, and writes nothing.
 
---prove runs the script on Horovod and on torch.distributed, and compares weights and speed (--prove --help). --recorder
-prints a program that records a script on a machine with Horovod and without dualtrain.
+--prove runs the script on Horovod and on torch.distributed, and compares weights and speed (see --prove --help).
+--recorder prints a program that records a script's run on a machine with Horovod and without dualtrain.
 """
 
 from __future__ import annotations

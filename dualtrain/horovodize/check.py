@@ -1,4 +1,4 @@
-"""``python -m dualtrain.horovodize --check SCRIPT…``: print the lines that differ from Horovod, or are mistakes."""
+"""``python -m dualtrain.horovodize --check SCRIPT…``: list lines with differences from Horovod, and mistakes."""
 
 from __future__ import annotations
 

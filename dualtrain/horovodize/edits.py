@@ -128,15 +128,15 @@ class Layout:
         return self._starts[line - 1] + len(text.encode("utf-8", "surrogatepass")[:column].decode("utf-8", "surrogatepass"))
 
     def _line_of(self, offset: int) -> tuple[int, str]:
-        """Return the index of the line that contains ``offset``, and that line's text before ``offset``."""
+        """Return the index of the line that contains ``offset``, and the line's text before ``offset``."""
         number = min(bisect_right(self._starts, offset), len(self.lines)) - 1
         return number, self.text[self._starts[number] : offset]
 
     def _has_own_lines(self, statement: ast.stmt) -> bool:
         end = self.end(statement)
         last, _ = self._line_of(end)
-        behind = self.text[end : self._starts[last + 1]].strip("\r\n")
-        return self._begins_line(*self._line_of(self.start(statement))) and bool(_COMMENT.fullmatch(behind))
+        rest = self.text[end : self._starts[last + 1]].strip("\r\n")
+        return self._begins_line(*self._line_of(self.start(statement))) and bool(_COMMENT.fullmatch(rest))
 
     def _begins_line(self, number: int, prefix: str) -> bool:
         continued = number > 0 and self.lines[number - 1].rstrip("\r\n").endswith("\\")

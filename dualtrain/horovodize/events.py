@@ -15,7 +15,7 @@ STEPS = ("step", "scaled step")
 
 
 class Event(NamedTuple):
-    """A call in a training step, with the name and the expression of the wrapped optimizer, if it has one."""
+    """A call in a training step. If it uses a wrapped optimizer: with the optimizer's name and expression."""
 
     kind: Kind
     node: ast.Call
@@ -52,7 +52,10 @@ def _event(source: Source, call: ast.Call) -> Event | None:
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events since the last backward. Without one, return all earlier events, or None if ``strictly``."""
+    """Return the events since the last backward, or since a later step unless ``strictly``.
+
+    If there is neither, return all earlier events, or None if ``strictly``.
+    """
     found: list[Event] = []
     this = events[number]
     for event in reversed(events[:number]):

@@ -20,7 +20,7 @@ from dualtrain.horovodize.source import Finding, Source
 
 
 class Repaired(NamedTuple):
-    """A repaired script: its new source, the repaired findings (with original line numbers), and the remaining ones."""
+    """A repaired script: its new source, the repaired findings with original line numbers, and the remaining findings."""
 
     source: Source
     fixed: list[Finding]
@@ -86,12 +86,12 @@ def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[S
         compile(after.text, "script", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
         return None
-    there, here = Counter(one[1:3] for one in findings(after)), Counter(one[1:3] for one in found)
-    return (after, findings(after)) if there < here else None
+    remaining, earlier = Counter(one[1:3] for one in findings(after)), Counter(one[1:3] for one in found)
+    return (after, findings(after)) if remaining < earlier else None
 
 
 def _move_lines(text: str, origins: list[int], edits: Sequence[Edit]) -> None:
-    """Insert entries for the lines that ``edits`` add into ``origins``, which has each line's original number."""
+    """Update ``origins``, the original number of each line, for the lines that ``edits`` insert."""
     for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
         index = line_count(text[: edit.start])
         more = line_count(edit.new) - line_count(text[edit.start : edit.end])

@@ -33,7 +33,7 @@ class Guards:
         self.source = source
         self._ranks: dict[str, str] = {}
         self._ranks = {target: name for target, value, _ in source.assignments if (name := self.rank(value))}
-        self._firsts = {target: value for target, value, _ in source.assignments if self._compares(value)}
+        self._comparisons = {target: value for target, value, _ in source.assignments if self._compares(value)}
 
     def rank(self, value: ast.expr) -> str:
         """Return the kind of rank that ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
@@ -59,8 +59,8 @@ class Guards:
                 return None
             others = sorted(ast.unparse(value) for value in test.values if self.signature(value) is None)
             return found[0][0], " and ".join([found[0][1], *others])
-        if (first := self._firsts.get(ast.unparse(test))) is not None:
-            test = first
+        if (comparison := self._comparisons.get(ast.unparse(test))) is not None:
+            test = comparison
         if isinstance(test, ast.Compare) and self._compares(test):
             constants = {ast.unparse(node) for node in self._constants(test.comparators[0])}
             rank = next(iter(constants - {"-1"}))  # scripts use -1 for runs without Horovod
@@ -78,7 +78,7 @@ class Guards:
 
     @staticmethod
     def _constants(value: ast.expr) -> list[ast.expr]:
-        """Return the constants in a list or tuple, or the constant itself."""
+        """Return the integer constants in ``value``, which is a list, tuple or set, or a constant."""
         parts = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else [value]
         return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
@@ -120,7 +120,7 @@ class Guards:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
 
     def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
-        """Yield the conditions for ``node`` to run, each with the value that it must have."""
+        """Yield each condition on which ``node`` runs, and the value that the condition must have."""
         below = node
         for above in self.source.above(node):
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
@@ -186,7 +186,7 @@ class Guards:
 
     @cached_property
     def _around_wraps(self) -> set[str]:
-        """Conditions under which the script calls ``init`` or wraps an optimizer; false means without Horovod."""
+        """Conditions under which the script calls ``init`` or wraps an optimizer; if one is false, Horovod is not used."""
         found = set()
         for call in self.source.hvd_calls("init", "DistributedOptimizer"):
             below: ast.AST = call

@@ -1,4 +1,4 @@
-"""Change of a script's imports from ``horovod.torch`` to ``dualtrain.hvd``: either all of them or none."""
+"""Change of a script's imports from ``horovod.torch`` to ``dualtrain.hvd``: all imports or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IGNITE = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
 
 
 def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list[Finding]]:
-    """Return the import lines to change; if they must not be changed, a finding with the reason instead.
+    """Return findings that change the imports, or a finding with the reason why they must not change; one list is empty.
 
     Args:
         source: the script.
@@ -51,7 +51,7 @@ def _imports_horovod(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _edits(source: Source, node: ast.Import | ast.ImportFrom) -> Iterator[Edit]:
-    """Yield the edits of one import; no edits if one of its names has no counterpart."""
+    """Yield the edits of one import statement; no edits if one of its names has no counterpart."""
     if isinstance(node, ast.ImportFrom):
         yield from _edits_of_from(source, node)
         return

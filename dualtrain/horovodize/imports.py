@@ -30,7 +30,7 @@ HOMES = {
 }
 
 
-#: Module of dualtrain for each module of Horovod that starts ranks by another engine, and the only name that it has here.
+#: For each module of Horovod that starts ranks on Ray or Spark: dualtrain's module, and the only name that it replaces.
 ENGINES = {
     "horovod.ray": ("dualtrain.ray", "RayExecutor"),
     "horovod.ray.runner": ("dualtrain.ray.executor", "RayExecutor"),
@@ -38,7 +38,7 @@ ENGINES = {
     "horovod.spark.runner": ("dualtrain.spark.barrier", "run"),
 }
 
-#: What ``horovod.run`` is here. A name, as in ``HOMES``: it uses this module on each rank that it starts.
+#: Module and name of the function that replaces ``horovod.run``. It is imported when called, because it uses this module.
 _RUN = "dualtrain.functions.local", "horovod_run"
 
 
@@ -81,7 +81,7 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         try:
-            # importlib returns the module from this entry.
+            # importlib returns the module of this entry to the importer.
             sys.modules[module.__name__] = import_module(self.target)
         except ModuleNotFoundError as error:
             if error.name != self.target:
@@ -129,7 +129,8 @@ _FINDER = _Finder()
 def _missing(name: str) -> str:
     if name.split(".")[1] in _OTHER_FRAMEWORKS:
         return (
-            f"No module named {name!r}: dualtrain covers horovod.torch and run functions only; move the training to torch"
+            f"No module named {name!r}: dualtrain covers only horovod.torch, and functions that start ranks; move the "
+            "training to torch"
         )
     return f"No module named {name!r}: dualtrain covers the public modules of horovod.torch 0.28.1 only"
 

@@ -12,14 +12,14 @@ from dualtrain.horovodize.source import Function, Scope, Source, last_name
 def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes that run after ``first``, including functions called later and code after calls of its function."""
     seen: set[Scope] = set()
-    for node in _behind_with_callers(source, first, depth=0):
+    for node in _following_with_callers(source, first, depth=0):
         yield node
         if isinstance(node, ast.Call):
             yield from _inside_called(source, node, seen)
 
 
 def called(source: Source, call: ast.Call) -> Function | None:
-    """Return the script's function or method that ``call`` calls, or None. ``model.train()`` is no function ``train``."""
+    """Return the script's function or method that is called, or None. ``model.train()`` is no call of ``train``."""
     function = source.functions.get(last_name(call.func))
     if function is None:
         return None
@@ -46,14 +46,14 @@ def _instance_of(source: Source, owner: ast.expr, cls: ast.AST) -> bool:
     return any(isinstance(value, ast.Call) and last_name(value.func) == name for value in values)
 
 
-def _behind_with_callers(source: Source, first: ast.AST, depth: int) -> Iterator[ast.AST]:
-    yield from _behind(source, first)
+def _following_with_callers(source: Source, first: ast.AST, depth: int) -> Iterator[ast.AST]:
+    yield from _following(source, first)
     if depth < 3:
         for call in calls_of(source, source.scope(first)):
-            yield from _behind_with_callers(source, call, depth + 1)
+            yield from _following_with_callers(source, call, depth + 1)
 
 
-def _behind(source: Source, first: ast.AST) -> Iterator[ast.AST]:
+def _following(source: Source, first: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes after ``first`` in the same function, up to a block that leaves the function."""
     guards, scope = Guards(source), source.scope(first)
     statement = source.statement(first)

@@ -2,11 +2,11 @@
 
 usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed SEED] SCRIPT [ARGUMENT...]
 
-Runs the unmodified SCRIPT (or -m MODULE) until each optimizer that it steps has taken STEPS steps, then ends it on all
-ranks. Rank R writes FOLDER/rank-R.jsonl, without code: names and numbers, and the norm, hash and a few values of each
-weight. Where dualtrain is installed, compare: dualtrain horovodize --prove --against FOLDER SCRIPT ...
+Runs the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, then ends the script on all
+ranks. Rank R writes FOLDER/rank-R.jsonl. The file has no code, only names, numbers, and the norm, hash and a few values
+of each weight. To compare, run where dualtrain is installed: dualtrain horovodize --prove --against FOLDER SCRIPT ...
 
-This file is a complete program: copy it to the cluster that has Horovod. It only needs Python 3.8, torch 1.13 and Horovod,
+This file is a complete program: copy it to the cluster that has Horovod. It needs only Python 3.8, torch 1.13 and Horovod,
 or newer versions.
 """
 
@@ -33,7 +33,7 @@ FORMAT = 1
 #: Steps after which the weights are summarized, besides the last step; 0 is before the first step.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
-MOST_ROUNDS = 4  # end after 4 * STEPS steps in total: no optimizer may reach STEPS if each epoch creates a new one
+MOST_ROUNDS = 4  # end after 4 * STEPS steps in total: with a new optimizer in each epoch, none may reach STEPS
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
 #: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
@@ -49,7 +49,7 @@ class Record:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Append one line, which is in the file when this method returns."""
+        """Append one line, without buffering."""
         os.write(self._file, (json.dumps(dict(facts, kind=kind)) + "\n").encode())
 
     def note(self, error: Exception) -> None:
@@ -162,7 +162,7 @@ class Recorder:
     def _leave(self) -> None:
         """End this process, and so the script, once all ranks have reached this point.
 
-        Not by SystemExit, because a script may catch it, and ``finally`` blocks may wait for other ranks or write files.
+        SystemExit is not used: a script may catch it, and ``finally`` blocks may wait for other ranks or write files.
         """
         self._meet()
         self.end("steps", 0)
@@ -179,7 +179,7 @@ class Recorder:
         os._exit(0)
 
     def _meet(self) -> None:
-        """Wait until all ranks have reached this point, because a rank that exits could make the others' last step fail."""
+        """Wait until all ranks have reached this point: if a rank exits earlier, the last step of others may fail."""
         import torch
 
         try:
@@ -205,7 +205,7 @@ def summary(p: Any) -> list[Any]:
 
 
 def checksums(params: list[Any]) -> list[int]:
-    """Return each tensor's sum as integers, which differs whenever bits differ, unless the changes cancel out."""
+    """Return the sum of each tensor's elements read as integers. Other bits give another sum, unless changes cancel out."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -276,7 +276,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         self._loader.exec_module(module)
-        library = sys.modules[module.__name__]  # a loader may replace this entry
+        library = sys.modules[module.__name__]  # a loader may have replaced this entry
         if hasattr(library, "DistributedOptimizer"):
             self._recorder.patch(library)
 
@@ -337,7 +337,7 @@ def _run(given: Any) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run and record the script of the command line. Exit as the script does, or with 0 after the last step."""
+    """Run and record the script of the command line. Exit with the script's status, or with 0 after the last step."""
     parser, given = _parse(arguments)
     try:
         record = Record(given.record, _rank())

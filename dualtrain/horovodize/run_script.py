@@ -83,7 +83,7 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the package exists, but a module that it imports does not
+            raise  # the package exists, but it imports a module that does not
         spec = None
     except ValueError:
         spec = None
@@ -99,7 +99,7 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _prepare() -> None:
-    """Install the import hook, and set HOROVOD_RANK and the like, which a script may read before ``hvd.init``."""
+    """Install the import hook, and set HOROVOD_RANK and similar variables, which a script may read before ``hvd.init``."""
     from dualtrain.heap import keep_freed_memory
     from dualtrain.horovodize.imports import install
 

@@ -40,7 +40,7 @@ def read_script(name: str) -> ScriptFile:
 
 
 def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
-    """Read and parse all scripts of a program; each one gets the names of optimizers that the others wrap.
+    """Read and parse all scripts of a program. Each source has the names of the optimizers that any script wraps.
 
     Raises:
         UserError: a script cannot be read, or is not valid Python.

@@ -21,7 +21,7 @@ _MODULES = ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm
 
 
 class Finding(NamedTuple):
-    """A rule's finding about one line, with the ``edits`` of its repair if there is a safe one."""
+    """A rule's finding about one line, with the ``edits`` of the safe repair, if there is one."""
 
     line: int
     level: Level

@@ -10,7 +10,7 @@ import torch
 from dualtrain.backends import ReduceOp
 from dualtrain.backends.wire import average_
 
-# Horovod's own numbers.
+# Horovod's numbers of the operations.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
 NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
@@ -24,7 +24,7 @@ PLAIN = {
 
 _EXACT_IN_DOUBLE = 1 << 53
 _INT64 = 1 << 63
-_NO_LENGTH = sys.float_info.min**0.5
+_SMALLEST_NORM = sys.float_info.min**0.5
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -87,21 +87,21 @@ def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
 
 
 def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the adaptive sum of one tensor per rank, in a tree over neighbouring ranks; any number of ranks.
+    """Return the adaptive sum of one tensor per rank, in a tree over neighbouring ranks, for any number of ranks.
 
     Equal gradients are averaged, orthogonal ones summed; in between, the common component is partly subtracted.
     Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, and Horovod's
-    ``ops/adasum/adasum.h`` for the order of additions and for vectors of length zero.
+    ``ops/adasum/adasum.h`` for the order of additions and for vectors of norm zero.
     """
     values = [tensor.to(torch.float64) for tensor in tensors]
     while len(values) > 1:
         pairs = [_adasum_of_two(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
-        values = pairs + values[len(pairs) * 2 :]  # of an odd number, the last one moves up unchanged
+        values = pairs + values[len(pairs) * 2 :]  # an unpaired last tensor stays unchanged
     return values[0].to(tensors[0].dtype)
 
 
 def _adasum_of_two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     dot, norm_a, norm_b = float((a * b).sum()), float((a * a).sum()), float((b * b).sum())
-    share_a = 1 - dot / norm_a / 2 if norm_a >= _NO_LENGTH else 1.0
-    share_b = 1 - dot / norm_b / 2 if norm_b >= _NO_LENGTH else 1.0
+    share_a = 1 - dot / norm_a / 2 if norm_a >= _SMALLEST_NORM else 1.0
+    share_b = 1 - dot / norm_b / 2 if norm_b >= _SMALLEST_NORM else 1.0
     return share_a * a + share_b * b

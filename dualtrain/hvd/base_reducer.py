@@ -36,7 +36,7 @@ def as_horovod_errors() -> Iterator[None]:
 
 
 def _failure(error: BackendError) -> HorovodInternalError:
-    """Convert ``error`` to a HorovodInternalError; if the world ends meanwhile, add the reason."""
+    """Convert ``error`` to a HorovodInternalError; if the world has ended or ends within 0.5 s, add the reason."""
     engine, deadline = basics.engine(), time.monotonic() + _REASON_SECONDS
     while engine.down is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -121,7 +121,7 @@ class HorovodReducer(ABC):
         self.reset_passes()
 
     def add(self, named_parameters: Named) -> None:
-        """Combine the gradients of these parameters too, from the next backward on. To be called on every rank."""
+        """Combine the gradients of these parameters too, from the next backward on. Must be called on every rank."""
         self.hooks.add(self, named_parameters)
         self.layout_changed()
 
@@ -153,10 +153,10 @@ class HorovodReducer(ABC):
 
     @staticmethod
     def close_replaced(named: Named, base_name: str, process_set: ProcessSet) -> None:
-        """Close the reducers of earlier optimizers of exactly these parameters, which a new reducer replaces.
+        """Close the reducers of earlier optimizers that have exactly these parameters, before a new reducer replaces them.
 
-        Two reducers of the same parameters cannot work; on Horovod, their calls would have equal names. An old optimizer
-        may still exist: Lightning wraps the optimizer in each ``fit``, and the old one lives until garbage collection.
+        Two reducers of the same parameters cannot work: on Horovod, their calls would have equal names. An old optimizer
+        may still exist, because Lightning wraps the optimizer in each ``fit``; the old one is freed by garbage collection.
         """
         params = {id(p) for _, p in named}
         for old in {reducer for _, p in named for reducer in reducers_of(p) if isinstance(reducer, HorovodReducer)}:
@@ -178,7 +178,7 @@ class HorovodReducer(ABC):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse exchanges while a module has another parameter than ``name`` in ``place``; ``None`` ends the refusal."""
+        """Refuse exchanges, because another parameter replaced ``name`` in ``place``; ``None`` ends the refusal."""
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

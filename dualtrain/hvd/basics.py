@@ -27,7 +27,7 @@ _NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 @dataclass
 class _Current:
     engine: Engine
-    owned: bool  # whether the backend was connected here
+    owned: bool  # whether init() connected the backend
     generation: int
 
 
@@ -43,7 +43,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     Args:
         comm: ``None`` or an empty list for all processes; a list of ranks; an mpi4py communicator; or a connected
             :class:`dualtrain.Backend`, which nothing else may use until ``shutdown``.
-        process_sets: sets to make at once, the same on every rank; or ``"dynamic"``, so that sets can be added later.
+        process_sets: sets to add, the same on every rank; or ``"dynamic"``, so that sets can be added later.
 
     Raises:
         ValueError: the world cannot be joined, or a process set appears twice.
@@ -73,7 +73,7 @@ def _connect(comm: Any, settings: Settings) -> Backend:
         world = _some_of(world, list(comm))
     # Longer than the coordinator's limit: its error, which names the missing ranks, must come first.
     timeout = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
-    # Native: ranks may use several channels in different orders, and torch runs each channel in threads of its own.
+    # Native: ranks may use several channels in different orders, and torch runs each channel in separate threads.
     # device="cpu": the script itself chooses a GPU, and a script for CPUs may have more ranks than there are GPUs.
     name = "torch" if world.size > 1 else "local"
     return connect(name, world=world, device="cpu", timeout=timeout, transport="native")
@@ -88,7 +88,7 @@ def _some_of(world: World, ranks: list[int]) -> World:
 
 
 def shutdown() -> None:
-    """Leave the world. Other ranks' calls fail from now on, as on Horovod. May be repeated."""
+    """Leave the world. Other ranks' calls fail from now on, as on Horovod. A second call does nothing."""
     global _current
     if _current is None:
         return
@@ -124,7 +124,7 @@ def _world() -> Backend:
 
 
 def rank() -> int:
-    """Return this process's rank. Raises ValueError before ``init``, as the functions below do."""
+    """Return this process's rank. Raises ValueError before ``init``, like all functions that return ranks or sizes."""
     return _world().rank
 
 
@@ -160,7 +160,7 @@ def is_homogeneous() -> bool:
 
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of each process set in use, by id; Horovod's own tests call this."""
+    """Return a map from the id of each process set in use to its ranks. Horovod's own tests call this function."""
     _world()
     return ids_and_ranks()
 

@@ -1,4 +1,4 @@
-"""Gradients of one ``hvd.DistributedOptimizer`` by an ordinary call, for operations that buckets do not support."""
+"""Reduction of an ``hvd.DistributedOptimizer``'s gradients by one grouped allreduce, where buckets are not supported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dualtrain.hvd.process_sets import ProcessSet
 
 
 class CallReducer(HorovodReducer):
-    """Combines all gradients by one ordinary call: for the user's own compressors, Min, Max and Product.
+    """Combines all gradients by one grouped allreduce: for the user's own compressors, Min, Max and Product.
 
     Args:
         named: the parameters, the same on every rank of the set.
@@ -44,7 +44,7 @@ class CallReducer(HorovodReducer):
         self._predivide = predivide
         self._call: tuple[int, list[Any]] | None = None  # the handle, and the compressor's contexts
         self._refusals = Refusals(self.hooks.known)
-        self._checked = False  # whether the refusals have the current parameters
+        self._checked = False  # whether the refusals check the current parameters
         self._reduced = False
         self.add(named)
 

@@ -1,4 +1,4 @@
-"""The collective operations: for each one, the checks before anything is sent, and the gradient.
+"""The collective operations: for each, the checks of its arguments, its request, and its gradient.
 
 The gradients are Horovod's, and some differ from the mathematical ones: those of ``allgather`` and ``broadcast`` are
 averages instead of sums, and that of ``reducescatter`` with Sum is multiplied by the size.

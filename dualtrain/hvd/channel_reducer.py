@@ -1,4 +1,4 @@
-"""Gradients of one ``hvd.DistributedOptimizer`` in buckets, on a channel that only this optimizer uses."""
+"""Reduction of an ``hvd.DistributedOptimizer``'s gradients in buckets, on a channel that only this optimizer uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _are_on_cpu(named: Named) -> bool:
 
 
 class ChannelReducer(HorovodReducer):
-    """Sends gradients in buckets during backward, on a channel of its own; ``reduce`` waits for the sums.
+    """Sends gradients in buckets during backward, on a separate channel; ``reduce`` waits for the sums.
 
     As on Horovod, and unlike with :class:`~dualtrain.gradients.GradientReducer`, backward never waits for another rank.
     So ranks may run any number of backward passes in any order, and every step has one exchange. The first exchange
@@ -36,7 +36,7 @@ class ChannelReducer(HorovodReducer):
 
     Attributes:
         exchanges: number of exchanges in this world, including those in which this rank contributed zeros after ``join``.
-        exchanging: whether an exchange is under way.
+        exchanging: whether an exchange is in progress.
         announced: numbers of the exchanges during which this rank knew of a joined rank.
 
     Raises:
@@ -130,7 +130,7 @@ class ChannelReducer(HorovodReducer):
             slot.param.grad = None
 
     def discard_step(self) -> None:
-        """Reset the reducer after a failed step; if an exchange is under way, discard the channel too."""
+        """Reset the reducer after a failed step; if an exchange is in progress, discard the channel too."""
         if self.exchanging:
             self.leave_world()
         self.exchanging = False
@@ -214,7 +214,7 @@ class ChannelReducer(HorovodReducer):
         return self._opening
 
     def _describe_transfer(self) -> str:
-        """Describe what the layout depends on besides the parameters. HOROVOD_FUSION_THRESHOLD may differ between hosts."""
+        """Describe the transfer, on which the layout depends. HOROVOD_FUSION_THRESHOLD may differ between hosts."""
         t = self._exchange.transfer
         groups = [len(group) for group in t.groups]
         return f"at most {t.bucket_bytes} bytes at once, groups {groups}, as {t.dtype}, times {t.before}"
@@ -228,7 +228,7 @@ class ChannelReducer(HorovodReducer):
     def _agree(self) -> None:
         """Wait until the ranks have agreed on the layout, then use the channel. Collective; blocks."""
         channel, sparse = self._open(start=False).wait()
-        if not self._exchange.laid_out:  # not started by the engine's thread
+        if not self._exchange.laid_out:  # the engine's thread has not called _start
             self._adopt(channel, sparse)
         self._agreed = True
 

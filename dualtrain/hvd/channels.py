@@ -14,7 +14,7 @@ _MANY_CHANNELS = 16
 
 
 class Exchanger(Protocol):
-    """A reducer that sends gradients without rank 0, so that the engine must inform it of ranks that have joined."""
+    """A reducer that sends gradients without rank 0. The engine informs it of ranks that have joined."""
 
     base_name: str
     channel_name: str
@@ -46,12 +46,12 @@ class Channels:
         self._exchangers: list[weakref.ref[Exchanger]] = []  # in order of registration
 
     def claim(self, base_name: str) -> int:
-        """Return a number for an optimizer: 1 for the first one of this base name in this world, 2 for the second, …"""
+        """Return a number for an optimizer: 1 for the first one with this base name in the world, 2 for the second, …"""
         self._claims[base_name] += 1
         return self._claims[base_name]
 
     def register(self, exchanger: Exchanger) -> None:
-        """Inform ``exchanger`` of ranks that join, as long as it exists; only a weak reference is kept."""
+        """Inform ``exchanger`` of ranks that join. Only a weak reference to it is kept."""
         self._exchangers = [ref for ref in self._exchangers if ref() is not None]
         self._exchangers.append(weakref.ref(exchanger))
 
@@ -60,7 +60,7 @@ class Channels:
         return [one for ref in self._exchangers if (one := ref()) is not None]
 
     def exchanger(self, channel_name: str) -> Exchanger | None:
-        """Return the channel's reducer; if it has none, the first reducer of its base name without a channel."""
+        """Return the reducer of the channel; without one, the first reducer that has its base name and no channel yet."""
         base, alive = channel_name.rpartition(".")[0], self.exchangers()
         known = [one for one in alive if one.channel_name == channel_name]
         return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)
@@ -80,7 +80,7 @@ class Channels:
                 channel.close()
 
     def close(self) -> None:
-        """Close all channels except the world."""
+        """Close all channels except that of the world."""
         for number, channel in self.sets.items():
             if number:
                 channel.close()

@@ -1,7 +1,7 @@
 """Horovod's own defects that change numbers. With DUALTRAIN_HVD_COMPAT=1, dualtrain reproduces them.
 
-``--prove`` uses this to separate differences that are due to a defect of Horovod from others. ``hvd.init`` reads the
-variable. The modules that reproduce a defect call :func:`enabled`, and :func:`note` to record the script's line.
+``--prove`` uses this to find out which differences are due to a defect of Horovod. ``hvd.init`` reads the variable. The
+modules that reproduce a defect call :func:`enabled`, and :func:`note` to record the script's line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def enabled() -> bool:
 
 
 def note(defect: str) -> None:
-    """Record that the script's current line has met ``defect``; for :data:`HALF`, the first such line only."""
+    """Record that ``defect`` was reproduced at the script's current line; for :data:`HALF`, the first such line only."""
     if defect == HALF and any(known == HALF for known, _, _ in _met):
         return
     frame = sys._getframe(1)
@@ -49,7 +49,7 @@ def note(defect: str) -> None:
 
 
 def met() -> list[tuple[str, str, int]]:
-    """Return the defects that the script has met, each with its file and line."""
+    """Return the defects that were reproduced: (defect, file, line)."""
     return list(_met)
 
 

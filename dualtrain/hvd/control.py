@@ -34,7 +34,7 @@ class Control(Protocol):
         """Yield the coordinator's messages to this rank, and block for the next. The last is ``{"do": "down", …}``."""
 
     def close(self) -> None:
-        """Close the channel, after everything that was sent has been received. Blocks for up to 5 s."""
+        """Close this end. Rank 0 waits up to 5 s for the other ranks to close theirs."""
 
 
 def control(
@@ -58,7 +58,7 @@ def control(
 
 
 class _WorkerEnd:
-    """The end of any rank except rank 0."""
+    """The end of a rank other than rank 0."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,11 +1,11 @@
 """Rank 0's decisions: which calls belong together, and in what order they are executed.
 
 Horovod matches calls by name, because each rank may make them in another order. So every rank sends its requests to
-rank 0. Once all ranks of a process set have made a call, rank 0 matches their requests, and appends the call to the one
-order that all ranks follow. This file only decides, without sockets and tensors; ``engine.py`` brings the messages.
+rank 0. Once all ranks of a process set have made a call, rank 0 matches their requests, and sends them the call. Ranks
+execute calls in the order of these messages. This file uses no sockets and no tensors; ``control.py`` calls it.
 
 Named calls match by (process set, kind, name). Unnamed calls match by (process set, kind): the n-th call of each rank
-matches the n-th of the others. Ranks that made other calls in between, joined, or are not in the set do not shift them.
+matches the n-th of the others. Calls in between, joined ranks and ranks outside the set do not shift this count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = tuple[int, str, str | None]  # process set, kind, name
 _EQUAL = {"op": "reduction", "pre": "prescale factor", "post": "postscale factor", "root": "root rank", "ranks": "ranks"}
 #: Kinds in which the first dimension may differ from rank to rank.
 _FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
-#: Kinds that all ranks carry out, though only a set's members call them: torch makes process groups collectively.
+#: Kinds that all ranks execute, even if only a set's members call them, because torch makes process groups collectively.
 _WORLD_WIDE = {"channel", "add_process_set", "remove_process_set"}
 #: Kinds that need no call from ranks that have joined.
 _JOINABLE = {"allreduce", "grouped_allreduce", "barrier", "channel"}
@@ -35,21 +35,21 @@ _JOINABLE = {"allreduce", "grouped_allreduce", "barrier", "channel"}
 
 @dataclass
 class _Waiting:
-    """The calls of one key that not all ranks have made."""
+    """Calls with one key, which wait for ranks that have not made theirs."""
 
     since: float
     calls: dict[int, deque[Message]] = field(default_factory=dict)
 
 
 class Coordinator:
-    """Matches the calls of the ranks, and decides what all of them do.
+    """Matches the calls of the ranks, and sends them the calls to execute.
 
     Args:
         size: the number of ranks.
         send: sends a message to a rank; the messages to one rank arrive in order.
         settings: how long waits may last.
         note: records an event on the timeline: (event, line, rank).
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Coordinator:
         self._reported &= {title for title, *_ in waits}
 
     def _note_wait(self, rank: int, message: Message) -> None:
-        """Note that a rank waits for gradients, and ask all ranks whether they wait too."""
+        """Record that a rank waits for gradients, and request a report from every rank that waits too."""
         what, now = message["what"], self._clock()
         if what not in self._waits or all(now - when > 5 for when, _ in self._waits[what].values()):
             self._waits[what], self._requested[what] = {}, now
@@ -123,7 +123,7 @@ class Coordinator:
         self._waits[what][rank] = now, message
 
     def _unmatched(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
-        """Yield title, seconds, waiting ranks and needed ranks of every call that not all ranks have made."""
+        """Yield (title, seconds, waiting ranks, needed ranks) for each call that is not matched yet."""
         now = self._clock()
         for key, waiting in self._table.items():
             yield _title(key), now - waiting.since, {r for r, queue in waiting.calls.items() if queue}, self._needed(key)
@@ -154,10 +154,10 @@ class Coordinator:
         return [rank for rank in self.sets.get(key[0], []) if rank not in self._joined]
 
     def _match(self, key: Key) -> None:
-        """Carry out the calls of ``key`` as long as every rank that has not joined has made one."""
+        """Send the calls of ``key`` to the ranks, as long as every rank that has not joined has made one."""
         waiting = self._table[key]
         while (needed := self._needed(key)) and all(waiting.calls.get(rank) for rank in needed):
-            # A rank may have made an asynchronous call before it joined: that call takes part.
+            # A rank may have made an asynchronous call before it joined: this call is matched too.
             calls = {rank: queue.popleft() for rank, queue in sorted(waiting.calls.items()) if queue}
             waiting.since = self._clock()
             self._reported.discard(_title(key))  # a later wait for the same key is reported again
@@ -209,10 +209,10 @@ class Coordinator:
                 self._match(key)
 
     def _request_zeros(self, rank: int, message: Message) -> None:
-        """Request zeros for an exchange of gradients from the ranks that joined. Gradients are not matched here.
+        """Request zeros for an exchange of gradients from the ranks that have joined.
 
-        The request goes out once all other ranks have asked for it. So each of them knows, before the exchange can end,
-        that a rank has joined, and reads how many ranks its averages leave out.
+        The request is sent once all other ranks have sent theirs. So each of these ranks knows, before the exchange can
+        end, that a rank has joined, and reads how many ranks the averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())
@@ -292,7 +292,7 @@ def _line(key: Key) -> str:
 
 def _title(key: Key) -> str:
     if key[1] == "channel":
-        return f"the first gradients of the optimizer of {str(key[2]).rpartition('-')[0]!r}, …"
+        return f"the first gradients of the optimizer with the parameter {str(key[2]).rpartition('-')[0]!r}"
     return f"{key[1]}.{key[2] if key[2] is not None else 'noname'}" + (f" in process set {key[0]}" if key[0] else "")
 
 

@@ -1,8 +1,8 @@
-"""A rank's part in matching calls by name: send requests to rank 0, and execute the calls that it has matched.
+"""A rank's part in matching calls by name: send requests to rank 0, and execute the calls that rank 0 has matched.
 
-A call becomes a message to rank 0's coordinator. The coordinator's answers arrive in the same order on every rank, and
-one thread here carries them out, on channels that nothing else uses. The caller gets a handle, for poll() and
-synchronize(). Gradients of optimizers have channels of their own (``channel_reducer.py``).
+A call becomes a message to rank 0's coordinator. The coordinator's answers arrive in the same order on every rank. One
+thread executes them, on channels that nothing else uses. The caller gets a handle, for poll() and synchronize().
+Gradients of optimizers have separate channels (``channel_reducer.py``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Engine:
         self.absent: list[int] = []  # ranks that have joined
         self._reported_waits: dict[str, float] = {}
         self._requested_reports: dict[str, float] = {}
-        self._zeros_requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: no more
+        self._zeros_requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the join has ended
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Pending] = {}
@@ -63,7 +63,7 @@ class Engine:
         self._worker = threading.Thread(target=self._work, name="dualtrain-hvd", daemon=True)
         self._worker.start()
 
-    # -- what a caller does -----------------------------------------------------------------------------------------
+    # -- calls ------------------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -88,7 +88,7 @@ class Engine:
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if gpu is not None:
             self._executor.gpu = gpu
-            pending.streams = [torch.cuda.current_stream(gpu).record_event()]
+            pending.events = [torch.cuda.current_stream(gpu).record_event()]
         with self._lock:
             if self.down is not None:
                 raise HorovodInternalError(self.down)
@@ -156,7 +156,7 @@ class Engine:
         Returns:
             A call whose result is the backend, and the sparse gradients of all ranks.
         """
-        if name in self.channels.gradients:  # opened by the others while this rank had joined
+        if name in self.channels.gradients:  # the other ranks opened it after this rank had joined
             pending = Pending({}, result=self.channels.gradients[name])
             pending.ended.set()
             return pending
@@ -192,7 +192,7 @@ class Engine:
             self.timeline.end(what, activity)
 
     def _work(self) -> None:
-        """Carry out the coordinator's messages, in order."""
+        """Execute the coordinator's messages, in order."""
         try:
             for message in self._control.answers():
                 if message["do"] == "down":
@@ -212,7 +212,7 @@ class Engine:
     def _do_run(self, message: Message) -> None:
         pending = self._pending.get(message["id"]) if message["id"] is not None else None
         if message["id"] is not None and pending is None:
-            return  # fail() has ended all calls meanwhile
+            return  # fail() has ended all calls
         try:
             result = self._executor.run(message, pending)
         except Exception as error:  # the other ranks may be blocked in this call: end the world
@@ -265,7 +265,7 @@ class Engine:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the world on every rank: finish the calls that were matched, and fail all others. Blocks for up to 10 s."""
+        """End the world on every rank: finish the calls that were matched, and fail all others. Blocks for up to 15 s."""
         self.send({"kind": "shutdown"})
         self._worker.join(_LEAVING_SECONDS)
         self.fail("Horovod was shut down on this rank")

@@ -1,4 +1,4 @@
-"""The two exceptions that Horovod's users catch."""
+"""Horovod's exceptions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dualtrain.errors import BackendError
 
 
 class HorovodInternalError(BackendError):
-    """A collective operation did not happen: the ranks did not match, one failed, or Horovod was shut down.
+    """A collective operation failed: the ranks' calls did not match, a rank failed, or Horovod was shut down.
 
     It is a RuntimeError. ``elastic.run`` catches it, restores the committed state and joins the world again.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818
-    """The hosts of the job have changed. ``elastic.run`` catches it and joins the world again, without a restore.
+    """The hosts of the job have changed. ``elastic.run`` catches this and joins the world again, without a restore.
 
     ``skip_sync`` is True if hosts were only removed, so that no new rank needs the state.
     """

@@ -17,7 +17,7 @@ from dualtrain.hvd.timeline import Timeline
 
 
 class Executor:
-    """Carries out matched calls.
+    """Executes matched calls.
 
     Args:
         backend: the world.
@@ -33,7 +33,7 @@ class Executor:
         self.gpu: torch.device | None = backend.device if backend.device.type == "cuda" else None
 
     def run(self, message: Message, pending: Pending | None) -> Any:
-        """Carry out the call of ``message``, and return its result. ``pending`` is ``None`` if this rank has joined."""
+        """Execute the call of ``message``, and return its result. ``pending`` is ``None`` if this rank has joined."""
         with self._on_gpu(message):
             return self._dispatch(message, pending)
 
@@ -70,7 +70,7 @@ class Executor:
         else:
             pending.facts = message
             task = Task(message, self._channels.sets[message["set"]], pending.tensors, pending.outputs)
-            for event in pending.streams:
+            for event in pending.events:
                 torch.cuda.current_stream().wait_event(event)
         what, activity = f"{message['kind']}.{message['name'] or 'noname'}", message["kind"].upper()
         self._timeline.begin(what, activity)
@@ -79,8 +79,8 @@ class Executor:
                 result = RUN[message["kind"]](task)
         finally:
             self._timeline.end(what, activity)
-        if pending is not None and pending.streams:
-            pending.streams = [torch.cuda.current_stream().record_event()]
+        if pending is not None and pending.events:
+            pending.events = [torch.cuda.current_stream().record_event()]
         return result
 
     def _device(self, kind: str) -> torch.device:

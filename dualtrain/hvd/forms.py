@@ -1,4 +1,4 @@
-"""The forms of each operation: blocking and differentiable, or asynchronous with a handle; grouped; in place."""
+"""The forms of the operations: blocking and differentiable, or asynchronous with a handle; grouped; in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Options = dict[str, Any]
 
 
 def call_options(name: str | None, process_set: ProcessSet, **more: Any) -> Options:
-    """Return the options of a call: those that every operation has, and ``more``."""
+    """Return the options of a call: the name and the process set, and ``more``."""
     return {**more, "name": name, "process_set": process_set}
 
 
@@ -42,7 +42,7 @@ class Operation:
     Attributes:
         name: allreduce, …
         start: checks the options and requests the call: (kind, tensors, outputs, options).
-        gradient: as on Horovod: (gradients of the results, the call, its options) → gradients of the inputs.
+        gradient: Horovod's gradient: (gradients of the results, the call, its options) → gradients of the inputs.
     """
 
     name: str

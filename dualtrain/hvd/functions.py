@@ -27,7 +27,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
     Raises:
         ValueError: ``params`` is none of these, or a name appears twice.
-        HorovodInternalError: the ranks do not match, one failed, or Horovod was shut down.
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -45,8 +45,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Send every rank the root's optimizer state and options (learning rates and so on). Collective; blocks.
 
-    This function never calls ``step()``. Horovod's steps an optimizer without state, with gradients of zeros, which
-    changes weights under weight decay; and it does not send the options of stateless optimizers. As with Horovod, the
+    This function never calls ``step()``. Horovod's function steps an optimizer without state, with gradients of zeros,
+    so that weight decay changes the weights, and does not send the options of such optimizers. As with Horovod, the
     parameters of an optimizer without state have gradients of zeros afterwards.
 
     Args:
@@ -71,10 +71,10 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's ``obj`` on every rank: plain values, containers, tensors, numpy arrays; never code. Blocks.
+    """Return the root's ``obj`` on every rank. Blocks.
 
-    Objects of your own classes can be sent once all ranks have passed the classes to
-    ``torch.serialization.add_safe_globals``.
+    Plain values, containers, tensors and numpy arrays can be sent, but no code. Objects of your own classes can be sent
+    once all ranks have passed the classes to ``torch.serialization.add_safe_globals``.
 
     Raises:
         TypeError: on every rank of the set, if the object contains anything else. Later calls work.
@@ -90,7 +90,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Return every rank's ``obj`` in rank order; for objects as in :func:`broadcast_object`. Blocks."""
+    """Return every rank's ``obj`` in rank order; see :func:`broadcast_object` for the objects that can be sent. Blocks."""
     set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
     received = engine().submit("objects", name and f"allgather.{name}", set_id, [data], root=None).wait()

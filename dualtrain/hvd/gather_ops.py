@@ -1,7 +1,7 @@
 """Collective operations except ``allreduce``, with Horovod's names and arguments; ``mpi_ops`` exports them.
 
-Calls without a ``name`` match by order. All functions raise ValueError for a wrong argument, before anything is sent, and
-HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut down.
+Calls without a ``name`` match by order. All functions raise ValueError for a wrong argument, before they send anything,
+and HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut down.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Splits = Sequence[int] | torch.Tensor | None
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """Return every rank's rows, in rank order. Collective by name; blocks; differentiable.
 
-    Ranks may have different numbers of rows; tensors without dimensions are gathered to shape (size,). A rank's gradient
-    is the average, over ranks, of the gradients for its rows.
+    Ranks may have different numbers of rows. Tensors without dimensions are gathered into a tensor of shape (size,). A
+    rank's gradient is the average over all ranks' gradients of its rows.
     """
     return differentiable(ALLGATHER, [tensor], call_options(name, process_set))[0]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """As :func:`allgather`, without blocking and gradients; return a handle for ``poll`` and ``synchronize``."""
+    """As :func:`allgather`, but asynchronous and not differentiable; return a handle for ``poll`` and ``synchronize``."""
     return start(ALLGATHER, [tensor], call_options(name, process_set), finish=first)
 
 
@@ -44,7 +44,7 @@ def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: Pr
 
 
 def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """As :func:`grouped_allgather`, without blocking and gradients; return a handle."""
+    """As :func:`grouped_allgather`, but asynchronous and not differentiable; return a handle."""
     return start(ALLGATHER, tensors, call_options(name, process_set), grouped=True)
 
 
@@ -56,8 +56,8 @@ def broadcast(
 ) -> torch.Tensor:
     """Return the tensor of ``root_rank`` on every rank. Collective by name; blocks; differentiable.
 
-    ``root_rank`` is a rank of the world, in a process set too. The gradient is the average over ranks on the root, and
-    zero elsewhere.
+    ``root_rank`` is a rank of the world, in a process set too. The root's gradient is the average of all ranks'
+    gradients; on other ranks it is zero.
     """
     return differentiable(BROADCAST, [tensor], call_options(name, process_set, root_rank=root_rank))[0]
 
@@ -65,14 +65,14 @@ def broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """As :func:`broadcast`, without blocking and gradients; return a handle."""
+    """As :func:`broadcast`, but asynchronous and not differentiable; return a handle."""
     return start(BROADCAST, [tensor], call_options(name, process_set, root_rank=root_rank), finish=first)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """As :func:`broadcast`, in place and without gradients. Blocks."""
+    """As :func:`broadcast`, but in place and not differentiable. Blocks."""
     result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
@@ -80,7 +80,7 @@ def broadcast_(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """As :func:`broadcast_`, without blocking; return a handle."""
+    """As :func:`broadcast_`, but asynchronous; return a handle."""
     options = call_options(name, process_set, root_rank=root_rank)
     return start(BROADCAST, [tensor], options, in_place=True, finish=first)
 
@@ -104,7 +104,7 @@ def alltoall(
 def alltoall_async(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """As :func:`alltoall` with splits, without blocking and gradients; return a handle."""
+    """As :func:`alltoall` with splits, but asynchronous and not differentiable; return a handle."""
     return start(ALLTOALL, [tensor], call_options(name, process_set, splits=splits))
 
 
@@ -137,7 +137,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """As :func:`reducescatter`, without blocking and gradients; return a handle."""
+    """As :func:`reducescatter`, but asynchronous and not differentiable; return a handle."""
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
     return start(REDUCESCATTER, [tensor], options, finish=first)
 
@@ -164,7 +164,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """As :func:`grouped_reducescatter`, without blocking and gradients; return a handle."""
+    """As :func:`grouped_reducescatter`, but asynchronous and not differentiable; return a handle."""
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
     return start(REDUCESCATTER, tensors, options, grouped=True)
 
@@ -192,19 +192,19 @@ def sparse_allreduce_async(
 
 
 def join(device: int = -1, divide_by: str = "initial") -> int:
-    """Block until all ranks have joined, because this rank has no more data; return the rank that joined last.
+    """Report that this rank has no more data; block until all ranks have joined, and return the rank that joined last.
 
-    Meanwhile this rank contributes the identity element to the other ranks' reductions (zeros to a sum; Horovod sends
-    zeros to a minimum too), and zeros to the gradients of ``DistributedOptimizer``. Other operations fail on the ranks
+    Until then this rank contributes the identity element to the other ranks' reductions (zero for a sum; Horovod uses
+    zero for a minimum too), and zeros to the gradients of ``DistributedOptimizer``. Other operations fail on the ranks
     that call them.
 
     Args:
         device: ignored; accepted because Horovod does.
-        divide_by: the divisor of averages meanwhile: ``"initial"``, the number of all ranks, as on Horovod; or
-            ``"active"``, the number of ranks that have not joined with this argument.
+        divide_by: the divisor of averages until all ranks have joined: ``"initial"``, the number of all ranks, as on
+            Horovod; or ``"active"``, the number of ranks that have not joined with ``"active"``.
 
     Raises:
-        ValueError: ``divide_by`` is neither.
+        ValueError: ``divide_by`` has another value.
         HorovodInternalError: a rank failed, or Horovod was shut down.
     """
     if divide_by not in ("initial", "active"):

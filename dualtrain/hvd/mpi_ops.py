@@ -1,7 +1,7 @@
 """The collective operations, with Horovod's names and arguments.
 
-``allreduce`` is here, the others are in ``gather_ops.py``. ``calls.py`` has the argument checks and gradients,
-``operations.py`` the execution of matched calls.
+This module defines ``allreduce``, and ``gather_ops.py`` the others. ``calls.py`` checks arguments and computes gradients;
+``operations.py`` executes matched calls.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def allreduce(
     Averages of integers are exact, then truncated toward zero. The gradient is the same reduction of the gradients.
 
     Args:
-        tensor: of any dtype and shape, the same on every rank.
+        tensor: a tensor of any dtype and shape, which must be the same on every rank.
         average: the deprecated form of ``op``.
         name: matches the calls of the ranks; calls without a name match by order.
         compression: compresses what is sent; see :class:`Compression`.
@@ -88,7 +88,7 @@ def allreduce(
 
     Raises:
         ValueError: an argument is wrong; nothing was sent.
-        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down. (All functions here.)
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return differentiable(ALLREDUCE, [tensor], options, compression=compression)[0]
@@ -103,7 +103,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`allreduce`, without blocking and gradients; return a handle for ``poll`` and ``synchronize``."""
+    """As :func:`allreduce`, but asynchronous and not differentiable; return a handle for ``poll`` and ``synchronize``."""
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return start(ALLREDUCE, [tensor], options, finish=first)
 
@@ -117,7 +117,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As :func:`allreduce`, in place and without gradients. Blocks."""
+    """As :func:`allreduce`, but in place and not differentiable. Blocks."""
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     result: torch.Tensor = synchronize(start(ALLREDUCE, [tensor], options, in_place=True, finish=first))
     return result
@@ -132,7 +132,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`allreduce_`, without blocking; return a handle."""
+    """As :func:`allreduce_`, but asynchronous; return a handle."""
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return start(ALLREDUCE, [tensor], options, in_place=True, finish=first)
 
@@ -161,7 +161,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`grouped_allreduce`, without blocking and gradients; return a handle."""
+    """As :func:`grouped_allreduce`, but asynchronous and not differentiable; return a handle."""
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return start(ALLREDUCE, tensors, options, grouped=True)
 
@@ -175,7 +175,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
-    """As :func:`grouped_allreduce`, in place and without gradients. Blocks."""
+    """As :func:`grouped_allreduce`, but in place and not differentiable. Blocks."""
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     result: tuple[torch.Tensor, ...] = synchronize(start(ALLREDUCE, tensors, options, grouped=True, in_place=True))
     return result
@@ -190,7 +190,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """As :func:`grouped_allreduce_`, without blocking; return a handle."""
+    """As :func:`grouped_allreduce_`, but asynchronous; return a handle."""
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return start(ALLREDUCE, tensors, options, grouped=True, in_place=True)
 

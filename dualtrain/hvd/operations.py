@@ -63,7 +63,7 @@ def _summed(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         groups.setdefault((values.dtype, values.device, op), []).append(i)
     flats = []
     for (_, _, op), members in groups.items():
-        # Concatenate: one call sends all tensors, and does not overwrite the caller's.
+        # Concatenate the tensors: one call sends all of them, and the caller's tensors are not overwritten.
         flat = torch.cat([packed[i].reshape(-1) for i in members])
         flats.append((flat, task.channel.start_allreduce(flat, op, task.name), members))
     for flat, work, members in flats:
@@ -80,7 +80,7 @@ def _adasum(task: Task, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reducescatter(task: Task) -> list[torch.Tensor]:
-    """Return this rank's rows of the reduction, which are summed in rank order."""
+    """Return this rank's rows of the reduction. Values are added in rank order."""
     return [_reducescatter(task, tensor) for tensor in task.tensors]
 
 
@@ -122,7 +122,7 @@ def alltoall(task: Task) -> list[torch.Tensor]:
 
 
 def objects(task: Task) -> list[torch.Tensor]:
-    """Return every rank's bytes in rank order, or with a root only the root's."""
+    """Return every rank's bytes in rank order, or only the root's bytes if there is a root."""
     [data], lengths = task.tensors, [of_rank[0] for of_rank in task.facts["rows"]]
     if task.facts["root"] is None:
         return task.channel.gather(data, lengths, task.name)

@@ -1,6 +1,6 @@
-"""``hvd.DistributedOptimizer``: Horovod's rules for when gradients are combined, around any optimizer.
+"""``hvd.DistributedOptimizer``: any optimizer, with Horovod's rules for when gradients are combined.
 
-Each optimizer sends its gradients in buckets, on a channel of its own, without requests to rank 0. Rank 0 is needed only
+Each optimizer sends its gradients in buckets, on a separate channel, without requests to rank 0. Rank 0 is needed only
 to open the channel before the first exchange, and to request zeros from ranks that have joined.
 """
 
@@ -40,7 +40,7 @@ def DistributedOptimizer(  # noqa: N802
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> _Optimizer:
-    """Return an optimizer of the same class, groups and state as ``optimizer``, which combines gradients over ranks.
+    """Return an optimizer with the class, groups and state of ``optimizer`` that combines gradients over ranks.
 
     Backward sends gradients while it runs, and never waits for another rank. ``synchronize()`` or ``step()`` waits, and
     then ``param.grad`` has the combined gradients. As with Horovod, clipping and unscaling must come after
@@ -49,10 +49,10 @@ def DistributedOptimizer(  # noqa: N802
     Args:
         optimizer: any torch optimizer; its state is kept.
         named_parameters: ``model.named_parameters()``.
-        compression: ``Compression.none``, ``fp16``, ``bf16``, or a compressor of the user's own.
+        compression: ``Compression.none``, ``fp16``, ``bf16``, or the user's own compressor.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged.
-        op: Average, Sum, Min, Max, Product; or Adasum, which lets each rank step by itself and combines the changes.
-        gradient_predivide_factor: f; gradients are multiplied by 1/f before the sum, by f/size after it. Average only.
+        op: Average, Sum, Min, Max, Product; or Adasum: each rank steps alone, then the changes are combined.
+        gradient_predivide_factor: f; gradients are multiplied by 1/f before the sum, by f/size after it. Only for Average.
         num_groups: the deprecated form of ``groups``.
         groups: the number of buckets, or lists of the parameters that are sent together.
         sparse_as_dense: whether sparse gradients are sent as dense ones.
@@ -74,8 +74,8 @@ def DistributedOptimizer(  # noqa: N802
         optimizer = compat.without_state(optimizer)
     named = name_parameters(optimizer, named_parameters)
     base = _AdasumOptimizer if op == Adasum and (process_set.size() or 1) > 1 else _Optimizer
-    # A subclass of the optimizer's own class, as with Horovod: a wrapped SGD is an instance of torch.optim.SGD.
-    # Lightning and others recognize it by the word "horovod" in the text of its class.
+    # A subclass of the optimizer's class, as with Horovod: a wrapped SGD is an instance of torch.optim.SGD.
+    # Lightning and others recognize a wrapped optimizer by the word "horovod" in str() of its class.
     names = {"__module__": __name__, "__qualname__": f"horovod.{type(optimizer).__name__}"}
     cls = type(type(optimizer).__name__, (base, type(optimizer)), names)
     made: _Optimizer = object.__new__(cls)
@@ -85,7 +85,7 @@ def DistributedOptimizer(  # noqa: N802
 
 
 class _Optimizer(NativeOptimizer):
-    """Result of ``DistributedOptimizer``: another optimizer, with Horovod's rules for when gradients are combined."""
+    """Result of ``DistributedOptimizer``: a wrapped optimizer, with Horovod's rules for when gradients are combined."""
 
     def wrap(
         self,
@@ -97,7 +97,7 @@ class _Optimizer(NativeOptimizer):
         transfer: Transfer,
         process_set: ProcessSet,
     ) -> None:
-        """Initialize. This is not ``__init__``, because that has the arguments of the wrapped optimizer's class."""
+        """Initialize. ``__init__`` is not used, because it has the arguments of the wrapped optimizer's class."""
         self.optimizer = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
@@ -111,7 +111,7 @@ class _Optimizer(NativeOptimizer):
             self.reducer.follow(optimizer)
 
     def close(self) -> None:
-        """Stop combining gradients: from now on each rank keeps its own. May be called again."""
+        """Stop combining gradients: from now on each rank keeps its own. A second call does nothing."""
         if self.reducer is not None:
             self.reducer.close()
 
@@ -122,7 +122,7 @@ class _Optimizer(NativeOptimizer):
         HorovodReducer.close_replaced(named, *place[:2])
         half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
         if half and compat.enabled():
-            compat.note(compat.HALF)  # an ordinary call sums in 16 bits as Horovod does; buckets do not
+            compat.note(compat.HALF)  # a grouped allreduce sums in 16 bits as Horovod does; buckets do not
             return CallReducer(named, *place, self.op, compression, predivide=1 / transfer.before)
         if self.op not in (Average, Sum) or compression not in NARROW:
             return CallReducer(named, *place, self.op, compression)
@@ -161,7 +161,7 @@ class _Optimizer(NativeOptimizer):
     def synchronize(self) -> None:
         """Combine every gradient over the ranks. Collective; blocks.
 
-        Another call combines ``param.grad`` again, as on Horovod, because another rank may have run a backward since.
+        A second call combines ``param.grad`` again, as on Horovod, because another rank may have run backward in between.
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
@@ -180,7 +180,7 @@ class _Optimizer(NativeOptimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make ``step`` inside this context not synchronize; for use after ``synchronize()``."""
+        """Inside this context, ``step`` does not synchronize. For use after ``synchronize()``."""
         self._should_synchronize = False
         try:
             yield
@@ -190,8 +190,8 @@ class _Optimizer(NativeOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the wrapped optimizer's step, on combined gradients. Collective.
 
-        The optimizer may call ``closure`` several times (LBFGS, which Horovod refuses). It gets the closure's loss
-        averaged over ranks (summed with ``op=Sum``), so that every rank makes the same decisions.
+        The optimizer may call ``closure`` several times, as LBFGS does, which Horovod refuses. The closure's loss is
+        averaged over ranks (summed with ``op=Sum``) for the optimizer, so that every rank makes the same decisions.
 
         Raises:
             HorovodInternalError: as :meth:`synchronize`.
@@ -209,7 +209,7 @@ class _Optimizer(NativeOptimizer):
                 self.synchronize()
         synchronized, self._synchronized = self._synchronized, False
         result = self.optimizer.step(closure and self._with_reduction(closure))
-        # Not after skip_synchronize() without synchronize(): then zero_grad() and the next backward raise AssertionError.
+        # No reset after skip_synchronize() without synchronize(): zero_grad() and backward must raise AssertionError.
         if self.reducer is not None and (synchronized or closure is not None):
             self.reducer.renew()
             self.reducer.reset_passes()
@@ -242,7 +242,7 @@ class _Optimizer(NativeOptimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer, whose gradients are combined too. To be called on every rank."""
+        """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""
         if self.reducer is not None and compat.enabled():
             compat.note(compat.UNREDUCED)
             self.optimizer.add_param_group(param_group)
@@ -253,7 +253,7 @@ class _Optimizer(NativeOptimizer):
             super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, and reset the reducer, in which a step may have failed."""
+        """Load the wrapped optimizer's state, and reset the reducer, because its last step may have failed."""
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:
             self.reducer.discard_step()
@@ -261,11 +261,11 @@ class _Optimizer(NativeOptimizer):
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """For programs that import this name. isinstance with it is False for all optimizers, as in Horovod 0.28.1."""
+    """Name that programs import. No optimizer is an instance of this class, as in Horovod 0.28.1."""
 
 
 class _DistributedAdasumOptimizer(torch.optim.Optimizer):
-    """As ``_DistributedOptimizer``."""
+    """Name that programs import. No optimizer is an instance of this class, as in Horovod 0.28.1."""
 
 
 class _AdasumOptimizer(_Optimizer):

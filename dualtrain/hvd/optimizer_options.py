@@ -26,7 +26,11 @@ NARROW: dict[AnyCompressor, torch.dtype | None] = {
 
 
 def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
-    """Return (name, parameter) for all parameters of ``optimizer``; raise Horovod's ValueErrors for a wrong ``given``."""
+    """Return ``given`` as a list; if it is ``None``, all parameters of ``optimizer`` as pairs with generated names.
+
+    Raises:
+        ValueError: ``given`` has other elements, a name twice, or not all parameters of ``optimizer``.
+    """
     all_params = [
         (f"allreduce.noname.{i}.{j}", p)
         for i, group in enumerate(optimizer.param_groups)

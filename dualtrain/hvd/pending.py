@@ -24,7 +24,7 @@ class Pending:
         then: called with the result in the engine's thread, before the call counts as ended.
         ended: set once there is a result or an error.
         facts: what all ranks agreed on.
-        streams: GPU events after which the inputs are ready, and later those for the results.
+        events: GPU events after which the inputs are ready; once the call has ended, those for the results.
     """
 
     message: Message
@@ -35,7 +35,7 @@ class Pending:
     facts: Message = field(default_factory=dict)
     result: Any = None
     error: HorovodInternalError | None = None
-    streams: list[Any] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
 
     def wait(self) -> Any:
         """Block until the result can be used on the current stream; return it. Raises HorovodInternalError."""
@@ -43,6 +43,6 @@ class Pending:
         if self.error is not None:
             # A new exception each time, because several callers may wait.
             raise HorovodInternalError(*self.error.args) from self.error
-        for event in self.streams:
+        for event in self.events:
             torch.cuda.current_stream().wait_event(event)
         return self.result

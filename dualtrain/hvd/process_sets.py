@@ -105,7 +105,7 @@ def detach() -> None:
 
 
 def ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of every set that is in use, by its id."""
+    """Return a map from the id of each set that is in use to its ranks."""
     return {
         one.process_set_id: list(one.ranks or [])
         for one in [global_process_set, *_attached]
@@ -117,8 +117,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable and return it. Collective over all ranks; blocks.
 
     Raises:
-        ValueError: a set of these ranks exists, a rank does not exist, or sets may not be added. They may with
-            HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``init(process_sets="dynamic")``.
+        ValueError: a set of these ranks exists, a rank does not exist, or sets may not be added, because neither
+            HOROVOD_DYNAMIC_PROCESS_SETS=1 was set nor ``init(process_sets="dynamic")`` called.
     """
     engine = _dynamic("adding")
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)

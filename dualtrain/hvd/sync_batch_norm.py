@@ -1,4 +1,4 @@
-"""``hvd.SyncBatchNorm``: batch normalization over all ranks' samples, on CPUs too (Horovod's needs GPUs)."""
+"""``hvd.SyncBatchNorm``: batch normalization over all ranks' samples, on CPUs too (Horovod's layer needs GPUs)."""
 
 from __future__ import annotations
 

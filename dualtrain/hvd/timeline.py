@@ -1,6 +1,6 @@
 """Timeline of calls: a Chrome trace (chrome://tracing, Perfetto) with the event names of Horovod's timeline.
 
-Rank 0 writes the file: when each rank was ready (NEGOTIATE_…), and when rank 0 itself carried the call out. The file is
+Rank 0 writes the file: when each rank was ready (NEGOTIATE_…), and when rank 0 itself executed the call. The file is
 valid JSON at any moment, even if the run is killed.
 """
 
@@ -14,13 +14,13 @@ from typing import Any, TextIO
 
 
 class Timeline:
-    """Writer of a trace file. While no file is open, recording does nothing."""
+    """Writer of a trace file. While no file is open, nothing is written."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._lines: dict[str, int] = {}  # tensor → line of the chart
-        self._open: set[tuple[str, str]] = set()  # activities under way, also while no file is open
+        self._open: set[tuple[str, str]] = set()  # activities in progress, also while no file is open
         self._start, self._end = 0.0, 0
         self.mark_cycles = False
 
@@ -44,7 +44,7 @@ class Timeline:
             self._write(
                 name="process_name", ph="M", pid=0, args={"start_time_since_epoch_in_micros": int(self._start * 1e6)}
             )
-            for what, activity in sorted(self._open):  # another rank may have called before this one started the file
+            for what, activity in sorted(self._open):  # calls that were made before the file was opened
                 self._write(name=activity, ph="B", pid=self._line(what))
 
     def stop(self) -> None:

@@ -40,7 +40,7 @@ def is_iterable(value: Any) -> bool:
 
 
 def gpu_available(framework: str = "torch", verbose: bool = False) -> bool:
-    """Return whether torch sees a GPU."""
+    """Return whether torch can use a GPU."""
     import torch
 
     return torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Ray's part of ``RayExecutor``: a placement group, and an actor for each rank. The only file that names ray."""
+"""Ray's part of ``RayExecutor``: a placement group, and an actor for each rank. The only file that imports ray."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dualtrain.rendezvous.meeting_point import reserve
 
 
 class Worker:
-    """An actor that is one rank, and keeps an object of the user's between calls."""
+    """An actor that is one rank. It keeps the user's object between calls."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._name = f"rank {rank} of {size}"
         self._executable: Any = None
 
     def __repr__(self) -> str:
-        return self._name  # which Ray writes before the actor's output and into its errors
+        return self._name  # Ray writes this text before the actor's output and into its errors
 
     def place(self) -> tuple[int, list[str]]:
-        """Return the identity of this host, and the GPUs of this actor."""
+        """Return the identity of this host, and the ids of this actor's GPUs."""
         return identity(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def reserve(self, single_host: bool) -> tuple[tuple[str, int], str]:
@@ -38,12 +38,12 @@ class Worker:
         return reserve(single_host)
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Set environment variables of this process, which make it a rank."""
+        """Set the environment variables that make this process a rank."""
         os.environ.update(variables)
         prepare()
 
     def make(self, cls: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Make the object that functions of ``execute`` are given."""
+        """Create the object that ``execute`` passes to functions."""
         self._executable = None if cls is None else cls(*args, **kwargs)
 
     def execute(self, function: Callable[[Any], Any]) -> Any:
@@ -61,19 +61,19 @@ class Actors:
     """The actors of all ranks, in rank order, and their placement group.
 
     Raises:
-        UserError: Ray does not run, or does not find room for all of them in time.
+        UserError: Ray is not initialized, or cannot place all actors in time.
     """
 
     def __init__(self, wanted: Placement, seconds: float) -> None:
         if not ray.is_initialized():
-            raise UserError("Ray does not run: call ray.init() before start()")
+            raise UserError("Ray is not initialized: call ray.init() before start()")
         current = get_current_placement_group() if wanted.current_group else None
         self._own = None if current is not None else _reserved(wanted, seconds)
         worker, size = ray.remote(Worker), wanted.num_workers
         job = new_job()
         self.workers = [
             worker.options(
-                name=f"dualtrain-{job}-rank-{rank}-of-{size}",  # which Ray's error about a dead actor contains
+                name=f"dualtrain-{job}-rank-{rank}-of-{size}",  # Ray's error about a dead actor contains this name
                 num_cpus=wanted.cpus,
                 num_gpus=wanted.gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -90,7 +90,7 @@ class Actors:
         return [getattr(worker, method).remote(*each) for worker, each in pairs]
 
     def end(self) -> None:
-        """End the actors' processes, and give back what Ray reserved."""
+        """End the actors' processes, and remove the placement group that was made for them."""
         for worker in self.workers:
             ray.kill(worker)
         self.workers = []
@@ -103,7 +103,7 @@ def results(references: Sequence[Any], seconds: float | None, what: str) -> list
     """Return the results of calls. Blocks until all have ended or one has failed, for ``seconds`` at most.
 
     Raises:
-        UserError: they take longer.
+        UserError: the calls take longer.
     """
     try:
         return list(ray.get(list(references), timeout=seconds))
@@ -119,7 +119,7 @@ def _reserved(wanted: Placement, seconds: float) -> PlacementGroup:
     if not group.wait(seconds):
         remove_placement_group(group)
         raise UserError(
-            f"Ray found no room for {len(bundles)} times {bundles[0]} within {seconds:g} s, of "
+            f"Ray could not reserve {len(bundles)} times {bundles[0]} within {seconds:g} s; available are "
             f"{ray.available_resources()}: give fewer workers, or a larger placement_group_timeout_s"
         )
     return group

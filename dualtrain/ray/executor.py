@@ -22,9 +22,9 @@ class RayExecutor:
         num_workers_per_host: number of ranks on each of ``num_hosts``.
         cpus_per_worker: CPUs that Ray reserves for each rank.
         use_gpu: whether each rank gets GPUs.
-        gpus_per_worker: how many (1).
-        use_current_placement_group: whether the placement group of the calling task, if there is one, is used.
-        elastic: min_workers, max_workers, reset_limit and the like, which are refused unless they are ``None``.
+        gpus_per_worker: GPUs of each rank; by default, 1 with ``use_gpu``.
+        use_current_placement_group: whether to use the placement group of the calling task, if there is one.
+        elastic: min_workers, max_workers, reset_limit and similar arguments, which are refused unless they are ``None``.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: Iterable[str] | None = None,
     ) -> Settings:
-        """Return settings with these time limits and interfaces. The ssh arguments have no effect: nothing uses ssh."""
+        """Return settings with these time limits and network interfaces. The ssh arguments are ignored: ssh is not used."""
         return Settings(timeout_s, placement_group_timeout_s, nics)
 
     def start(
@@ -76,11 +76,11 @@ class RayExecutor:
         """Start an actor for each rank, and in each an object ``executable_cls(*args, **kwargs)`` if a class is given.
 
         Raises:
-            UserError: Ray does not run, has no room, or the actors do not start in time.
+            UserError: Ray is not initialized or cannot place the actors, or they do not start in time.
         """
         refuse_other_backend()
         if self._actors is not None:
-            raise UserError("RayExecutor.start() was called twice: call shutdown() before the second time")
+            raise UserError("RayExecutor.start() was called twice: call shutdown() before the second call")
         self._actors = Actors(self._placement, self._settings.placement_group_timeout_s)
         try:
             self._make_ranks(dict(extra_env_vars or {}))
@@ -109,7 +109,7 @@ class RayExecutor:
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Start ``fn(*args, **kwargs)`` on each rank; return Ray's references of the results, in rank order."""
+        """Start ``fn(*args, **kwargs)`` on each rank; return Ray's references to the results, in rank order."""
         given, named = tuple(args or ()), dict(kwargs or {})
         return self._execute(lambda _: fn(*given, **named))
 
@@ -122,21 +122,21 @@ class RayExecutor:
     ) -> list[Any]:
         """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all have ended, or one has failed.
 
-        An exception on a rank is raised as Ray raises it, which names the rank. ``callbacks`` have no effect, as with
-        Horovod's executor of a fixed number of workers.
+        If ``fn`` raises on a rank, Ray's exception is raised, which names the rank. ``callbacks`` are ignored, as by
+        Horovod's executor for a fixed number of workers.
         """
         return results(self.run_remote(fn, args, kwargs), None, "run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """Return the results of ``fn(object)`` by rank, where the object is that of ``executable_cls``. See :meth:`run`."""
+        """Return the results of ``fn(object)`` by rank; ``object`` is an ``executable_cls``. See :meth:`run`."""
         return results(self._execute(fn), None, "execute")
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Return the result of ``fn(object)`` on rank 0. Blocks until it has ended."""
+        """Return the result of ``fn(object)`` on rank 0. Blocks until the call has ended."""
         return results([self._running().workers[0].execute.remote(fn)], None, "execute_single")[0]
 
     def shutdown(self) -> None:
-        """End the actors and give back what Ray reserved. May be repeated."""
+        """End the actors, and remove their placement group. A second call does nothing."""
         if self._actors is not None:
             self._actors.end()
             self._actors = None
@@ -155,6 +155,6 @@ class RayExecutor:
 
 
 def visible_gpus(rank: int, places: Sequence[tuple[int, Sequence[str]]]) -> dict[str, str]:
-    """Return the variable by which a rank sees the GPUs of all ranks of its host, so that its local rank is its GPU."""
+    """Return CUDA_VISIBLE_DEVICES with the GPUs of all ranks on the host of ``rank``: local ranks are then GPU indices."""
     visible = [gpu for host, gpus in places if host == places[rank][0] for gpu in gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}

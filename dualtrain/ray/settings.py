@@ -1,4 +1,4 @@
-"""Settings of ``RayExecutor``: the time limits of Horovod's settings, which are all that counts here."""
+"""Settings of ``RayExecutor``, and the resources that Ray reserves for it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dualtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Settings:
-    """Time limits and network of the ranks; Horovod's own settings objects, which have these names too, will do.
+    """Time limits and network interfaces. Horovod's settings objects have the same attributes, and are accepted too.
 
     Attributes:
         timeout_s: seconds for the actors to start.
-        placement_group_timeout_s: seconds for Ray to find room for all of them.
-        nics: network interfaces to communicate on; only the first one counts.
+        placement_group_timeout_s: seconds for Ray to reserve resources for all actors.
+        nics: network interfaces; only the first one is used.
     """
 
     timeout_s: float = 300.0
@@ -25,14 +25,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Placement:
-    """Number of actors, and what Ray reserves for each.
+    """Number of actors, and the resources of each.
 
     Attributes:
         num_workers: number of ranks.
-        num_hosts: number of hosts with equally many ranks each; ``None`` where Ray packs the ranks on as few as it can.
+        num_hosts: number of hosts, with the same number of ranks on each; with ``None``, Ray uses as few hosts as it can.
         cpus: CPUs of each rank.
         gpus: GPUs of each rank.
-        current_group: whether the placement group of the calling task, if there is one, is used.
+        current_group: whether to use the placement group of the calling task, if there is one.
     """
 
     num_workers: int
@@ -43,7 +43,7 @@ class Placement:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """What Ray reserves: one bundle for each host, or for each rank."""
+        """Resources that Ray reserves: one bundle for each host, or for each rank if ``num_hosts`` is ``None``."""
         each = self.num_workers // self.num_hosts if self.num_hosts else 1
         bundle = {"CPU": self.cpus * each} | ({"GPU": self.gpus * each} if self.gpus else {})
         return [dict(bundle) for _ in range(self.num_hosts or self.num_workers)]
@@ -65,7 +65,7 @@ def placement(
     """Return the placement that the arguments of ``RayExecutor`` describe.
 
     Raises:
-        UserError: there is no number of ranks, or two of them.
+        UserError: both or none of ``num_workers`` and ``num_hosts`` are given, or a number is wrong.
     """
     if (num_workers is None) == (num_hosts is None):
         raise UserError(

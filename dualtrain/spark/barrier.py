@@ -1,6 +1,6 @@
 """Ranks in Spark's barrier mode: all tasks of a stage start together, and each runs its rank as a child process.
 
-The task of rank 0 serves the ranks' store. The only file that names pyspark.
+The task of rank 0 serves the ranks' store. No other file imports pyspark.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def run(
     """Call ``fn(*args, **kwargs)`` on ``num_proc`` ranks, each in a task of a Spark job; return the results by rank.
 
     The signature is that of ``horovod.spark.run``. dualtrain must be installed on Spark's workers. In the function,
-    ``import horovod.torch as hvd`` leads to ``dualtrain.hvd``. If a task fails, Spark ends the others, and on a cluster
-    may start all of them again (``spark.stage.maxConsecutiveAttempts``).
+    ``import horovod.torch as hvd`` loads ``dualtrain.hvd``. If a task fails, Spark ends the other tasks; on a cluster, it
+    may start all tasks again (``spark.stage.maxConsecutiveAttempts``).
 
     Args:
         fn: a function that cloudpickle can pickle.
@@ -62,10 +62,10 @@ def run(
         kwargs: its keyword arguments.
         num_proc: number of ranks; by default, ``spark.default.parallelism``.
         start_timeout: seconds within which Spark must start all tasks; by default HOROVOD_SPARK_START_TIMEOUT, else 600.
-        use_mpi, use_gloo, extra_mpi_args, verbose, prefix_output_with_timestamp: without effect.
-        env: further environment variables of the ranks.
-        stdout, stderr: not supported: what the ranks print is in the logs of Spark's executors.
-        nics: network interface to communicate on; only the first one counts.
+        use_mpi, use_gloo, extra_mpi_args, verbose, prefix_output_with_timestamp: ignored.
+        env: more environment variables for the ranks.
+        stdout, stderr: not supported: the ranks' output is in the logs of Spark's executors.
+        nics: network interfaces; only the first one is used.
         executable: the ranks' Python interpreter; by default, that of Spark's workers.
 
     Raises:
@@ -79,7 +79,7 @@ def run(
     if not callable(fn):
         raise UserError(f"run() was given {fn!r}, which cannot be called: give a function, and its arguments as args")
     refuse_other_backend()
-    # pyspark has no public name for the context that is running; getOrCreate would start one.
+    # pyspark has no public name for the running context, and getOrCreate would start one.
     context = SparkContext._active_spark_context
     if context is None:
         raise UserError("there is no SparkContext: start Spark first, as with SparkSession.builder.getOrCreate()")
@@ -123,7 +123,7 @@ class _Task:
             context.barrier()  # the store must serve until all ranks have ended
         except RankFailedError as error:
             if error.by_peer:
-                time.sleep(GRACE_SECONDS)  # Spark reports the task that fails first: let it be the one at fault
+                time.sleep(GRACE_SECONDS)  # Spark reports the task that fails first, which must be the failed rank's task
             raise error from None
         finally:
             if store is not None:
@@ -132,7 +132,7 @@ class _Task:
 
 
 class _Job:
-    """One Spark job, run by a thread, so that the caller can stop waiting for it."""
+    """A Spark job in a thread, so that the caller can stop waiting for the job."""
 
     def __init__(self, context: SparkContext, task: _Task, size: int) -> None:
         self._context = context
@@ -142,7 +142,7 @@ class _Job:
         self._ended: Future[list[bytes]] = Future()
 
     def results(self, start_timeout: float) -> list[bytes]:
-        """Return the tasks' results by rank. Blocks until all have ended."""
+        """Return the tasks' results by rank. Blocks until all tasks have ended."""
         thread = InheritableThread(target=self._collect, name=self._group, daemon=True)
         thread.start()
         deadline: float | None = time.monotonic() + start_timeout
@@ -179,7 +179,7 @@ class _Job:
         return self._active() >= self._size
 
     def _active(self) -> int:
-        """Return how many of the tasks Spark has started."""
+        """Return the number of tasks that run or have completed."""
         tracker = self._context.statusTracker()
         jobs = (tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._group))
         stages = [tracker.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds]

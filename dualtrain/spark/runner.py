@@ -14,9 +14,9 @@ class HorovodRunner:
     """Runner of a function on several ranks.
 
     Args:
-        np: number of ranks. Positive: so many tasks of a Spark job, all at once. Negative: ``-np`` processes of the
+        np: number of ranks. Positive: tasks of a Spark job, which start together. Negative: ``-np`` processes on the
             driver's host. 0 is refused: Databricks deprecated it.
-        driver_log_verbosity: accepted, and without effect: output goes to the logs of Spark's executors.
+        driver_log_verbosity: ignored: the ranks' output is in the logs of Spark's executors.
     """
 
     def __init__(self, np: int, driver_log_verbosity: str = "log_callback_only") -> None:

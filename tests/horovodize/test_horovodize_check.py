@@ -37,8 +37,8 @@ CASES = [
     ),
     ("horovod_run", "import horovod\nhorovod.run(train, np=2)  # HERE", "import horovod\nhorovod.__version__"),
     ("horovod_run", "from horovod import run\nrun(train)  # HERE", "from horovod import run"),
-    ("build_questions", "if hvd.nccl_built():  # HERE\n    pass", "print(hvd.nccl_built())"),
-    ("build_questions", "a = 1 if x and hvd.mpi_enabled() else 2  # HERE", "a = 1 if hvd.size() > 1 else 2"),
+    ("branch_on_build", "if hvd.nccl_built():  # HERE\n    pass", "print(hvd.nccl_built())"),
+    ("branch_on_build", "a = 1 if x and hvd.mpi_enabled() else 2  # HERE", "a = 1 if hvd.size() > 1 else 2"),
     (
         "variables",
         "import os\nos.environ['HOROVOD_CYCLE_TIME'] = '1'  # HERE",

@@ -90,10 +90,10 @@ failure(one_host.start)
     assert "rank 1 of 2" in raised[2]
     assert "rank-1-of-2" in died[2]
     assert crowded[1:] == ["UserError", crowded[2]]
-    assert "no room for 3 times {'CPU': 1} within 2 s" in crowded[2]
-    assert "no room for 2 times {'CPU': 1} within 2 s" in spread[2]
+    assert "could not reserve 3 times {'CPU': 1} within 2 s" in crowded[2]
+    assert "could not reserve 2 times {'CPU': 1} within 2 s" in spread[2]
     assert packed == ["ray", "ray"]
-    assert "Ray does not run: call ray.init()" in stopped[2]
+    assert "Ray is not initialized: call ray.init()" in stopped[2]
 
 
 @pytest.mark.usefixtures("hook")

@@ -1,1 +1,1 @@
-"""Folder that is put on ``sys.path``, so that a script's child processes find the module ``horovod`` here."""
+"""Folder on ``sys.path``, in which a script's child processes find the module ``horovod``."""

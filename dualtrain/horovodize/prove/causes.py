@@ -30,7 +30,7 @@ CAUSES: tuple[Rule, ...] = (
 def likely_causes(script: Path) -> list[str]:
     """Return the lines of ``script`` that may give different numbers on the two libraries, the likeliest first.
 
-    Return an empty list if it cannot be read as Python, because the comparison does not need the lines.
+    Return an empty list if the script cannot be read as Python, because the comparison does not need the lines.
     """
     try:
         source = Source(read_text(script, "utf-8-sig"))

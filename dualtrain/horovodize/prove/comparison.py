@@ -19,7 +19,7 @@ class Difference:
         names: the tensors that differ.
         relative: the largest difference of these tensors, relative to their norms, after step ``measured``.
         measured: the first step, from ``step`` on, whose weights were summarized; ``None`` if there is none.
-        options: the optimizer's options that differ at that step: (name, value in one run, value in the other).
+        options: the optimizer's options that differ at ``step``, else at ``measured``: (name, and its value in each run).
     """
 
     step: int
@@ -88,9 +88,9 @@ def relative_difference(one: Summary, other: Summary) -> float:
 
 
 def distance(one: RunRecord, other: RunRecord) -> tuple[float, int]:
-    """Return the distance of all weights relative to their norm, and the step: the last one that both runs summarized.
+    """Return the distance of all weights relative to their norm, and the step: the last that both runs summarized.
 
-    The distance is estimated from sampled values; the largest over ranks is returned.
+    The distance is estimated from sampled values; of all ranks' distances, the largest is returned.
     """
     found = []
     for a, b in zip(one.ranks, other.ranks, strict=True):

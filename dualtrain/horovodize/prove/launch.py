@@ -24,7 +24,7 @@ from dualtrain.horovodize.prove.records import RankRecord, RunRecord, read_recor
 from dualtrain.processes import signal_at_parents_end
 
 Side = Literal["Horovod", "dualtrain"]
-#: Environment variable with a unique value for each run, by which processes that the launcher has left are found.
+#: Environment variable with a unique value for each run. It identifies processes that the launcher leaves behind.
 MARK = "DUALTRAIN_PROVE_RUN"
 COMPAT = "DUALTRAIN_HVD_COMPAT"
 _END_SECONDS = 10.0  # from SIGTERM to SIGKILL
@@ -149,7 +149,7 @@ def environment(nproc: int, side: Side, compat: bool) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path, timeout: float) -> tuple[int, bool]:
-    """Run ``command``. Return its exit status, and whether it was ended because no step came for ``timeout`` s."""
+    """Run ``command``. Return its exit status, and whether it was ended because no rank took a step for ``timeout`` s."""
     parent = os.getpid()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -242,7 +242,7 @@ def _did_not_start(side: Side, status: int, hung: bool, timeout: float) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """Return ": " and the output's first line with an error, or else its last line with a word."""
+    """Return ": " and the first line of the output with an error, or else the last line with a letter or digit."""
     lines = [_OF_LAUNCHER.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
     errors = [line for line in lines if _IS_ERROR.search(line)]
     last = (errors or [line for line in lines if re.search(r"\w", line)] or [""])[0 if errors else -1]

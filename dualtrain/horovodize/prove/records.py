@@ -43,8 +43,8 @@ class OptimizerRecord:
     Attributes:
         type: the name of its class.
         names: names of the parameters, in the order of the parameter groups.
-        numels: the parameters' numbers of elements.
-        sums: for each step from the first one, a checksum of each parameter after it.
+        numels: number of elements of each parameter.
+        sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
     """
 
@@ -132,7 +132,7 @@ class RunRecord:
 
     @property
     def platform(self) -> dict[str, Any]:
-        """Facts about rank 0 on which bits of a result may depend, besides the script."""
+        """Processor, torch, device and threads of rank 0, on which the bits of a result may depend."""
         first = self.ranks[0]
         names = ("torch", "device", "threads")
         return {"processor": first.start["processor"], **{name: first.world.get(name) for name in names}}
@@ -180,7 +180,7 @@ def median_of(runs: Sequence[RunRecord], value: Callable[[RunRecord], float | No
 
 
 def read_record(folder: Path, launched: float | None = None) -> RunRecord:
-    """Read the record in ``folder``. Without ``launched``, rank 0's start is taken as the start of the run.
+    """Read the record in ``folder``. ``launched`` is the start of the run; by default, the start of rank 0.
 
     Raises:
         UserError: there is no record, a rank's file is missing, or a file is not a record.
@@ -215,7 +215,7 @@ def _checked(path: Path, read: Callable[[], T]) -> T:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    # Without the text after the last line end: a killed process may have written part of a line.
+    # Leave out the text after the last line end: a killed process may have written part of a line.
     return (parse_json(line) for line in read_text(path).split("\n")[:-1])
 
 
@@ -235,7 +235,7 @@ def _read_world(record: RankRecord, line: dict[str, Any]) -> None:
 
 
 def _read_optimizer(record: RankRecord, line: dict[str, Any]) -> None:
-    # Optimizers are numbered in order of creation, and one that never steps has no line.
+    # Optimizers are numbered in order of creation, and an optimizer that never steps has no line.
     while len(record.optimizers) <= int(line["optimizer"]):
         record.optimizers.append(OptimizerRecord("", [], []))
     numels = [math.prod(int(extent) for extent in shape) for _, _, shape in line["tensors"]]

@@ -50,7 +50,7 @@ class Evidence:
 
     @property
     def other_hardware(self) -> list[str]:
-        """Differences between this machine and that of --against on which bits depend, such as "torch 1.13, here 2.15"."""
+        """Facts that affect bits and differ between --against's machine and this one, such as "torch 1.13, here 2.15"."""
         if not self.recorded or not self.dualtrain:
             return []
         there, here = self.horovod[0].platform, self.dualtrain[0].platform
@@ -77,7 +77,7 @@ class Verdict:
 
 
 def needs_compat(evidence: Evidence) -> bool:
-    """Return whether the sides differ and each side's runs agree, so that Horovod's defects may be the cause."""
+    """Return whether the sides differ although each side's runs agree, so that Horovod's defects may be the cause."""
     if evidence.failure or evidence.spread is not None:
         return False
     return first_difference(evidence.horovod[0], evidence.dualtrain[0]) is not None
@@ -109,7 +109,7 @@ def _short(run: RunRecord) -> str:
 
 
 def speed(evidence: Evidence) -> str:
-    """Return ", 1.4× the speed", or an empty string if the sides were not measured on one machine."""
+    """Return a text such as ", 1.40× the speed"; an empty string if the sides were not measured on one machine."""
     ratios = _ratios(evidence)
     return f", {statistics.median(ratios):.2f}× the speed" if ratios else ""
 
@@ -141,7 +141,7 @@ def _defects(run: RunRecord) -> str:
 
 
 def _places(run: RunRecord) -> list[str]:
-    """Return one line for each place in the script that meets a defect of Horovod."""
+    """Return one line for each place in the script at which a defect of Horovod was reproduced."""
     return [f"{file}:{number}: {defect}" for defect, file, number in run.defects]
 
 
@@ -160,14 +160,14 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
 
 
 def where(difference: Difference) -> str:
-    """Return "from step 7 in 'fc.weight' by 3e-4 relative"."""
+    """Return a description such as "from step 7 in 'fc.weight' by 3e-04 relative"."""
     names = ", ".join(repr(name) for name in difference.names[:3])
     more = f" and {len(difference.names) - 3} more" if len(difference.names) > 3 else ""
     step = f"from step {difference.step}" if difference.step else "before the first step"
     by = ""
     if difference.relative is not None:
         when = "" if difference.measured == difference.step else f" at step {difference.measured}"
-        by = f" by {difference.relative:.0e} relative{when}" if difference.relative else " by a few last bits"
+        by = f" by {difference.relative:.0e} relative{when}" if difference.relative else " in the last bits"
     rank = f" on rank {difference.rank}" if difference.rank else ""
     return f"{step} in {names}{more}{by}{rank}"
 

@@ -31,7 +31,7 @@ RULES: tuple[Rule, ...] = (
     single_calls.mpi_communicator,
     environment.uncovered_imports,
     environment.horovod_run,
-    environment.build_questions,
+    environment.branch_on_build,
     environment.variables,
     environment.elastic_run,
     evaluation.padded_evaluation,

@@ -108,7 +108,7 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.AST, step: ast.AST) 
     assigned = [statement for target, _, statement in source.assignments if target in (root.id, ast.unparse(value))]
     early = [one for one in assigned if one.lineno < wrap.lineno]  # type: ignore[attr-defined]
     if len(assigned) != len(early):
-        return False  # it is assigned again later
+        return False  # the name is assigned again later
     if here is there:
         homes = {source.scope(one) for one in assigned}
         return _has_parameter(there, root.id) or bool(homes & {there, source.tree})

@@ -37,7 +37,7 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
 
 
 def is_guarded(source: Source, node: ast.AST) -> bool:
-    """Return whether the script continues if this import fails, or only uses it for another framework."""
+    """Return whether the script continues if this import fails, or imports only for another framework."""
     below: ast.AST = node
     for above in source.above(node):
         if isinstance(above, ast.Try) and below in above.body:
@@ -65,16 +65,14 @@ def horovod_run(source: Source) -> Iterator[Finding]:
         if source.name(call.func) not in _RUNNERS:
             continue
         if any(word.arg in _ELSEWHERE for word in call.keywords):
-            message = (
-                "horovod.run() has no other hosts and no elastic training here; start the script with torchrun instead"
-            )
+            message = "horovod.run() supports neither other hosts nor elastic training here; start the script with torchrun"
             yield Finding(call.lineno, "unsupported", message)
         else:
             message = "horovod.run() starts its ranks on this host only; start the script with one process, not by torchrun"
             yield Finding(call.lineno, "differs", message)
 
 
-def build_questions(source: Source) -> Iterator[Finding]:
+def branch_on_build(source: Source) -> Iterator[Finding]:
     """Branches that depend on how Horovod was built."""
     for call in source.hvd_calls(*BUILD):
         if not any(isinstance(above, ast.If | ast.IfExp | ast.While | ast.Assert) for above in source.above(call)):

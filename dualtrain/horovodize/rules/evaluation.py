@@ -1,4 +1,4 @@
-"""The rule on evaluation with a sampler that pads, and so counts some samples twice."""
+"""The rule on evaluation with a sampler that pads, so that some samples count twice."""
 
 from __future__ import annotations
 

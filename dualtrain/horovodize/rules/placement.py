@@ -93,7 +93,7 @@ def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[E
     if not alone or gathers or not rank or not any(True for _ in source.hvd_calls("init")):
         return []
     if _is_read_by_all(source, file):
-        return []  # hosts without a common file system each need the file
+        return []  # without a common file system, each host needs the file
     return source.layout.wrap(statement, f"if {rank}() == 0:")
 
 

@@ -50,7 +50,7 @@ class _Collectives:
         body = branch.body if isinstance(branch.body, list) else [branch.body]
         other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
         if isinstance(branch, ast.If) and self.guards.leaves(branch.body):
-            other = [*other, *self._behind(branch)]
+            other = [*other, *self._following(branch)]
         here, there = list(self._inside(body)), list(self._inside(other))
         holds, what = signature
         for calls, opposite, value in ((here, there, holds), (there, here, not holds)):
@@ -68,7 +68,7 @@ class _Collectives:
                 yield name, node
             yield from self._inside(list(ast.iter_child_nodes(node)))
 
-    def _behind(self, branch: ast.If) -> list[ast.stmt]:
+    def _following(self, branch: ast.If) -> list[ast.stmt]:
         """Return the statements after ``branch`` in its block."""
         block = self.source.block(branch)
         return block[block.index(branch) + 1 :]

@@ -77,7 +77,7 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 
 
 def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
-    """Call set_epoch in the script's loop over epochs; no edits without such a loop, or if the sampler is unknown there."""
+    """Call set_epoch in the script's only loop over epochs; no edits if the loop or the sampler in it is uncertain."""
     loops = _epoch_loops(source)
     if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):
         return []

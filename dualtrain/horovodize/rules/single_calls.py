@@ -29,12 +29,12 @@ def discarded_result(source: Source) -> Iterator[Finding]:
 
 
 def _in_use(source: Source, call: ast.Call, name: str) -> list[Edit]:
-    """Make the call change its input, or wait for its handle; no edits if its input is not a variable."""
+    """Make the call change its input, or wait for the handle of the call; no edits if the input is not a variable."""
     value, layout = call.args[0] if call.args else None, source.layout
     if not isinstance(value, ast.Name | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return []
     if isinstance(value, ast.Name) and value.id in source.parameters(call):
-        return []  # the tensor is the caller's, who may still need its old value
+        return []  # the caller of the function may still need the tensor's old value
     if name in ("allreduce", "broadcast"):
         end = layout.end(call.func)
         return [Edit(end, end, "_")]
@@ -100,7 +100,7 @@ def half_precision(source: Source) -> Iterator[Finding]:
     """Compression to 16 bits: one finding for all uses."""
     for node in source.nodes:
         if source.hvd(node) == "Compression.fp16" and isinstance(node, ast.Attribute):
-            message = "an average in fp16 cannot overflow; on Horovod the sum before it can; nothing to do"
+            message = "averages of fp16 values cannot overflow here; on Horovod their sums can; nothing to do"
             yield Finding(node.lineno, "differs", message)
             return
 

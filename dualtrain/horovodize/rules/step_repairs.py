@@ -13,7 +13,7 @@ from dualtrain.horovodize.source import Source
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
     """Insert synchronize() before an event, and put the steps until the next backward into skip_synchronize().
 
-    Return no edits unless it is certain that the steps follow, and that the optimizer is a wrapped one.
+    Return no edits unless the steps certainly follow, and the optimizer is certainly a wrapped one.
     """
     event = events[number]
     later = [event, *until_backward(events, number)]

@@ -17,7 +17,7 @@ def set_to_none(source: Source) -> Iterator[Finding]:
     """zero_grad with set_to_none: a TypeError on Horovod."""
     for call in _on_wrapped(source, "zero_grad"):
         if call.args or call.keywords:
-            message = "zero_grad() accepts set_to_none; Horovod's raises TypeError; nothing to do"
+            message = "zero_grad() accepts set_to_none; on Horovod it raises TypeError; nothing to do"
             yield Finding(call.lineno, "differs", message)
 
 
@@ -45,8 +45,8 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
     """broadcast_optimizer_state: one finding for all calls."""
     for call in list(source.hvd_calls("broadcast_optimizer_state"))[:1]:
         message = (
-            "this broadcast takes no step; Horovod's takes one if the optimizer has no state, so that weight decay changes "
-            "the weights, and ranks may differ after rank 0 alone has resumed; nothing to do"
+            "this call takes no step; on Horovod it steps an optimizer without state, so that weight decay changes the "
+            "weights, and ranks may differ if only rank 0 has resumed; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
 
@@ -64,7 +64,7 @@ def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def _freezes(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` sets requires_grad of parameters to False for good, and not temporarily as GANs do."""
+    """Return whether ``node`` freezes parameters, and nothing in its function unfreezes any, as scripts of GANs do."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
         value = node.args[0] if node.args else keyword(node, "requires_grad")
         return _is(value, False) and not _unfreezes_too(source, node)

@@ -1,6 +1,6 @@
-"""``hvd.elastic``: training that goes on in the same processes after a failed collective or a change of hosts.
+"""``hvd.elastic``: training that continues in the same processes after a failed collective or a change of hosts.
 
-Commits are in the workers' memory, and torchrun restarts all workers when one fails: write checkpoints too.
+Commits are in the workers' memory, and torchrun restarts all workers when one worker fails: write checkpoints too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = [
 
 
 def run(func: Callable[P, R]) -> Callable[P, R]:
-    """Decorate ``train(state, ...)``: the state is synced from the root, then ``train`` runs.
+    """Decorate ``train(state, ...)``: call ``state.sync()``, which copies the root's state, then ``train``.
 
-    After a HorovodInternalError in the sync or in ``train``, the last commit is restored; after a
-    HostsUpdatedInterrupt the state stays as it is. In both cases Horovod is shut down and initialized again, the reset
-    callbacks run, and sync and ``train`` run again. Other exceptions are raised to the caller.
+    After a HorovodInternalError in either call, the last commit is restored; after a HostsUpdatedInterrupt the state
+    does not change. In both cases Horovod is shut down and initialized again, the reset callbacks run, and both calls
+    are made again (if hosts were only removed, without the sync). Other exceptions are raised to the caller.
 
     ``train`` must not begin with a collective, because other ranks may still be syncing.
     """

@@ -1,4 +1,4 @@
-"""The loop around an elastic job: sync the state and train; after a failure, restore the state and join the world again."""
+"""The loop of an elastic job: sync the state and train; after a failure, restore the state and join the world again."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class HostUpdateResult(IntFlag):
 
 
 class WorkerNotificationManager:
-    """Informs states in use of added and removed hosts.
+    """Informs the states in use of added and removed hosts.
 
-    No service detects changes of hosts, because under torchrun each one restarts all workers. A program that detects
+    No service detects changes of hosts, because torchrun restarts all workers at each change. A program that detects
     changes itself calls :meth:`handle_hosts_updated`, from any thread.
     """
 
@@ -36,7 +36,7 @@ class WorkerNotificationManager:
         self._listeners: set[State] = set()
 
     def init(self) -> None:
-        """Do nothing: there is no service to start. :func:`run_fn` calls this method, as Horovod's does."""
+        """Do nothing: there is no service to start. :func:`run_fn` calls this method, as in Horovod."""
 
     def register_listener(self, listener: State) -> None:
         """Call ``listener.on_hosts_updated`` at each change from now on."""
@@ -79,7 +79,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Drop messages about the old world and run the reset callbacks. Called after the world was joined again."""
+        """Drop messages about the old world, then run ``reset`` and the reset callbacks. Called in the new world."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -113,7 +113,7 @@ class State:
             if timestamp > latest:
                 latest = timestamp
                 update |= change
-        # A plain int: only plain values are sent.
+        # int(update), because only plain values can be sent.
         known, self._last_updated_timestamp, update = self._bcast_object((known, latest, int(update)))
         if self._last_updated_timestamp > known:
             raise HostsUpdatedInterrupt(skip_sync=update == HostUpdateResult.removed)
@@ -131,15 +131,15 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to the new world; called after it was joined, before the state is synced."""
+        """Adapt to the new world, before the state is synced."""
 
 
 class ObjectState(State):
     """Objects as attributes: ``ObjectState(bcast, rank, epoch=0).epoch``.
 
-    ``save`` makes a deep copy, and ``restore`` a copy of it. ``sync`` sends every rank the root's current objects and
-    saves them there, so that all ranks restore the same point after a failure before the next commit. (Horovod sends
-    the objects of the last commit, but current weights.)
+    ``save`` keeps a deep copy of the objects; ``restore`` sets the attributes to a copy of it. ``sync`` sends every rank
+    the root's current objects and saves them, so that all ranks restore the same point if a failure comes before the
+    next commit. (Horovod sends the objects of the last commit, but current weights.)
 
     Args:
         bcast_object: gives every rank the root's object.
@@ -175,7 +175,7 @@ class ObjectState(State):
 
 
 def _copies(objects: Mapping[str, Any]) -> dict[str, Any]:
-    memo: dict[int, Any] = {}  # one memo for all attributes, so that an object in two of them is copied once
+    memo: dict[int, Any] = {}  # one memo for all attributes, so that an object in two attributes is copied once
     copies = {}
     for name, value in objects.items():
         try:
@@ -192,7 +192,7 @@ def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[...,
     """Wrap ``func(state, ...)`` so that it runs again after failed collectives and changes of hosts.
 
     Args:
-        func: trains, beginning at the point given by its first argument, a :class:`State`; not with a collective.
+        func: the training function, which gets the :class:`State` first. Must not begin with a collective.
         reset: leaves the world and joins the new one.
     """
 

@@ -17,14 +17,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """Splits the samples of an epoch that no rank has processed yet among the ranks, in Horovod's order.
 
     Call ``record_batch`` after each batch, and ``set_epoch`` with the next epoch's number at the **end** of each epoch.
-    In a :class:`TorchState`, the sampler splits the rest of the epoch again whenever the world is joined again.
+    In a :class:`TorchState`, the sampler splits the rest of the epoch again whenever this process joins a new world.
 
-    All ranks get the same number of samples; if they cannot be divided evenly, the first samples are used twice.
+    All ranks get the same number of samples. If the samples cannot be divided evenly, some are repeated.
 
     Args:
-        dataset: anything with a constant length.
-        shuffle: whether each epoch has a random order of its own; otherwise samples keep the dataset's order.
-        seed: for that order; the same on every rank.
+        dataset: any object with a constant length.
+        shuffle: whether to shuffle the samples differently in each epoch; otherwise they keep the dataset's order.
+        seed: the seed of the shuffle, the same on every rank.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -41,7 +41,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin epoch ``epoch``, with no sample processed. To be called at the end of the previous epoch.
+        """Begin epoch ``epoch``, with no sample processed. Must be called at the end of the previous epoch.
 
         A call at the beginning of an epoch would discard the progress that was restored after a restart.
         """
@@ -51,7 +51,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Count ``batch_size`` samples on every rank as processed; the next :meth:`reset` leaves them out."""
-        # As in Horovod: after a short last batch, or with samples used twice, this exceeds the number of samples.
+        # As in Horovod: after a short last batch, or with repeated samples, the count exceeds the number of samples.
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class SamplerStateHandler(StateDictHandler):
     _saved_sampler_state = property(lambda self: self._saved)
 
     def reset(self) -> None:
-        """Split the rest of the epoch among the new ranks: there is no sync if hosts were only removed."""
+        """Split the rest of the epoch among the new ranks, because no sync follows if hosts were only removed."""
         self.value.reset()
 
 
@@ -132,7 +132,7 @@ _handler_registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Return (type, handler class) pairs. The first pair whose type an object has gives its handler class."""
+    """Return (type, handler class) pairs. An object gets the handler class of the first pair whose type matches."""
     return _handler_registry
 
 
@@ -150,7 +150,7 @@ def _get_handler(value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """The state of a training: ``TorchState(model, optimizer, scheduler=scheduler, epoch=0).epoch``.
+    """State of a training program: ``TorchState(model, optimizer, scheduler=scheduler, epoch=0).epoch``.
 
     ``restore`` also restores this rank's random number generators (Python's, NumPy's if it is imported, torch's for the
     CPU and the current GPU). ``sync`` does not change them.
@@ -206,7 +206,7 @@ class TorchState(ObjectState):
         if name in vars(self).get("_handlers", {}):
             self._handlers[name].set_value(value)
         elif name in vars(self).get("_saved_state", {}) and (handler := _get_handler(value)):
-            # As a plain object, restore would set a copy of the model, whose parameters the optimizer does not have.
+            # Without a handler, restore() would set a copy of the model, whose parameters the optimizer does not have.
             self._handlers[name] = handler
             del self._saved_state[name]
         super().__setattr__(name, value)
