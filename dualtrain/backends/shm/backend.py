@@ -29,7 +29,7 @@ class DelegatingBackend(Backend):
         self.name, self.transport, self.versions, self.narrow = inner.name, inner.transport, inner.versions, inner.narrow
         self.hosts, self.members, self.is_group = inner.hosts, inner.members, inner.is_group
 
-    # The inner backend keeps these three attributes, since its own waits use them.
+    # The inner backend keeps these three attributes, since its waits use them.
 
     @property
     def timeout(self) -> float:
