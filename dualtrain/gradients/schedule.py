@@ -1,4 +1,4 @@
-"""Which bucket is sent next: every rank sends them in the order of the layout, whichever is complete first.
+"""Order of the buckets: every rank sends them in the order of the layout, whichever is complete first.
 
 Bucket k is sent when it is complete and the k buckets before it were sent. Buckets that never become complete, because
 backward did not reach one of their parameters, are sent at the end of backward.
@@ -12,7 +12,7 @@ from dualtrain.gradients.buckets import Bucket
 
 
 class Schedule:
-    """The buckets of a layout, exchanged in one round after another. Communicates nothing itself.
+    """The buckets of a layout, exchanged round by round. This class does not communicate.
 
     Attributes:
         buckets: the buckets in the order in which they are sent.
