@@ -59,7 +59,7 @@ def join(world: World, timeout: float) -> Store:
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous
-    # One server for all worlds of the job, such as the parent of spawned ranks; otherwise each subset of ranks has its own.
+    # The parent of spawned ranks serves all worlds of the job; otherwise each subset of ranks has its own server.
     place = host, port, *(("", 0) if world.served else (world.name, world.size))
     if place not in _JOINED:
         if world.rank == 0 and not world.served:
@@ -235,7 +235,7 @@ def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> l
     if world.rank == 0:
         values = [_get_from_server(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
         missing = [rank for rank, each in enumerate(values) if each is None]
-        # Put a value even if a rank is missing, since the other ranks wait for it; it then says which rank is missing.
+        # Put a value even if a rank is missing, since the other ranks wait for it: the value then names the missing rank.
         _put_on_server(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
     gathered = (_get_from_server(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()
     if gathered[0] == "missing":

@@ -79,7 +79,7 @@ def _refuse_other_backends(store: KeyValueStore, world: World, backends: Sequenc
     """Check that all ranks have the same backend.
 
     Raises:
-        UserError: they differ. Raised when all ranks have read this, since the store ends with the process that serves it.
+        UserError: the backends differ. First waits some seconds for the other ranks, since the store ends with its process.
     """
     try:
         refuse_unlike("backend", backends, SAME_BACKEND)
