@@ -172,7 +172,7 @@ def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, 
     ("file", "values", "words"),
     [
         ("task.json", {"kind": "tokens"}, "no run on images"),
-        ("config.json", {"dataset": "synthetic"}, "makes inputs of its own"),
+        ("config.json", {"dataset": "synthetic"}, "generates its inputs"),
         ("config.json", {"model": "nonesuch"}, "is not known"),
         ("config.json", {"normalize": "x"}, "--normalize must be"),
     ],
