@@ -29,7 +29,7 @@ class UserError(ValueError):
 
 
 class RanksDifferError(UserError):
-    """Ranks differ in their settings, data or abilities. Raised on every rank.
+    """Ranks differ in their settings, data or environment. Raised on every rank.
 
     Every rank prints it, because the ranks may have been started by hand on different terminals.
     """

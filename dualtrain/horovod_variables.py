@@ -1,4 +1,4 @@
-"""Horovod's environment variables that have an effect here."""
+"""Horovod's environment variables that have an effect on ``dualtrain.hvd``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Detection of the launcher that started this process, and of the process's rank in the world.
 
-The only module that reads the environment variables of launchers. All others get a :class:`World`.
+Other modules get a :class:`World`, and do not read the launchers' variables for rank and size.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class World:
         cross_rank, cross_size: rank among the hosts that have a process with this local rank, and their number.
         launcher: name of the launcher; "none" for a process that was started without one.
         rendezvous: (host, port) of rank 0, if the launcher provides one.
-        ports: number of consecutive ports, from ``rendezvous``'s on, that rank 0 may try. More than 1 if the launcher
-            cannot know which ports are free.
+        ports: number of consecutive ports, from the port of ``rendezvous`` on, that rank 0 may try. More than 1 if the
+            launcher does not reserve a port.
         secret: shared by the processes of this job only, as far as the launcher can pass one to them.
         evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
         name: name of a world that has only some of the job's processes; empty for the world of all processes.

@@ -103,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
 
         Reading it is collective: it averages the gradients, if backward has not done so (:meth:`synchronize`). GradScaler
-        reads it just before it looks for an overflow, which all ranks must find or none.
+        reads it just before it checks for an overflow: in averaged gradients, all ranks find the same.
         """
         self.synchronize()
         return self._unscales_itself()

@@ -44,7 +44,7 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend, root: int = 0) -> None:
     """Copy rank ``root``'s optimizer state and options (learning rates and so on) to every rank. Collective; blocks.
 
-    It never runs a step, creates the state that a rank does not have, and copies the options even if there is no state.
+    Creates the state that a rank does not have, and copies the options even if there is no state. Never runs a step.
     (Horovod's function of this name skips the options of stateless optimizers, and runs a step of a fresh optimizer with
     zero gradients, which moves weights under weight decay and starts Adam at step 1.)
 

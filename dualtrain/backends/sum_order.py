@@ -47,7 +47,7 @@ class SumOrder:
         additions: additions of partial sums; made in this order, they leave the sum of all shards in ``nodes[0]``.
         merges: for each rank and each of its shards, how many times the rank adds its two newest partial sums after the
             shard.
-        buffers: how many partial sums, beside the newest one, a rank keeps at most; the maximum over the ranks.
+        buffers: the largest number of partial sums that any rank keeps besides its newest one.
     """
 
     def __init__(self, shards: int, size: int) -> None:

@@ -1,6 +1,6 @@
 """Detect that a rank has failed, which rank it is, and why it failed.
 
-When a rank dies in a collective, its neighbours see a reset connection, and the other ranks wait without an error; no
+When a rank dies in a collective, some ranks get a reset connection, and the others wait without an error; no
 message names the rank that died. So every rank keeps one connection to rank 0 beside the backend's own. A rank that
 raised sends its reason and traceback before it exits; the connection of a rank that was killed breaks. In both cases,
 rank 0 informs all ranks. Every wait of a backend (``Primitives.await_bounded``) checks for such a failure.

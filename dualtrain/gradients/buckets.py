@@ -89,9 +89,9 @@ class Slot:
 class Bucket:
     """Flat buffer of gradients, with ``extra`` scalars behind them.
 
-    The buffer ``wire`` is sent. Gradients are copied to it if it has another dtype: 32 bits for gradients of 16 bits, or
-    the transfer's dtype, such as float16. Otherwise they lie in ``wire`` itself. Construction is collective, since the
-    backend allocates the memory.
+    The buffer ``wire`` is sent. If its dtype is not that of the gradients (32 bits for gradients of 16 bits, or the
+    transfer's dtype, such as float16), gradients are copied to it. Otherwise they lie in ``wire`` itself. Construction is
+    collective, since the backend allocates the memory.
 
     Args:
         name: name of the bucket's operations, in reports.

@@ -149,9 +149,9 @@ class Refusals:
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, host_waits: bool) -> None:
         """Complete an exchange of zeros in the layout that this rank leaves. Collective; blocks.
 
-        A rank that keeps the layout waits for this exchange, and the flag shows it that this rank leaves. Does
-        nothing with gradients on a GPU if the host does not wait for the exchange: the other ranks do not compare reasons
-        then. The first ``sent`` buckets were sent before.
+        A rank that keeps the layout waits for this exchange, in which the flag reports that this rank leaves. The first
+        ``sent`` buckets were sent before. Does nothing with gradients on a GPU if the host does not wait for the exchange:
+        the other ranks do not compare reasons then.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout.

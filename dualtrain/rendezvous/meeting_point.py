@@ -210,8 +210,8 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
 
     If the names differ, it blocks until all ranks have read them, for some seconds at most: horovodrun ends all processes
-    when the first one exits. The list is empty without such a server, under elastic horovodrun, and for all calls of a
-    process but the first.
+    when the first one exits. The list is empty without such a server, under elastic horovodrun, and for every call
+    of a process after the first.
 
     Raises:
         UserError: a rank did not join in time, or the server does not answer.

@@ -1,7 +1,7 @@
 """Check that the hosts of a job can reach each other, before a library tries.
 
-Gloo and Horovod open ports of their own between all hosts. If a firewall or a wrong interface separates two hosts, these
-libraries block for minutes or end the process, and do not report which host could not reach which.
+Gloo and Horovod open further ports between all hosts. If a firewall or a wrong interface separates two hosts, these
+libraries block for minutes or end the process, and do not report which hosts could not connect.
 """
 
 from __future__ import annotations
