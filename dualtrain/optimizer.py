@@ -100,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
+        """Return whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
 
         Reading it is collective: it averages the gradients, if backward has not done so (:meth:`synchronize`). GradScaler
         reads it just before it checks for an overflow: in averaged gradients, all ranks find the same.

@@ -73,7 +73,7 @@ class Work(ABC, Generic[T_co]):
     def wait(self) -> T_co:
         """Block until the result can be used on the caller's current stream, and return it.
 
-        May be called again. Bounded by the backend's timeout. With a tensor on a GPU, it may return before the GPU has
+        May be called again. Bounded by the backend's timeout. With a tensor on a GPU, this may return before the GPU has
         finished.
 
         Raises:
@@ -82,7 +82,7 @@ class Work(ABC, Generic[T_co]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether :meth:`wait` would return at once. Does not block."""
+        """Return whether :meth:`wait` would return at once. Does not block."""
 
 
 class Primitives(ABC):

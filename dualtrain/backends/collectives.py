@@ -319,7 +319,7 @@ class Backend(Primitives):
         rank must wait for such sums in the order in which it started them.
 
         Args:
-            tensor: contiguous, of the same size on every rank; holds the last of this rank's partial sums, if it has any.
+            tensor: contiguous, of the same size on every rank; holds this rank's last partial sum, if the rank has any.
             others: ``order.buffers`` tensors like ``tensor``; the first of them hold this rank's earlier partial sums.
                 Their content is undefined afterwards.
             order: made for as many ranks as this backend has.

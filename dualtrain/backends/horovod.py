@@ -54,7 +54,7 @@ def _library() -> Any:
 
 
 def installed() -> bool:
-    """Whether Horovod is installed in this environment."""
+    """Return whether Horovod is installed in this environment."""
     return importlib.util.find_spec("horovod") is not None
 
 

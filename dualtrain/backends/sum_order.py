@@ -67,7 +67,7 @@ class SumOrder:
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether an ordinary sum over the ranks has the same bits: true for up to two ranks with one partial sum each."""
+        """Return whether an ordinary sum over the ranks has the same bits: at most two ranks, with one partial sum each."""
         return len(self.owned) <= 2 and all(len(nodes) == 1 for nodes in self.owned)
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Watch:
 
     @property
     def peer_failed(self) -> bool:
-        """Whether a failure is known that is not quiet."""
+        """Return whether a failure is known that is not quiet."""
         return self.failure is not None and not self.failure.quiet
 
     def report_at_exit(self) -> None:

@@ -134,7 +134,7 @@ class Bucket:
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
         self._layout = layout
-        self._parts_of: dict[int, dict[Slot, torch.Tensor]] = {}  # of partial sums, by the buffer's address
+        self._parts_of: dict[int, dict[Slot, torch.Tensor]] = {}  # parts of partial sums, by the buffer's address
         for slot, view in zip(self.slots, _views(self.values, layout), strict=True):
             slot.place(self, view)
         start = self.values.data_ptr()

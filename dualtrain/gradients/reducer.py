@@ -169,7 +169,7 @@ class GradientReducer:
 
     @property
     def is_due(self) -> bool:
-        """Whether a bucket was sent already, or the backward pass that ends now has produced gradients to send."""
+        """Return whether a bucket was sent already, or the backward pass that ends now has produced gradients to send."""
         ended = self._ending is not None and self._ending() is not None and self._seen >= self.passes
         return ended or self._exchange.schedule.next > 0
 

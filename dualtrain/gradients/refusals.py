@@ -46,7 +46,8 @@ class Refusals:
         self.optimizer: torch.optim.Optimizer | None = None
         self.known = known
         self._forms = Forms([])
-        self._in_groups: list[list[torch.Tensor]] = []  # the optimizer's parameters when last all were known
+        #: The optimizer's parameters, by group, when all of them were known for the last time.
+        self._in_groups: list[list[torch.Tensor]] = []
         self._replaced: dict[tuple[int, str], str] = {}  # place of a new parameter → name of the replaced one
         self._flag = torch.zeros(1)
         self._late: _LateFlag | None = None

@@ -31,12 +31,12 @@ class Schedule:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a bucket was not sent in this round."""
+        """Return whether a bucket was not sent in this round."""
         return self.next < len(self.buckets)
 
     @property
     def next_is_complete(self) -> bool:
-        """Whether there is a next bucket, and all its gradients were marked ready."""
+        """Return whether there is a next bucket, and all its gradients were marked ready."""
         return self.next < len(self.buckets) and not self.buckets[self.next].pending
 
     @staticmethod

@@ -23,7 +23,7 @@ _ROUND = Call("exchange of gradients")
 
 
 class Member(Protocol):
-    """What this module needs of a reducer."""
+    """Interface of the reducers in this module."""
 
     @property
     def steps(self) -> int:
@@ -31,7 +31,7 @@ class Member(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether the reducer has gradients to exchange: buckets already sent, or gradients of the ending backward pass."""
+        """Return whether the reducer has gradients to exchange: in sent buckets, or of the ending backward pass."""
 
     def exchange(self) -> None:
         """Average the reducer's gradients. Collective; blocks."""

@@ -89,7 +89,7 @@ def ipv4(interface: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address resolves to a loopback address on this host."""
+    """Return whether a host's name or address resolves to a loopback address on this host."""
     return ipaddress.ip_address(_resolved(host)).is_loopback
 
 

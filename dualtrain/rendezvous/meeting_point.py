@@ -52,7 +52,7 @@ def meeting_point(world: World, timeout: float) -> World:
 
 
 def join(world: World, timeout: float) -> Store:
-    """Join the job's store at ``world``'s rendezvous. A process joins once; its later worlds use the same store.
+    """Join the job's store at ``world``'s rendezvous. A process joins a store once; later worlds use it again.
 
     Raises:
         UserError: the store cannot be reached, or rank 0 cannot serve it.

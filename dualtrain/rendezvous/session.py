@@ -52,7 +52,7 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
     """Return a name that no other attempt has, the same on all ranks. Collective; blocks.
 
     Args:
-        store: all ranks use the same one, below the same prefix.
+        store: the same store on all ranks, with the same prefix.
         rank: this process's rank.
         size: the number of ranks; a rank with another size belongs to another attempt.
         limit: how long to wait for the others: the total seconds, which messages name, and the ``time.monotonic()`` at

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class DelegatingBackend(Backend):
-    """Backend that uses the primitives of another backend, ``inner``, and closes ``inner`` when it is closed."""
+    """Backend that uses the primitives of another backend, ``inner``; ``close`` closes ``inner`` too."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner

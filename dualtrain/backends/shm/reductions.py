@@ -6,7 +6,7 @@ holds the whole result. No data is sent, nothing is copied twice, and the fixed 
 
 With several hosts, the ranks that have the same shard all-reduce it over the library before they write the result.
 
-The work is done in the caller's own thread: when it waits, and, as far as that does not block, when it starts the next
+The caller's thread does the work: when it waits, and, as far as possible without blocking, when it starts the next
 operation. Ranks that compute on all cores gain nothing from another thread.
 """
 
@@ -221,7 +221,7 @@ class SharedMemory:
 
     @property
     def failed(self) -> bool:
-        """Whether an operation has failed, so that all later ones fail too."""
+        """Return whether an operation has failed, so that all later ones fail too."""
         return self._failure is not None
 
     # -- steps of an operation -------------------------------------------------------------------------------------
