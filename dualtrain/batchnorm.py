@@ -22,7 +22,7 @@ Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SynchronizedNorm(torch.autograd.Function):
-    """Normalizes ``input`` (N, C, …) per channel by the mean and variance over all ranks' samples."""
+    """Normalization of ``input`` (N, C, …) per channel by the mean and variance over all ranks' samples."""
 
     @staticmethod
     def forward(
@@ -68,7 +68,7 @@ class SynchronizedNorm(torch.autograd.Function):
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer that trains with the statistics of all ranks' samples. Subclasses define the exchange.
 
-    Arguments and state are torch's. In evaluation this layer does what torch's layer does.
+    Arguments and state are torch's. In evaluation with running statistics, this layer does what torch's layer does.
     """
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input`` (N, C, …) normalized. Collective in training; blocks."""
+        """Return ``input`` (N, C, …) normalized. Collective in training, and without running statistics; blocks."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)

@@ -100,7 +100,7 @@ class DivergedError(RuntimeError):
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether a run that ``error`` has ended would end in the same way if it were started again."""
+    """Return whether a restart of a run that ended with ``error`` would end in the same way."""
     return isinstance(error, DivergedError) or (isinstance(error, UserError) and not error.transient)
 
 

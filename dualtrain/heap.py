@@ -1,7 +1,7 @@
 """Keep memory that a step frees on the CPU for the next step, as torch's own allocator does on a GPU.
 
 By default, glibc returns the free end of its heap to the system after every step. The next step allocates the memory of
-its activations and gradients again, with a page fault and zeroing for each page: some percent of a step's time, and more
+its activations and gradients again, with a page fault and zeroing for each page: a few percent of a step's time, and more
 with many ranks.
 
 Blocks from 32 MB on are mapped one by one, as by default: glibc before 2.38 reuses such blocks of a heap badly, so that

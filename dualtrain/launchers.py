@@ -79,7 +79,7 @@ class World:
 
     @property
     def single_host(self) -> bool:
-        """True if every rank is on this host."""
+        """Return whether every rank is on this host."""
         return self.local_size == self.size
 
 
@@ -89,7 +89,7 @@ SPAWNED = "DUALTRAIN_SPAWNED"
 SECRET = "DUALTRAIN_SECRET"
 #: Environment variable of the job's name; the user or a launch script may set it if the launcher gives none.
 JOB = "DUALTRAIN_JOB"
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it is a part of folders' names
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # the name is a part of folders' names
 _SRUN_PORTS = 16
 
 

@@ -104,7 +104,7 @@ def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]:
-    """Average the buffers inside the block; restore each rank's own values after it. Collective."""
+    """Average the buffers for the block, and restore each rank's own values after it. Collective."""
     own = [(buffer, buffer.clone()) for _, buffer in local_buffers(model)]
     average_buffers(model, backend)
     try:

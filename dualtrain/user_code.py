@@ -121,7 +121,7 @@ def _is_ours(file: str) -> bool:
 
 def _is_users(file: str) -> bool:
     path = os.path.abspath(file)
-    installed = "site-packages" in path or "dist-packages" in path  # below the folder of Python, too
+    installed = "site-packages" in path or "dist-packages" in path  # possibly below the standard library's folder
     others = _folders()[1][:-1] if installed else _folders()[1]
     return not (file.startswith("<frozen") or _is_ours(file) or path.startswith(others))
 

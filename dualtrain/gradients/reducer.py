@@ -31,7 +31,7 @@ _NUMBERS: weakref.WeakKeyDictionary[Backend, Iterator[int]] = weakref.WeakKeyDic
 
 
 class GradientReducer:
-    """Averages the gradients of some parameters over the ranks of a backend, in backward.
+    """Reducer that averages the gradients of some parameters over the ranks of a backend, in backward.
 
     Args:
         named_parameters: (name, parameter) pairs, the same on every rank. Some may be frozen; these are reduced from the
