@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dualtrain.errors import UserError
 
 _SHOWN = 3  # differences that a message describes with their values
-_NAMED = 5  # further differences that it names
+_NAMED = 5  # further differences that a message names
 _GROUPS = 6  # different values of one name that a message shows
 _WIDTH = 100  # characters of a value
 

@@ -12,7 +12,7 @@ from dualtrain.launchers import World, detect_world
 
 log = logging.getLogger("dualtrain.hvd")
 
-#: Seconds after which a wait ends in an error by default, as in torch.distributed.
+#: Seconds after which a wait ends in an error by default, as in torch.distributed over Gloo.
 DEFAULT_TIMEOUT = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")

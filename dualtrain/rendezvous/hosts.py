@@ -59,7 +59,7 @@ def address(towards: str = "") -> str:
 
 
 def listening_address(world: World) -> str:
-    """Return the address on which this host's ranks listen: loopback, or the address at which other hosts reach it.
+    """Return the address on which this host's ranks listen: loopback, or the address at which other hosts reach this host.
 
     Rank 0 cannot use the address of the rendezvous: under torchrun, rank 0 may run on another host.
     """
