@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One host of a cluster of containers (compose.yaml's profile "cluster"). Each runs sshd; the first of HOSTS trains on all
-# of them with both backends, and prints a table.
+# One host of a cluster of containers (compose.yaml's profile "cluster"). Each host runs sshd; the first of HOSTS trains on
+# all hosts with both backends, and prints a table.
 #
 #   bash docker/node.sh [flags of dualtrain train, for both runs]
 #

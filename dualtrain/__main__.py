@@ -7,10 +7,10 @@ import runpy
 import sys
 from pathlib import Path
 
-#: The module of each command, and what it does.
+#: The module of each command, and what the command does.
 COMMANDS = {
     "train": ("main", "train a model, on one process or under a launcher"),
-    "compare": ("compare", "put finished runs side by side, and compare their weights"),
+    "compare": ("compare", "print a table of finished runs, and compare their weights"),
     "report": ("report", "make an HTML page of runs"),
     "predict": ("predict", "classify images with a trained model"),
     "doctor": ("doctor", "check whether a run would work on this machine"),
@@ -26,7 +26,7 @@ def main() -> int:
     The command itself exits with its own status.
     """
     if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
-        sys.path[0] = os.getcwd()  # own models and data are looked for there, as with python -m
+        sys.path[0] = os.getcwd()  # the user's modules are found there, as with python -m
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "train":
         from dualtrain.training.signals import note_early_requests

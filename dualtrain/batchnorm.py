@@ -1,7 +1,7 @@
 """Batch normalization with the statistics of all ranks' samples, on any device.
 
-It needs two collective operations: forward gathers every rank's statistics, and backward sums the ranks' gradients. Ranks
-may have different numbers of samples.
+Training needs two collective operations: forward gathers every rank's statistics, and backward sums the ranks' gradients.
+Ranks may have different numbers of samples.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Private in torch 2.5 to 2.15: the base class of BatchNorm1d, 2d and 3d, which no public name has.
+# Private in torch 2.5 to 2.15: the base class of BatchNorm1d, 2d and 3d, which has no public name.
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualtrain.backends import Backend
@@ -22,7 +22,7 @@ Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SynchronizedNorm(torch.autograd.Function):
-    """Normalizes ``input`` (N, C, …) per channel by the mean and variance over all ranks' samples."""
+    """Normalization of ``input`` (N, C, …) per channel by the mean and variance over all ranks' samples."""
 
     @staticmethod
     def forward(
@@ -68,7 +68,7 @@ class SynchronizedNorm(torch.autograd.Function):
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer that trains with the statistics of all ranks' samples. Subclasses define the exchange.
 
-    Arguments and state are torch's. In evaluation it does what torch's layer does.
+    Arguments and state are torch's. In evaluation with running statistics, this layer does what torch's layer does.
     """
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input`` (N, C, …) normalized. Collective in training; blocks."""
+        """Return ``input`` (N, C, …) normalized. Collective in training, and without running statistics; blocks."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -92,11 +92,11 @@ class SyncBatchNorm(_BatchNorm):
         result = SynchronizedNorm.apply(input, self.weight, self.bias, self.eps, *exchanges)
         out: torch.Tensor = result[0]
         if self.training and self.running_mean is not None:
-            self._remember(result[1], result[2], float(result[3]))
+            self._update_statistics(result[1], result[2], float(result[3]))
         return out
 
     @torch.no_grad()
-    def _remember(self, mean: torch.Tensor, var: torch.Tensor, n: float) -> None:
+    def _update_statistics(self, mean: torch.Tensor, var: torch.Tensor, n: float) -> None:
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -128,10 +128,11 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class RankNorm(SyncBatchNorm):
-    """BatchNorm over the samples of all ranks of ``backend``, a class attribute so that copies of a layer share it.
+    """BatchNorm over the samples of all ranks of ``backend``.
 
-    ``backend`` is a :meth:`~dualtrain.Backend.channel`, since the order of these exchanges and the gradient buckets may
-    differ between ranks: a rank without gradients for some parameters sends its buckets at other points of backward.
+    ``backend`` is a class attribute, which copies of a layer share. It is a :meth:`~dualtrain.Backend.channel`, since the
+    order of these exchanges and the gradient buckets may differ between ranks: a rank without gradients for some parameters
+    sends its buckets at other points of backward.
     """
 
     backend: Backend
@@ -152,7 +153,7 @@ class RankNorm(SyncBatchNorm):
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replace the BatchNorm layers of ``model`` in place. Frozen layers, which are of another class, stay.
+    """Replace the BatchNorm layers of ``model`` in place. Frozen BatchNorm layers have another class, and stay.
 
     Collective; blocks.
     """

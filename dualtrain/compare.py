@@ -1,4 +1,4 @@
-"""``python -m dualtrain.compare RUN RUN…``: print finished runs side by side, and whether their weights are equal.
+"""``python -m dualtrain.compare RUN RUN…``: print a table of finished runs, and whether their weights are equal.
 
 With --one-result, the exit status is 1 unless all runs have ended with the same weights and metrics.
 """

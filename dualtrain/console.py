@@ -1,4 +1,4 @@
-"""What the commands share: parsing of flags, printing of output and errors, the end of the process."""
+"""Functions for all commands: parsing of flags, printing of output and errors, the end of the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dualtrain.launchers import World, torchrun_error_file
 from dualtrain.processes import release
 
 #: Control characters except tab and newline, marks that reverse the direction of text, line separators, and halves of
-#: surrogate pairs, which stand for bytes of a file name that are not UTF-8.
+#: surrogate pairs, which represent bytes of a file name that are not UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DAY = 86_400
 
@@ -32,16 +32,15 @@ def printable(text: object) -> str:
 def show(text: object, file: TextIO | None = None) -> None:
     """Print ``text``, made :func:`printable`, on standard output or ``file``.
 
-    This is one write, even if Python does not buffer, because launchers mix the output of several processes. If nobody
-    reads the pipe any more, as behind ``| head``, this and all later output is dropped: a run goes on, and keeps its exit
-    status.
+    This is one write, even if Python does not buffer, because launchers mix the output of several processes. If the pipe is
+    closed, as by ``| head``, this and all later output is dropped: a run continues, and keeps its exit status.
     """
     stream = file or sys.stdout
     try:
         print(f"{printable(text)}\n", end="", file=stream, flush=True)
     except BrokenPipeError:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())  # what is in the stream's buffer would fail again at the end of the process
+        os.dup2(null, stream.fileno())  # otherwise flushing the stream's buffer would fail again at exit
         os.close(null)
 
 
@@ -85,7 +84,7 @@ started_as = ""
 
 
 def program(module: str) -> str:
-    """Return how the command of ``module``, with an option behind it or none, was started, for usage and messages."""
+    """Return how the command of ``module`` (an option may follow) was started, for usage and messages."""
     name, space, option = module.partition(" ")
     return f"{started_as or f'python -m {name}'}{space}{option}"
 
@@ -127,7 +126,7 @@ def print_error(what: object, rank: int = 0, size: int = 1, *, final: bool = Fal
 
 
 def record_for_torchrun(reason: str) -> None:
-    """Make ``reason`` the cause of this process's failure in the summary that torchrun's agent prints, if there is one.
+    """Make ``reason`` the cause of this process's failure in the summary that torchrun's agent, if any, prints.
 
     ``record`` of torch.distributed.elastic does the same, but imports torch; this works before that import.
     """
@@ -139,7 +138,7 @@ def record_for_torchrun(reason: str) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Handler that prints log records on the present ``sys.stderr``."""
+    """Handler that prints log records on the current ``sys.stderr``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         show(f"dualtrain: {record.levelname.lower()}: {record.getMessage()}", sys.stderr)
@@ -171,7 +170,7 @@ def refuse_on_all(error: UserError, world: World) -> int:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Disable GC while the block imports modules, and exclude them from later collections: a fifth of the start-up time."""
+    """Disable GC while the block imports modules, and exclude them from later collections: the start takes a fifth less."""
     gc.disable()
     try:
         yield

@@ -25,7 +25,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def processor_name() -> str:
-    """Return the name of this host's processor, or its architecture where Linux does not know the name."""
+    """Return the name of this host's processor, or its architecture if Linux reports no name."""
     try:
         found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(errors="replace"))
     except OSError:
@@ -41,7 +41,7 @@ def share_of(cores: int, ranks: int) -> int:
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the smallest CPU quota, in cores, of this process's cgroup and its ancestors; ``None`` without a quota.
 
-    Reads both versions of cgroups, which a host may use side by side. A file that cannot be read counts as no quota.
+    Reads both versions of cgroups, since a host may use both. A file that cannot be read counts as no quota.
 
     Args:
         root: the folder that contains ``proc`` and ``sys``.
@@ -85,7 +85,7 @@ def _mounts(text: str) -> Iterator[tuple[int, PurePosixPath, str]]:
 
 
 def _below(cgroup: PurePosixPath | None, top: PurePosixPath) -> PurePosixPath | None:
-    """Return the path of ``cgroup`` below ``top``, the cgroup at which a mount begins; ``None`` if it is not below it."""
+    """Return the path of ``cgroup`` below ``top``, the cgroup at which a mount begins; ``None`` if it is not below."""
     if cgroup is None:
         return None
     if cgroup.is_relative_to(top):
@@ -116,5 +116,5 @@ def _text(file: Path) -> str:
 
 
 def _unescaped(text: str) -> str:
-    """Decode the octal numbers that stand for spaces and the like in ``mountinfo``."""
+    """Decode the octal numbers that encode spaces and similar characters in ``mountinfo``."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dualtrain.errors import UserError
 
 _SHOWN = 3  # differences that a message describes with their values
-_NAMED = 5  # further differences that it names
+_NAMED = 5  # further differences that a message names
 _GROUPS = 6  # different values of one name that a message shows
 _WIDTH = 100  # characters of a value
 
@@ -25,7 +25,7 @@ class Difference:
 
 
 def in_words(differences: Sequence[Difference]) -> str:
-    """Text with the first differences and each rank's value, and the names of some more."""
+    """Return text with the first differences and each rank's value, and the names of some further differences."""
     text = "; ".join(map(str, differences[:_SHOWN]))
     rest = [difference.name for difference in differences[_SHOWN:]]
     if rest:
@@ -35,7 +35,7 @@ def in_words(differences: Sequence[Difference]) -> str:
 
 
 def by_value(values: Sequence[str | None]) -> str:
-    """``cpu on ranks 0, 2 and cuda on rank 1``: of values in rank order that are not all the same."""
+    """Return ``cpu on ranks 0, 2 and cuda on rank 1`` for values in rank order that are not all the same."""
     groups: dict[str | None, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
@@ -57,7 +57,7 @@ def refuse_unlike(what: str, values: Sequence[str], cure: str) -> None:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 2``, ``ranks 0-6, 9``: of ascending numbers."""
+    """Return ``rank 3``, ``ranks 0, 2`` or ``ranks 0-6, 9`` for ascending numbers."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -70,11 +70,11 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def _excerpts(values: Sequence[str | None]) -> list[str]:
-    """Shortened values: of long ones, the part where they begin to differ."""
+    """Return the values, shortened: of long values, the part where they begin to differ."""
     texts = [value for value in values if value is not None]
     start = 0
     if len(texts) > 1 and max(map(len, texts)) > _WIDTH:
-        low, high = min(texts), max(texts)  # a common prefix of these two is one of all
+        low, high = min(texts), max(texts)  # their common prefix is the common prefix of all
         alike = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
         start = max(0, alike - _WIDTH // 2)
     return ["missing" if value is None else _cut(value, start) for value in values]

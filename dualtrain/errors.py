@@ -29,7 +29,7 @@ class UserError(ValueError):
 
 
 class RanksDifferError(UserError):
-    """Ranks differ in their settings, data or abilities. Raised on every rank.
+    """Ranks differ in their settings, data or environment. Raised on every rank.
 
     Every rank prints it, because the ranks may have been started by hand on different terminals.
     """
@@ -52,7 +52,7 @@ class PeerFailure:
     Attributes:
         rank: the number of the rank in the job.
         reason: one line, then the rank's traceback if it sent one.
-        quiet: whether the rank left in good order, which is an error only for operations that wait for this rank.
+        quiet: whether the rank left normally, which is an error only for operations that wait for this rank.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class PeerFailure:
     quiet: bool = False
 
     def describe(self) -> str:
-        """``rank 3 stopped: ValueError: …``."""
+        """Return text for messages: ``rank 3 stopped: ValueError: …``."""
         return f"rank {self.rank} {self.reason}"
 
 
@@ -81,7 +81,7 @@ class RankFailedError(RuntimeError):
     Attributes:
         rank: the number of the rank.
         trace: the traceback of the exception on that rank; empty if its process ended without one.
-        by_peer: whether it was a failed collective operation, of which another rank may be the cause.
+        by_peer: whether a collective operation failed, for which another rank may be the cause.
     """
 
     def __init__(self, message: str, rank: int, trace: str = "", *, by_peer: bool = False) -> None:
@@ -100,7 +100,7 @@ class DivergedError(RuntimeError):
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether a run that ``error`` has ended would end in the same way if it were started again."""
+    """Return whether a restart of a run that ended with ``error`` would end in the same way."""
     return isinstance(error, DivergedError) or (isinstance(error, UserError) and not error.transient)
 
 

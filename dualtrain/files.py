@@ -94,7 +94,7 @@ def or_nothing(read: Callable[[], Any]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Parse a JSON text. Raises ValueError, even if the text is nested too deeply."""
+    """Parse a JSON text. Raises ValueError, also if the text is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -142,7 +142,7 @@ def rewrite(path: Path, data: bytes) -> None:
     """Replace the content of an existing file, whole or not at all; a link, the file's mode and its owner stay.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = path.resolve()
     status = path.stat()

@@ -51,7 +51,7 @@ def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = R
 
 
 def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
-    """Return the rows that the ranks send to this one. Backward sends each row's gradient to the rank that sent the row.
+    """Return the rows that the ranks send to this rank. Backward sends each row's gradient to the rank that sent the row.
 
     Raises:
         ValueError: ``tensor`` cannot be split equally, or ``splits`` does not fit it.

@@ -1,11 +1,11 @@
 """Keep memory that a step frees on the CPU for the next step, as torch's own allocator does on a GPU.
 
 By default, glibc returns the free end of its heap to the system after every step. The next step allocates the memory of
-its activations and gradients again, with a page fault and zeroing for each page: some percent of a step's time, and more
+its activations and gradients again, with a page fault and zeroing for each page: a few percent of a step's time, and more
 with many ranks.
 
-Blocks from 32 MB on are mapped one by one, as by default: glibc before 2.38 fits them badly into a heap, which grew to
-eight times the memory in use.
+Blocks from 32 MB on are mapped one by one, as by default: glibc before 2.38 reuses such blocks of a heap badly, so that
+the heap grew to eight times the memory in use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
-_MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts, and the one that its own adjustment reaches
+_MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts, and that its own adjustment reaches
 #: If the user has set one of these, glibc's settings stay.
 _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
@@ -24,8 +24,8 @@ _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD
 def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
     """Disable heap trimming (M_TRIM_THRESHOLD) for this process, so that freed blocks below 32 MB are reused.
 
-    Call it once, at the start of a program that trains on the CPU. The setting lasts as long as the process. It keeps the
-    freed memory of glibc's main heap, which the main thread uses; the arenas of other threads may still return theirs.
+    Call it once, at the start of a program that trains on the CPU. The setting lasts as long as the process. It applies to
+    glibc's main heap, which the main thread uses; the arenas of other threads may still return freed memory.
     Does nothing with a C library other than glibc, or if the user has set glibc's own variables, such as
     MALLOC_TRIM_THRESHOLD_.
 

@@ -1,4 +1,4 @@
-"""Horovod's environment variables that have an effect here."""
+"""Horovod's environment variables that have an effect on ``dualtrain.hvd``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dualtrain.launchers import World, detect_world
 
 log = logging.getLogger("dualtrain.hvd")
 
-#: Seconds after which a wait ends in an error by default, as in torch.distributed.
+#: Seconds after which a wait ends in an error by default, as in torch.distributed over Gloo.
 DEFAULT_TIMEOUT = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -27,7 +27,7 @@ HONOURED = {
     "HOROVOD_TIMELINE",
     "HOROVOD_TIMELINE_MARK_CYCLES",
 }
-#: Variables that a launcher sets, and that need no mention.
+#: Variables that launchers set, which are not logged as ignored.
 _OF_LAUNCHERS = {f"HOROVOD_{name}" for name in (*_PLACE, "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME")}
 
 
@@ -41,7 +41,7 @@ class Settings:
         timeline: a file to write a Chrome trace to from the start.
         mark_cycles: whether the trace shows when rank 0 looked for matching calls.
         dynamic_sets: whether process sets may be added and removed after the start.
-        fusion_bytes: how many bytes of gradients travel at once; ``None`` for the reducer's own default.
+        fusion_bytes: size of the largest gradient bucket in bytes; ``None`` for the reducer's default.
         compat: whether Horovod's own defects are reproduced (DUALTRAIN_HVD_COMPAT).
     """
 
@@ -98,7 +98,7 @@ def mention_others(env: Mapping[str, str]) -> None:
 
 
 def publish_place(world: World | None = None) -> None:
-    """Set HOROVOD_RANK and its like as ``horovodrun --gloo`` does, where nobody has: scripts read them before ``init``.
+    """Set HOROVOD_RANK and so on as ``horovodrun --gloo`` does, unless they are set: scripts read them before ``init``.
 
     Under MPI nothing is set: scripts read MPI's own variables there, and would take HOROVOD_RANK as a sign of Gloo.
     """

@@ -1,6 +1,6 @@
 """Detection of the launcher that started this process, and of the process's rank in the world.
 
-The only module that reads the environment variables of launchers. All others get a :class:`World`.
+Other modules get a :class:`World`, and do not read the launchers' variables for rank and size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class World:
         cross_rank, cross_size: rank among the hosts that have a process with this local rank, and their number.
         launcher: name of the launcher; "none" for a process that was started without one.
         rendezvous: (host, port) of rank 0, if the launcher provides one.
-        ports: number of consecutive ports, from ``rendezvous``'s on, that rank 0 may try. More than 1 if the launcher
-            cannot know which ports are free.
+        ports: number of consecutive ports, from the port of ``rendezvous`` on, that rank 0 may try. More than 1 if the
+            launcher does not reserve a port.
         secret: shared by the processes of this job only, as far as the launcher can pass one to them.
         evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
-        job: the job's name, which its restarts have too and no other job; empty where the launcher has none.
-        job_key: where torchrun's store, which outlives restarts, keeps that name; empty without such a store.
-        served: whether a process that is no rank serves the ranks' store, for all of their worlds.
+        job: the job's name, which only its restarts share; empty if the launcher gives none.
+        job_key: key of the job's name in torchrun's store, which outlives restarts; empty without such a store.
+        served: whether a process that is not a rank serves the ranks' store, for all worlds of the ranks.
     """
 
     rank: int = 0
@@ -79,17 +79,17 @@ class World:
 
     @property
     def single_host(self) -> bool:
-        """True if every rank is on this host."""
+        """Return whether every rank is on this host."""
         return self.local_size == self.size
 
 
-#: Environment variable of ranks that dualtrain has started: 1 on its own host, or the name of the engine that it used.
+#: Environment variable of ranks that dualtrain has started: 1 for ranks on its own host, else the engine's name.
 SPAWNED = "DUALTRAIN_SPAWNED"
 #: Environment variable of the job's shared secret; the user or a launch script sets it if the launcher has none.
 SECRET = "DUALTRAIN_SECRET"
-#: Environment variable of the job's name; the user or a launch script may set it where the launcher has none.
+#: Environment variable of the job's name; the user or a launch script may set it if the launcher gives none.
 JOB = "DUALTRAIN_JOB"
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it is a part of folders' names
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # the name is a part of folders' names
 _SRUN_PORTS = 16
 
 
@@ -143,7 +143,7 @@ class _Variables:
     def world(
         self, rank: int, size: int, local_rank: int, local_size: int, rendezvous: tuple[str, int] | None = None
     ) -> World:
-        """Make the world, assuming that ranks fill the hosts in order; ``connect`` later finds out the real hosts."""
+        """Make the world, assuming that ranks fill the hosts in order; ``connect`` finds out the actual hosts later."""
         return World(
             rank=rank,
             size=size,
@@ -162,7 +162,8 @@ class _Variables:
 def _torchrun(v: _Variables) -> World:
     local = v.number("LOCAL_RANK"), v.number("LOCAL_WORLD_SIZE")
     world = v.world(v.number("RANK"), v.number("WORLD_SIZE"), *local, v.rendezvous())
-    # The id alone names no job: it is "none" for all with --rdzv-endpoint. Without the agents' store, rank 0 serves one.
+    # The run id alone does not identify a job: with --rdzv-endpoint, it is "none" for all. Only the agents' store can keep
+    # a name over restarts.
     kept = v.env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return replace(world, job_key=f"dualtrain/job/{v.env['TORCHELASTIC_RUN_ID']}" if kept else "")
 
@@ -211,7 +212,7 @@ def _srun(v: _Variables) -> World:
     chosen = v.rendezvous()
     step = f"{v.env.get('SLURM_JOB_ID')}.{v.env.get('SLURM_STEP_ID')}"
     world = v.world(*ranks, chosen or _srun_rendezvous(v, single_host=first == size))
-    # Only batch scripts are requeued, with the same number. A step of salloc may be a shell, in which several runs start.
+    # Only batch jobs are requeued, with the same job id. A step of salloc may be a shell, in which several runs start.
     if not world.job and v.env.get("ENVIRONMENT") == "BATCH" and "SLURM_JOB_ID" in v.env:
         cluster = "".join(re.findall(r"[A-Za-z0-9._-]", v.env.get("SLURM_CLUSTER_NAME", "")))
         world = replace(world, job=f"slurm-{cluster}-{step}".replace("--", "-")[:100])
@@ -232,14 +233,14 @@ def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | N
 
 
 def _by_pmi(env: Mapping[str, str]) -> bool:
-    # srun may set PMI_* too (--mpi=pmi2), equal to its own numbers. If they differ, an mpiexec inside the step set them.
+    # srun may set PMI_* too (--mpi=pmi2), equal to its own numbers. If they differ, an mpiexec inside the step set PMI_*.
     same = env.get("PMI_RANK") == env.get("SLURM_PROCID") and env.get("PMI_SIZE") == env.get("SLURM_NTASKS")
     return "PMI_RANK" in env and not (_in_a_step(env) and same)
 
 
 def _by_ray(env: Mapping[str, str]) -> bool:
     # dualtrain.ray sets SPAWNED. Ray Train sets torch's variables in its workers, which have RAY_RAYLET_PID. Processes that
-    # a worker starts inherit that.
+    # a worker starts inherit all of them.
     train = all(name in env for name in ("RAY_RAYLET_PID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     return env.get(SPAWNED, "ray" if train else "") == "ray"
 
@@ -255,10 +256,10 @@ def new_job() -> str:
 
 
 def given_job(env: Mapping[str, str] | None = None) -> str:
-    """Return the job's name that the environment gives; empty if it gives none.
+    """Return the job's name from the environment; empty if it is not set.
 
     Raises:
-        UserError: it cannot be a part of a folder's name.
+        UserError: the name cannot be a part of a folder's name.
     """
     name = (os.environ if env is None else env).get(JOB, "")
     if name and not _JOB_NAME.fullmatch(name):

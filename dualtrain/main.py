@@ -60,7 +60,7 @@ def _run(config: Config, world: World) -> int:
     parent = os.getppid()
     if __name__ == "__main__" and torchrun_is_parent():
         signal_at_parents_end(signal.SIGTERM, parent)  # a killed agent leaves its ranks running: save, and end
-    # Change GC settings only if this process is the command line's own.
+    # Change GC settings only if this module is the program.
     with loading() if __name__ == "__main__" else nullcontext():
         from dualtrain.backends import connect
         from dualtrain.heap import keep_freed_memory
@@ -81,11 +81,11 @@ def _run(config: Config, world: World) -> int:
         return 2 if isinstance(error, UserError) else 1
     if backend.device.type == "cpu":
         keep_freed_memory()
-    said = threading.Event()
+    reported = threading.Event()
     if backend.watch is not None:
-        backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, said)
+        backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, reported)
     earlier = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(said)),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(reported)),
         signal.SIGINT: signal.signal(signal.SIGINT, _interrupt),
     }
     try:
@@ -146,20 +146,19 @@ def _wait_for_all(backend: Backend) -> None:
         pass  # a rank has exited already: don't wait for it
 
 
-def _report_peer_failure(failure: PeerFailure, backend: Backend, said: threading.Event) -> None:
+def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threading.Event) -> None:
     """Print at once that a rank has failed: a launcher may end this process before the loop notices."""
     first, _, rest = failure.describe().partition("\n")
     print_error(f"stopping, since {first}", backend.rank, backend.size)
-    speaker = 0 if failure.rank else 1
-    if rest and backend.rank == speaker:
+    if rest and backend.rank == (0 if failure.rank else 1):
         show(rest, sys.stderr)
-    said.set()
+    reported.set()
 
 
-def _leave_on_sigterm(said: threading.Event) -> None:
+def _leave_on_sigterm(reported: threading.Event) -> None:
     """Exit on SIGTERM, which launchers send when a rank has failed, once that failure is printed."""
     if not _is_stopping():
-        said.wait(0.9)  # mpirun sends SIGKILL after one second
+        reported.wait(0.9)  # mpirun sends SIGKILL after one second
         os._exit(128 + signal.SIGTERM)
 
 
@@ -171,8 +170,8 @@ def _interrupt(*_: object) -> None:
 def _is_stopping() -> bool:
     """Return whether the run has been saved because of a signal, and is about to end.
 
-    The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second one must
-    not suppress the message about the checkpoint, nor make other ranks report this rank as failed.
+    The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
+    must not suppress the message about the checkpoint, nor make other ranks report this rank as failed.
     """
     return isinstance(sys.exc_info()[1], StoppedError)
 

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: any torch optimizer, stepping on gradients that were averaged over the ranks.
+"""``DistributedOptimizer``: wrapper of any torch optimizer, for steps on gradients averaged over the ranks.
 
 ``gradients/`` averages the gradients; everything else is left to the wrapped optimizer. Parameter groups and state are the
 same objects, so that schedulers, GradScaler and checkpoints see one optimizer.
@@ -33,7 +33,7 @@ def _of_wrapped(name: str) -> Any:
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps ``optimizer``; gradients are averaged over ``backend`` during backward.
+    """Wrapper of ``optimizer``; gradients are averaged over ``backend`` during backward.
 
     After ``loss.backward()`` every rank's ``param.grad`` is the average: clip, unscale or log it as in one process.
     ``param_groups``, ``state``, ``state_dict()`` and ``zero_grad(set_to_none=…)`` are those of the wrapped optimizer;
@@ -48,10 +48,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
             does the same by hand.
-        extra: how many scalars of the caller's own are sent along and summed over ranks (see :attr:`extra`).
+        extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
-        sum_order: ``"backend"``: each library and transport adds in an order of its own (with two ranks the bits are equal
-            all the same). ``"canonical"``: a fixed tree over the ranks, the same on every backend and transport. A
+        sum_order: ``"backend"``: the order of the library and transport (with two ranks, the bits are equal over all of
+            them). ``"canonical"``: a fixed tree over the ranks, the same on every backend and transport. A
             ``SumOrder``: a fixed tree over shards, of which a rank may have several.
         carry: the former name of ``extra``; deprecated.
 
@@ -72,7 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sum_order: Literal["backend", "canonical"] | SumOrder = "backend",
         carry: int | None = None,
     ) -> None:
-        # Initialize the base class as unpickling does: Optimizer.__init__ would make parameter groups of its own.
+        # Initialize the base class as unpickling does: Optimizer.__init__ would make new parameter groups.
         self.optimizer = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self.backend = backend
@@ -100,10 +100,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
+        """Return whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
 
         Reading it is collective: it averages the gradients, if backward has not done so (:meth:`synchronize`). GradScaler
-        reads it just before it looks for an overflow, which it must do in the same numbers on all ranks.
+        reads it just before it checks for an overflow: in averaged gradients, all ranks find the same.
         """
         self.synchronize()
         return self._unscales_itself()
@@ -112,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return whether the wrapped optimizer's step unscales gradients, and skips itself after an overflow."""
         if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             return False
-        # A step of an older kind takes the scaler as an argument. Return False for it: GradScaler then unscales before it.
+        # A step that takes the scaler as an argument uses an older interface. For such a step, GradScaler must unscale.
         return "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
 
     @property
@@ -147,8 +147,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the wrapped optimizer's step, on averaged gradients. Collective.
 
-        A ``closure`` may be called several times (LBFGS); the optimizer sees its loss, a tensor of one element or a
-        number, averaged over ranks, so that every rank takes the same decisions.
+        A ``closure`` may be called several times (LBFGS). Its loss, a tensor of one element or a number, is averaged over
+        ranks, so that every rank makes the same decisions.
 
         Raises:
             BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only.
@@ -222,17 +222,17 @@ _with_hooks = torch.optim.Optimizer.profile_hook_step(DistributedOptimizer._step
 
 @torch.no_grad()
 def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return what a closure returned, combined over the ranks if it is a number; otherwise unchanged. Collective; blocks.
+    """Combine the loss that a closure returned over the ranks; return anything but a number unchanged. Collective; blocks.
 
     Args:
         loss: a tensor of one element or a real number; or anything else, on every rank.
-        reduce: reduces a float64 tensor over the ranks, as their gradients are reduced.
+        reduce: reduces a float64 tensor over the ranks in the same way as gradients.
 
     Raises:
         BackendError: on every rank, if ``loss`` is a number on some ranks only.
     """
     is_number = isinstance(loss, Real) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
-    # Every rank makes the same call, whatever its closure returned; the sums show what the other closures returned.
+    # Every rank makes the same call, whatever its closure returned; the sums tell whether all returned a number.
     mine = [float(loss), 1.0, 0.0] if is_number else [0.0, 0.0, 1.0]
     total, numbers, others = reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
     if numbers and others:

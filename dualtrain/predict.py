@@ -59,9 +59,9 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
 def _describe(folder: Path, best: bool) -> tuple[dict[str, Any], dict[str, Any], Path]:
     """Return the run's settings, its task, and the file of its weights."""
     config = _read_json(folder / "config.json", f"{str(folder)!r} is no run's folder")
-    task = _read_json(folder / "task.json", f"{str(folder)!r} does not say what its model takes")
+    task = _read_json(folder / "task.json", f"{str(folder)!r} does not describe its model's input")
     if task.get("kind") != "classes" or not _is_shape(task.get("shape")) or not _is_shape([task.get("classes")] * 3):
-        raise UserError(f"{str(folder)!r} is no run on images and their classes: choose one that is")
+        raise UserError(f"{str(folder)!r} is not a run that classifies images: name one")
     weights, other = folder / "model.safetensors", folder / "model-best.safetensors"
     if best:
         weights, other = other, weights
@@ -93,7 +93,7 @@ def _load(weights: Path, name: str, task: dict[str, Any]) -> nn.Module:
         state = read_safetensors(weights)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{str(weights)!r} cannot be read ({reason}): copy it anew") from error
+        raise UserError(f"{str(weights)!r} cannot be read ({reason}): copy it again") from error
     model = build(name, tuple(task["shape"]), task["classes"])
     wrong = differences(model.state_dict(), state)
     if wrong:
@@ -132,7 +132,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
         return read_file
     if dataset not in IMAGES:
         raise UserError(
-            f"--dataset {dataset} makes inputs of its own: predict reads images for imagefolder, {', '.join(IMAGES)}"
+            f"--dataset {dataset} generates its inputs: predict reads images for imagefolder, {', '.join(IMAGES)}"
         )
     mode, side = IMAGES[dataset]
     _, evaluation, _ = transforms_of(dataset, len(mode), side, options)

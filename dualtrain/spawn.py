@@ -1,6 +1,6 @@
 """``--nproc N``: start N ranks on this host without a launcher; all have the same command line.
 
-The parent takes no part in the training. It serves the store that the ranks meet in, passes signals on to them, and
+The parent takes no part in the training. It serves the store in which the ranks meet, passes signals on to them, and
 ends the remaining ranks when one has failed. The ranks detect and report a failed rank by themselves.
 """
 
@@ -33,8 +33,8 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
-REPORT_SECONDS = 0.5  # a rank that failed because another one was killed may exit before the killed one is reaped
-REPEAT_SECONDS = 2.0  # a signal to a process and to its group arrives twice at once; a person repeats it later
+REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of it may be reaped first
+REPEAT_SECONDS = 2.0  # within it, a second stop signal is the same one, sent to both the process and its group
 RANKS_PER_CORE = 16
 
 
@@ -66,7 +66,7 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
             f"--nproc {nproc} is too many for this host: more than {RANKS_PER_CORE} ranks for each of its {cores} cores "
             f"take too long to start; give {RANKS_PER_CORE * cores} at most"
         )
-    name = given_job() or new_job()  # by which a restart finds its run
+    name = given_job() or new_job()  # a restart finds its run by this name
     with _signals() as inbox:
         for restart in range(1, restarts + 2):
             job = _Job(inbox)
@@ -165,7 +165,7 @@ class _Job:
     def _send(self, number: int) -> None:
         for process in self._alive():
             assert process.pid is not None
-            os.kill(process.pid, number)  # the pid is still ours: only reading exitcode reaps it
+            os.kill(process.pid, number)  # the pid is not reused: only reading exitcode reaps it
 
     def _listen(self, seconds: float | None) -> None:
         """Handle the signals that were received, or that arrive within ``seconds``."""

@@ -44,7 +44,7 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend, root: int = 0) -> None:
     """Copy rank ``root``'s optimizer state and options (learning rates and so on) to every rank. Collective; blocks.
 
-    It never runs a step, creates the state that a rank does not have, and copies the options even if there is no state.
+    Creates the state that a rank does not have, and copies the options even if there is no state. Never runs a step.
     (Horovod's function of this name skips the options of stateless optimizers, and runs a step of a fresh optimizer with
     zero gradients, which moves weights under weight decay and starts Adam at step 1.)
 
@@ -87,8 +87,8 @@ def _with_dtypes(loaded: Any, given: Any) -> Any:
 def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
     """Average the floating-point buffers (running statistics) of ``model`` over the ranks, in place. Collective.
 
-    The BatchNorm layers of each rank have seen its own samples only. Call this before an evaluation or a checkpoint, so
-    that all ranks have the same model.
+    Each rank's BatchNorm layers have processed that rank's samples only. Call this before an evaluation or a checkpoint,
+    so that all ranks have the same model.
     """
     buffers = local_buffers(model)
     for chunk in _chunks([b for _, b in buffers]):
@@ -104,7 +104,7 @@ def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def averaged_buffers(model: torch.nn.Module, backend: Backend) -> Iterator[None]:
-    """Average the buffers for the duration of the block; after it each rank has its own values again. Collective."""
+    """Average the buffers for the block, and restore each rank's own values after it. Collective."""
     own = [(buffer, buffer.clone()) for _, buffer in local_buffers(model)]
     average_buffers(model, backend)
     try:
@@ -152,5 +152,5 @@ def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _unpack(packed: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     for tensor, part in zip(tensors, packed.split([t.numel() * t.element_size() for t in tensors]), strict=True):
-        # Copy it: a slice of bytes may start at an address that the dtype does not allow.
+        # Copy the slice: its start may not be aligned for the dtype.
         tensor.copy_(from_bytes(part.clone(), tensor.dtype, tuple(tensor.shape)))

@@ -23,7 +23,7 @@ def with_torchvision_shim(load: Callable[[], T]) -> T:
 
     PyPI's wheel is the CUDA build. Beside a CPU build of torch its compiled operators do not load, and its import ends
     in ``operator torchvision::nms does not exist`` (seen with torchvision 0.28.0 and torch 2.13.0). Declaring the two
-    operators that its Python code mentions lets models, datasets and transforms work; calling ``ops.nms`` still fails.
+    operators that its Python code names lets models, datasets and transforms work; calling ``ops.nms`` still fails.
     """
     try:
         return load()

@@ -1,4 +1,4 @@
-"""Calls of the user's own functions, named ``pkg.mod:build`` on the command line, and what is shown when they fail."""
+"""Calls of the user's own functions, named ``pkg.mod:build`` on the command line, and text about their errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
 
     Raises:
         UserError: the module or the callable does not exist, or takes neither the arguments, which ``takes`` describes,
-            nor none; or it fails, then with its traceback. The message names ``flag``.
+            nor none; or the user's code raises, and the error has its traceback. The message names ``flag``.
     """
     module_name, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
@@ -121,7 +121,7 @@ def _is_ours(file: str) -> bool:
 
 def _is_users(file: str) -> bool:
     path = os.path.abspath(file)
-    installed = "site-packages" in path or "dist-packages" in path  # below the folder of Python, too
+    installed = "site-packages" in path or "dist-packages" in path  # possibly below the standard library's folder
     others = _folders()[1][:-1] if installed else _folders()[1]
     return not (file.startswith("<frozen") or _is_ours(file) or path.startswith(others))
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Shows that --virtual-ranks gives one result: trains the same job in one process, on several numbers of ranks, over both
-# backends and each transport, under each launcher, and in a chain of runs on different numbers of ranks, each of which
-# resumes from a checkpoint of the run before. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or metrics
-# differ or a run failed, 2 if the flags are wrong. Ways that cannot run here are left out, with the reason.
+# Shows that --virtual-ranks gives one result: trains the same job in one process, then on several numbers of ranks, over
+# both backends, all transports and launchers, and in a chain of runs. Each run of the chain has another number of ranks,
+# and resumes from a checkpoint of the run before. Ends with a table and "N runs, 1 hash". Exit status 1 if weights or
+# metrics differ or a run failed, 2 if the flags are wrong. Ways that cannot run here are left out, with the reason.
 #
 #   bash launch/one_result.sh [flags of dualtrain train, for all runs]     (default: --epochs 2)
 #

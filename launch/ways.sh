@@ -4,7 +4,7 @@
 #
 #   bash launch/ways.sh [flags of dualtrain train, for all runs]
 #
-# NPROC  number of ranks, where there are several (default: 2)
+# NPROC  number of ranks of the runs on several ranks (default: 2)
 # RUNS   folder of the runs (default: a new folder below runs/)
 set -euo pipefail
 

@@ -1,10 +1,10 @@
 """Check that all ranks make the same collective call, before any data is sent.
 
-The libraries differ in what happens when calls do not match: Horovod reports it; Gloo may hang, abort the process or
-return a wrong sum (int32 1 and float32 1.0 add up to 1065353217). So every checked call first exchanges two integers: a
-fingerprint of the call, and an extent, which may differ between ranks (the number of rows of an allgather). If the
-fingerprints are equal, the call gets the extents of all ranks. Otherwise no data is sent, the ranks exchange
-descriptions of their calls, and all of them raise the same error; the backend stays usable.
+If calls do not match, Horovod reports an error; Gloo may hang, abort the process or return a wrong sum (int32 1 and
+float32 1.0 add up to 1065353217). So every checked call first exchanges two integers: a fingerprint of the call, and an
+extent, which may differ between ranks (the number of rows of an allgather). If the fingerprints are equal, the call gets
+the extents of all ranks. Otherwise no data is sent: the ranks exchange descriptions of their calls, and all of them raise
+the same error. The backend stays usable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
 
-#: Gathers every rank's integers, equally many on every rank, in rank order: ``Primitives.exchange_short``.
+#: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 
 
@@ -31,7 +31,7 @@ Exchange = Callable[[Sequence[int]], list[list[int]]]
 class Call:
     """Properties of a collective call that must be the same on every rank.
 
-    Where the ranks may differ in the first dimension, ``shape`` has ``None`` in its place.
+    ``None`` in ``shape`` is a first dimension that may differ between ranks.
     """
 
     kind: str
@@ -72,7 +72,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
     Raises:
-        BackendError: on every rank, if the calls differ; the message has the call of each rank.
+        BackendError: on every rank, if the calls differ; the message names each rank's call.
     """
     fingerprints, extents = zip(*backend.exchange_short([call.fingerprint(), extent]), strict=True)
     if len(set(fingerprints)) == 1:
@@ -92,7 +92,7 @@ def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
 
 
 def _differences(backend: Primitives, call: Call) -> str:
-    """``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
+    """Return each rank's call: ``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
     ranks_of: dict[str, list[str]] = {}
     for rank, description in enumerate(exchange_text(backend.exchange_short, call.describe(), _DESCRIPTION_BYTES)):
         ranks_of.setdefault(description, []).append(str(rank))

@@ -40,7 +40,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return the operation ``op``, which may be given by its name in upper or lower case.
+        """Return the operation ``op``; its name may be in upper or lower case.
 
         Raises:
             ValueError: there is no operation of this name.
@@ -73,7 +73,7 @@ class Work(ABC, Generic[T_co]):
     def wait(self) -> T_co:
         """Block until the result can be used on the caller's current stream, and return it.
 
-        May be called again. Bounded by the backend's timeout. With a tensor on a GPU, it may return before the GPU has
+        May be called again. Bounded by the backend's timeout. With a tensor on a GPU, this may return before the GPU has
         finished.
 
         Raises:
@@ -82,7 +82,7 @@ class Work(ABC, Generic[T_co]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether :meth:`wait` would return at once. Does not block."""
+        """Return whether :meth:`wait` would return at once. Does not block."""
 
 
 class Primitives(ABC):
@@ -91,16 +91,16 @@ class Primitives(ABC):
     Attributes:
         name: the backend's name on the command line.
         narrow: dtypes that ``start_allreduce`` reduces besides those of ``REDUCIBLE``.
-        transport: name, for reports, of what reductions are sent over: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"none"``, or
+        transport: name of the reductions' transport, for reports: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"none"``, or
             ``"shm"`` for memory that the ranks of a host share; with several hosts ``"shm+gloo"`` or ``"shm+mpi"``.
         versions: versions of the backend's libraries besides torch, by the library's name.
         world: this process's place; for a group, its place in the group.
-        device: where this rank's tensors are expected to be.
+        device: the expected device of this rank's tensors.
         hosts: the number of each rank's host, in rank order; equal numbers mean the same host.
         timeout: the longest time in seconds that any wait lasts.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
-        on_wait: called about every quarter of a second during a wait, with this backend, the operation and the seconds so
-            far.
+        on_wait: called about every quarter of a second during a wait, with this backend, the operation and the seconds
+            waited.
         members: for each rank of this backend, its rank in the job; the two differ in a group, which counts from 0.
     """
 
@@ -163,7 +163,7 @@ class Primitives(ABC):
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
         """Gather every rank's ``tensor`` (contiguous uint8, (n,)) into ``output`` (contiguous uint8, (size * n,)).
 
-        In rank order; n is the same on every rank. Does not block.
+        The parts of ``output`` are in rank order; n is the same on every rank. Does not block.
         """
 
     @abstractmethod
@@ -180,7 +180,7 @@ class Primitives(ABC):
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         """Gather each rank's short ``vector`` (CPU, int64, (n,), the same n on every rank) into (size, n). Blocks.
 
-        Has a process group or a name of its own, so that no library matches it with a gradient that another rank sends.
+        Uses a separate process group or name, so that no library matches this exchange with a gradient of another rank.
         """
 
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -203,7 +203,7 @@ class Primitives(ABC):
         return f"<{self.name} backend over {self.transport}: rank {self.rank} of {self.size}>"
 
     def await_bounded(self, what: str, finished: Callable[[float], bool]) -> None:
-        """Call ``finished(seconds)``, which blocks for about that long at most, until it returns True.
+        """Call ``finished(seconds)`` until it returns True. Each call blocks for about ``seconds`` at most.
 
         Raises:
             PeerFailedError: a rank failed during the wait.
@@ -226,8 +226,8 @@ class Primitives(ABC):
             raise
         except Exception as error:  # libraries raise many types, and each means that the operation failed
             raise self.failure(what, error) from error
-        # After a timeout, this wait stays reported: other ranks time out at about the same moment, and must not name this
-        # rank as the one that they wait for.
+        # Don't report the end of this wait after a timeout: other ranks time out at about the same moment, and must not
+        # name this rank as missing.
         if self.watch is not None and reported:
             self.watch.report_wait(what, ended=True)
 
@@ -270,7 +270,7 @@ class Primitives(ABC):
 
 
 class Done(Work[None]):
-    """Handle of an operation that ended when it was started."""
+    """Handle of an operation that has already ended."""
 
     def wait(self) -> None:
         return None
@@ -280,12 +280,12 @@ class Done(Work[None]):
 
 
 class Scaled(Work[None]):
-    """A reduction whose result is multiplied by a factor when it is complete."""
+    """Handle of a reduction; ``wait`` multiplies the result by a factor."""
 
     def __init__(self, work: Work[None], result: torch.Tensor, factor: float) -> None:
         self._work = work
         self._result = result
-        # ``mul_`` would convert the factor to a tensor at the end: convert it now, while the reduction runs.
+        # ``mul_`` converts a number to a tensor: convert the factor now, while the reduction runs.
         self._factor: torch.Tensor | None = torch.tensor(factor, dtype=torch.float64, device="cpu")
 
     def wait(self) -> None:

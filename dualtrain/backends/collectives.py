@@ -38,7 +38,7 @@ def split_sizes(rows: int, size: int) -> list[int]:
 
 
 def rows_to_send(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> list[int]:
-    """Return how many rows of ``tensor`` to send to each of ``size`` ranks. Without ``splits``, all numbers are equal.
+    """Return the number of rows of ``tensor`` to send to each of ``size`` ranks; without ``splits``, equal numbers.
 
     Raises:
         ValueError: ``tensor`` cannot be split in this way.
@@ -60,8 +60,8 @@ class Backend(Primitives):
     """A rank's place in a world of processes, and the collective operations over it.
 
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
-    shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank, naming the call of each,
-    and leaves the backend usable. Tensors may have any dtype, any layout and no dimension at all; results are new,
+    shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
+    call, and the backend stays usable. Tensors may have any dtype, any layout and no dimension at all; results are new,
     contiguous, on the tensor's device, and have no autograd history (:mod:`dualtrain.functional` has collectives with
     gradients). Calls without ``_async`` block until the result can be used on the current stream. Calls with ``_async``
     return a :class:`~dualtrain.backends.base.Work`, whose ``wait()`` returns the result; do not change the tensor before
@@ -123,7 +123,7 @@ class Backend(Primitives):
         order.
 
         Raises:
-            ValueError: ``tensor`` has no dimension, or :meth:`allreduce` would raise it.
+            ValueError: ``tensor`` has no dimension; otherwise as :meth:`allreduce`.
             BackendError: as :meth:`allreduce`.
         """
         return self._now(partial(self._reducescatter, tensor, ReduceOp.of(op), name))
@@ -134,7 +134,7 @@ class Backend(Primitives):
         """:meth:`reducescatter` without blocking."""
         return self._later(partial(self._reducescatter, tensor, ReduceOp.of(op), name))
 
-    # -- movements ----------------------------------------------------------------------------------------------
+    # -- data movement ------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, name: str | None = None) -> torch.Tensor:
         """Copy rank ``root``'s ``tensor`` (the same shape and dtype on all) into a new tensor on every rank.
@@ -202,7 +202,7 @@ class Backend(Primitives):
     def alltoall_async(
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None = None, name: str | None = None
     ) -> Work[tuple[torch.Tensor, torch.Tensor]]:
-        """:meth:`alltoall` without blocking; the result is always the received rows and their numbers."""
+        """:meth:`alltoall` without blocking; the result always includes how many rows came from each rank."""
         return self._later(partial(self._alltoall, tensor, splits, name))
 
     # -- objects, barriers, groups --------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class Backend(Primitives):
         return self._now(partial(self._allgather_object, obj, name))
 
     def barrier(self, name: str | None = None) -> None:
-        """Block until every rank has called it.
+        """Block until every rank has called this method.
 
         Raises:
             BackendError: as :meth:`allreduce`.
@@ -239,11 +239,11 @@ class Backend(Primitives):
         Collective over this backend, with the same ``ranks``; blocks. The group is closed with this backend.
 
         Raises:
-            ValueError: ``ranks`` is empty, repeats a rank or has one that does not exist, or this backend is a group.
+            ValueError: ``ranks`` is empty, repeats a rank or has a rank that does not exist; or this backend is a group.
             BackendError: as :meth:`allreduce`.
         """
         if self.is_group:
-            raise ValueError("a group has no groups of its own: make them from the backend that connect() returned")
+            raise ValueError("a group cannot be divided into groups: make them from the backend that connect() returned")
         members = sorted(ranks)
         if not members or len(set(members)) < len(members) or members[0] < 0 or members[-1] >= self.size:
             raise ValueError(f"a group needs one or more different ranks from 0 to {self.size - 1}, not {list(ranks)}")
@@ -319,12 +319,12 @@ class Backend(Primitives):
         rank must wait for such sums in the order in which it started them.
 
         Args:
-            tensor: contiguous, of the same size on every rank; holds the last of this rank's partial sums, if it has any.
+            tensor: contiguous, of the same size on every rank; holds this rank's last partial sum, if the rank has any.
             others: ``order.buffers`` tensors like ``tensor``; the first of them hold this rank's earlier partial sums.
                 Their content is undefined afterwards.
             order: made for as many ranks as this backend has.
             name: shown in errors and reports.
-            factor: the sum is multiplied by it.
+            factor: factor on the sum.
             tail: how many elements at the end are not scaled.
         """
         if order.is_plain_sum or not tensor.numel():
@@ -358,7 +358,7 @@ class Backend(Primitives):
         peer_failed = self.watch is not None and self.watch.peer_failed
         if self.watch is not None and not self.is_group:
             self.watch.leave()
-        # After a failure the library's shutdown would wait for the failed rank: the end of the process frees the resources.
+        # After a failure the library's shutdown would wait for the failed rank: the process's exit frees the resources.
         if not peer_failed:
             self.disconnect()
 
@@ -394,14 +394,14 @@ class Backend(Primitives):
             raise BackendError("this backend is closed: make its last call before close()")
 
     def _checked_root(self, kind: str, root: int) -> int:
-        root = index(root)  # an int from any integer type: the ranks compare the text of the call
+        root = index(root)  # convert any integer type to int: the ranks compare the text of the call
         if not 0 <= root < self.size:
             problem = f"root {root} is no rank of this backend: choose one from 0 to {self.size - 1}"
             refuse(self, Call(kind, root=root), ValueError(problem))
         return root
 
     def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        """Reduce in the wire dtype; the result is ``tensor`` itself where no conversion is needed."""
+        """Reduce in the wire dtype; the result is ``tensor`` itself if no conversion is needed."""
         call = Call.on(op.value, tensor, name)
         primitive = self._primitive(tensor, op, call)
         agree(self, call)
@@ -465,7 +465,7 @@ class Backend(Primitives):
         return self.gather_rows(tensor, rows, name or "allgather")
 
     def gather_rows(self, tensor: torch.Tensor, rows: list[int], name: str) -> torch.Tensor:
-        """Concatenate every rank's rows in rank order; ``rows`` is how many each rank has, known to all ranks."""
+        """Concatenate every rank's rows in rank order; all ranks know ``rows``, each rank's number of rows."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
         parts = self.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name)
         return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
@@ -496,7 +496,7 @@ class Backend(Primitives):
         return rows, torch.tensor(received, dtype=torch.int32)
 
     def alltoall_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
-        """Send ``sent[r]`` rows to rank r, and return the received rows. The numbers must match between ranks."""
+        """Send ``sent[r]`` rows to rank r, and return the received rows, ``received[r]`` from rank r."""
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
         data = wire.as_bytes(tensor)[: sum(sent) * row_bytes]
         output = data.new_empty(sum(received) * row_bytes)
@@ -522,7 +522,7 @@ class Backend(Primitives):
         return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
 
     def _refuse_if_unsent(self, lengths: dict[int, int], problem: TypeError | None) -> None:
-        """Raise on every rank, with the reason, if a rank's object cannot be sent, which a negative length reports."""
+        """Raise on every rank, with the reason, if a rank's object cannot be sent: its length is negative."""
         refused = [rank for rank, length in lengths.items() if length < 0]
         if not refused:
             return
@@ -546,7 +546,7 @@ class Backend(Primitives):
         return group
 
     def adapt_group(self, group: Backend) -> Backend:
-        """Return the backend that :meth:`group` returns: the new ``group``, unless a subclass wraps it."""
+        """Return the result of :meth:`group`: the new ``group``, which a subclass may wrap."""
         return group
 
     def close_with(self, group: Backend) -> None:

@@ -1,6 +1,6 @@
 """Named values that must be the same on every rank, compared in one short exchange.
 
-Each rank sends a hash of its values; only if the hashes differ, it sends the values too, as text. So all ranks know the
+Each rank sends a hash of its values. If the hashes differ, each rank also sends the values as text. So all ranks know the
 same differences and raise the same error, even if a value is missing or could not be read on one rank.
 """
 
@@ -16,7 +16,7 @@ from dualtrain.backends.collectives import Backend
 from dualtrain.differences import Difference, ranks_in_words
 from dualtrain.errors import BackendError, RanksDifferError, UserError
 
-_FAILED = -1  # instead of the hash of values that could not be read
+_FAILED = -1  # sent instead of a hash if the values could not be read
 
 
 def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]]) -> list[Difference]:
@@ -25,13 +25,13 @@ def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]
     Each rank sends 16 bytes if there are no differences. The differences are in the order of rank 0's names.
 
     Args:
-        backend: its ranks are compared.
+        backend: the ranks to compare.
         what: noun for error messages, the same on every rank: ``"settings"``.
         read: returns this rank's values by name; they are compared by their ``repr``.
 
     Raises:
         UserError: on every rank, with the reason, if ``read`` raised the same error on all of them.
-        RanksDifferError: on every rank, with a reason, if ``read`` raised on some ranks, or different errors.
+        RanksDifferError: on every rank, with a reason, if ``read`` raised on some ranks only, or raised different errors.
         BackendError: the ranks make different calls, a rank failed, or the call timed out.
     """
     values: dict[str, str] = {}

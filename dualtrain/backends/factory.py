@@ -1,4 +1,4 @@
-"""``connect``: choose a backend, join its world, and check that it is the world that was launched."""
+"""``connect``: choose a backend, join its world, and check that the launcher started this world."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def connect(
 
     torch.distributed's default process group stays as it is: a program may call ``init_process_group`` before or after.
     Two things change for the whole process. This rank's GPU becomes the current one. Until the backend is closed,
-    ``sys.excepthook`` and an exit handler report to the other ranks how this one ends; the earlier hook is still called.
+    ``sys.excepthook`` and an exit handler report to the other ranks how this rank ends; the earlier hook is still called.
 
     Args:
         name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for the launcher's backend.
@@ -94,7 +94,7 @@ def connect(
         groups: whether ``group`` will be called. If so, Horovod synchronizes its process sets in every cycle, under a
             lock that calls need. If not, Horovod is faster, and over MPI a failed rank cannot block the others in that
             lock.
-        transport: what reductions of CPU tensors use. ``"native"`` is the library. ``"shm"`` is memory that the ranks of
+        transport: how CPU tensors are reduced. ``"native"`` is the library. ``"shm"`` is memory that the ranks of
             a host share, with the library between hosts; if they cannot share memory, a warning is logged and the library
             is used. ``"auto"`` is shared memory for the torch backend with all ranks on one host, else the library.
         default_group: whether the torch backend also makes torch.distributed's default process group, over the same
@@ -104,7 +104,7 @@ def connect(
         The backend; close it, or use it in a ``with`` statement.
 
     Raises:
-        UserError: a name is unknown, the device does not have the transport, a library is missing, the world cannot be
+        UserError: a name is unknown, the device does not support the transport, a library is missing, the world cannot be
             joined, or its size is not the number of processes that the launcher started.
     """
     world = detect_world() if world is None else world
@@ -116,7 +116,7 @@ def connect(
         raise UserError(f"no transport is called {transport!r}: choose one of {', '.join(TRANSPORTS)}")
     if transport == "shm" and place.type != "cpu":
         raise UserError(
-            "--transport shm is for tensors on the CPU, and this rank's are on a GPU: choose auto, or --device cpu"
+            "--transport shm is for tensors on the CPU, and this rank's tensors are on a GPU: choose auto, or --device cpu"
         )
     if default_group and name != "torch":
         raise UserError(f"default_group=True needs the torch backend, and this is {name}: choose torch, or leave it out")
@@ -137,7 +137,7 @@ def connect(
 
 
 def _open(name: str, world: World, device: torch.device, timeout: float, groups: bool) -> Backend:
-    """Backend ``name``, with the library's world joined. Collective; blocks."""
+    """Join the world of the library ``name``, and return its backend. Collective; blocks."""
     if name == "local":
         from dualtrain.backends.local import LocalBackend
 
@@ -195,19 +195,19 @@ def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None
     """Check that the library's rank and size, ``found``, are the launcher's; otherwise each process would train alone.
 
     Raises:
-        UserError: they differ.
+        UserError: the rank or the size differs.
     """
     if found == (world.rank, world.size):
         return
     raise UserError(
         f"the {name} backend is rank {found[0]} of {found[1]}, but {world.launcher} started this process as rank "
-        f"{world.rank} of {world.size}: the library did not see the launcher; use the backend that the launcher is for "
+        f"{world.rank} of {world.size}: the library did not use the launcher's variables; choose the launcher's backend "
         "(--backend auto), or start one process"
     )
 
 
 def _locate(backend: Backend) -> None:
-    """Exchange the hosts' identities, and set the local and cross ranks from them: launchers define these differently.
+    """Set local and cross ranks by the hosts' exchanged identities, since launchers define these ranks differently.
 
     Raises:
         UserError: the ranks run different versions of dualtrain.
@@ -231,7 +231,7 @@ def _compare_choices(backend: Backend, transport: str) -> None:
     """Check that all ranks have the same kind of device and the same transport; otherwise reductions would not match.
 
     Raises:
-        UserError: on every rank, with the choice of each.
+        UserError: on every rank, with each rank's choice.
     """
     devices = ("cpu", "cuda")
     mine = [devices.index(backend.device.type), TRANSPORTS.index(transport)]
@@ -288,9 +288,8 @@ def _share_memory(backend: Backend, transport: str) -> Backend:
         if not isinstance(reason, UnsharedError) and backend.watch is not None and backend.watch.failure is not None:
             raise
         if backend.rank == 0:
-            log.warning(
-                "shared memory cannot be used (%s): the reductions use %s, as with native", reason, backend.transport
-            )
+            text = "shared memory cannot be used (%s): the reductions use %s, as with --transport native"
+            log.warning(text, reason, backend.transport)
         return backend
 
 

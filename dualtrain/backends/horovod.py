@@ -33,7 +33,7 @@ from dualtrain.rendezvous.http_store import HttpStore
 from dualtrain.rendezvous.meeting_point import names_by_server, within
 from dualtrain.rendezvous.placement import SAME_BACKEND, KeyValueStore
 
-_YIELDING_SECONDS = 0.01  # a wait yields the core between polls for this long, then sleeps between them
+_YIELDING_SECONDS = 0.01  # a wait yields the core between polls for this long, then sleeps between polls
 #: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
 #: backend's name, and the reason why this host cannot be used, or ``None``.
 Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
@@ -54,12 +54,12 @@ def _library() -> Any:
 
 
 def installed() -> bool:
-    """Whether Horovod is installed in this environment."""
+    """Return whether Horovod is installed in this environment."""
     return importlib.util.find_spec("horovod") is not None
 
 
 def build_facts() -> dict[str, Any]:
-    """Return what `horovodrun --check-build` prints, names of the parts that are built, and which ``torch`` they are for.
+    """Return the parts that `horovodrun --check-build` lists as built, and the version of ``torch`` they were built for.
 
     Raises:
         UserError: Horovod is not installed, or cannot be loaded.
@@ -103,7 +103,7 @@ def replace_package(package: str, meet: Meet) -> None:
 
 
 def _wrap_init(library: Any, world: World, meet: Meet) -> None:
-    """Make Horovod's ``init`` join a world that neither MPI nor horovodrun started; by itself it starts a world of one."""
+    """Make Horovod's ``init`` join a world that neither MPI nor horovodrun started; otherwise each process has size 1."""
     plain, kept = library.init, []
 
     def init(*args: Any, **kwargs: Any) -> None:
@@ -119,8 +119,8 @@ class _HorovodWork(Work[None]):
 
     It keeps a view of each input until the operation has ended, to prevent a deadlock after a peer has failed. Horovod's
     thread then drops its tensors while it holds Horovod's lock. In torch 2.13, this takes the GIL if only Python refers to
-    the tensor afterwards; but a thread that starts an operation holds the GIL while it waits for Horovod's lock. The view
-    is a further reference, so that dropping Horovod's does not take the GIL.
+    the tensor afterwards; but a thread that starts an operation holds the GIL while it waits for Horovod's lock. Because
+    of the view, Horovod's thread does not take the GIL.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class HorovodBackend(Backend):
 
     Attributes:
         failed: the error of the first operation that failed; all later operations fail too.
-        failed_works: handles of failed operations, which keep their tensors.
+        failed_works: handles of failed operations, kept because they hold the operations' tensors.
 
     Raises:
         UserError: Horovod is not installed or cannot start.
@@ -199,7 +199,7 @@ class HorovodBackend(Backend):
         self._owns_world = not self.library.is_initialized()
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
         if self._owns_world:
-            # Keep the reference: on rank 0 the store ends with it, and the other ranks may still use the store.
+            # Keep a reference: rank 0 serves the store as long as one exists, and other ranks may still use the store.
             self._store = _initialise(self.library.init, world, timeout, self._launched, groups, meet)
         self._set = self.library.global_process_set
         self._scope = _scope(self._store) if self._owns_world else ""
@@ -244,7 +244,7 @@ class HorovodBackend(Backend):
 
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         output = vector.new_empty(self.size, vector.numel())
-        # Horovod caches negotiations by name: two lengths under the same name would evict each other.
+        # Horovod caches negotiations by name: vectors of two lengths under one name would evict each other.
         name = f"{self._scope}agreement.{len(vector)}"
         vector = vector[None]
         issue = partial(self.library.allgather_async, vector, name=name, process_set=self._set)
@@ -324,12 +324,12 @@ def _initialise(
 
 
 def _scope(store: KeyValueStore | None) -> str:
-    """Return the beginning of all names of operations in the world that was made with ``store``: another in each world.
+    """Return the prefix of all operation names in the world that was made with ``store``; each world has another one.
 
     Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
-    the table of process sets after it has looked at the flag). It takes part in the process's next world, where an
-    operation of the same name would get its data. Processes that Horovod's launcher has started count their worlds alike;
-    other processes may have been in different worlds before, and use the random part of the store's address.
+    the table of process sets after it has checked for the shutdown). That operation takes part in the process's next world,
+    where an operation of the same name would get its data. Processes that Horovod's launcher started have been in equally
+    many worlds, so the prefix is a count. Other processes may not; their prefix is a hash of the store's random address.
     """
     return f"{next(_worlds)}." if store is None else f"{fingerprint(store.get(_ADDRESS_KEY).decode()):x}."
 

@@ -1,4 +1,4 @@
-"""The name of the job that a world is of."""
+"""Name of the job that a world belongs to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dualtrain.launchers import World
 
 
 def job_of(world: World, timeout: float) -> str:
-    """Name of the job, which its restarts have too and no other job; empty where its launcher has none.
+    """Return the job's name; empty if the launcher gives none. Only restarts of the job have the same name.
 
-    Not collective. Under torchrun it is in the agents' store, and blocks for ``timeout`` seconds at most.
+    Not collective. Under torchrun, reads the name from the agents' store and blocks for ``timeout`` seconds at most.
 
     Raises:
-        UserError: that store cannot be reached.
+        UserError: the agents' store cannot be reached.
     """
     if world.job or not world.job_key:
         return world.job

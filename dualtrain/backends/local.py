@@ -1,4 +1,4 @@
-"""Backend of a single process: it has the same contract, and sends nothing."""
+"""Backend of a single process: the same contract, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dualtrain.launchers import World
 
 
 class LocalBackend(Backend):
-    """World of one process: every reduction is the process's own value."""
+    """World of one process: the result of every reduction is the process's own value."""
 
     name = "local"
     transport = "none"

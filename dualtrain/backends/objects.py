@@ -1,7 +1,7 @@
 """Serialize Python objects, and deserialize them without running code from the bytes.
 
 The encoding is torch's own file format, read in its weights-only mode. Objects may consist of None, bool, numbers, str,
-bytes, list, tuple, set, dict and tensors, and of the classes in this file's list, which only hold values: numpy's arrays
+bytes, list, tuple, set, dict and tensors, and of the classes listed in this file, which hold values only: numpy's arrays
 and scalars, dates, paths, exact numbers, and the standard library's containers. The sender refuses anything else.
 """
 
@@ -92,7 +92,7 @@ def encode_or_refuse(obj: Any) -> tuple[torch.Tensor, TypeError | None]:
 
 
 def decode(data: torch.Tensor) -> Any:
-    """Deserialize what :func:`encode` returned; tensors are on the CPU.
+    """Deserialize the bytes of :func:`encode`; tensors are on the CPU.
 
     Raises:
         TypeError: the sender refused the object: see :func:`encode_or_refuse`.
@@ -100,6 +100,6 @@ def decode(data: torch.Tensor) -> Any:
     if bytes(data[: len(_REFUSED)].tolist()) == _REFUSED:
         raise TypeError(bytes(data[len(_REFUSED) :].tolist()).decode())
     with _reading:
-        known = torch.serialization.get_safe_globals()  # the user's own, which must stay allowed
+        known = torch.serialization.get_safe_globals()  # classes that the user has allowed: keep them
         with torch.serialization.safe_globals([one for one in _PLAIN if one not in known]):
             return torch.load(io.BytesIO(bytes(data.cpu().numpy())), map_location="cpu", weights_only=True)

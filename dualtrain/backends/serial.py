@@ -1,8 +1,7 @@
 """Queue that runs asynchronous calls one after another, in one thread.
 
-A derived call consists of several primitives with decisions between them (exchange sizes, then gather), and all ranks
-must start primitives in the same order. So asynchronous calls run in the order of submission, and a blocking call first
-drains the queue: primitives start in the order of the program.
+A derived call consists of several primitives (exchange sizes, then gather), and all ranks must start primitives in the
+same order. So asynchronous calls run in the order of submission, and a blocking call first drains the queue.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Queued(Work[T]):
 
 
 class SerialQueue:
-    """Run calls one at a time, in the order in which they were submitted."""
+    """Queue of calls that run one at a time, in the order of submission."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None

@@ -1,8 +1,8 @@
-"""The order in which the values of V shards are added up, the same on any number of ranks: a fixed binary tree.
+"""Order in which V shards are added, the same for any number of ranks: a fixed binary tree.
 
-The tree over n shards is the shard itself for n = 1, else the sum of the trees over its first k and its other n - k shards,
-k the largest power of two below n (the tree of RFC 6962, section 2.1). A rank owns consecutive shards, which form a few
-complete subtrees. The rank adds up each subtree alone, so the same additions are made with any number of ranks.
+The tree over one shard is that shard. The tree over n > 1 shards is the sum of two trees: over the first k shards and over
+the other n - k, where k is the largest power of two below n (RFC 6962, section 2.1). A rank owns consecutive shards, which
+form a few complete subtrees. The rank adds up each subtree alone, so the additions are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Node(NamedTuple):
     length: int
 
     def children(self) -> tuple[Node, Node]:
-        """Return the two halves of this subtree, which has at least two shards; its sum is the sum of theirs."""
+        """Return the two children of this subtree of two or more shards; its sum is the sum of the children's sums."""
         left = 1 << (self.length - 1).bit_length() - 1
         return Node(self.first, left), Node(self.first + left, self.length - left)
 
@@ -44,10 +44,10 @@ class SumOrder:
         ranges: for each rank, the numbers of its shards.
         owned: for each rank, the subtrees that its shards form, from left to right.
         nodes: the subtrees of all ranks, from left to right; their partial sums are exchanged.
-        additions: these additions of partial sums, in this order, leave the sum of all shards in ``nodes[0]``.
-        merges: for each rank, for each of its shards: how many times, right after that shard, the rank adds its two newest
-            partial sums together.
-        buffers: how many partial sums, beside the newest one, a rank keeps at most; the maximum over the ranks.
+        additions: additions of partial sums; made in this order, they leave the sum of all shards in ``nodes[0]``.
+        merges: for each rank and each of its shards, how many times the rank adds its two newest partial sums after the
+            shard.
+        buffers: the largest number of partial sums that any rank keeps besides its newest one.
     """
 
     def __init__(self, shards: int, size: int) -> None:
@@ -67,7 +67,7 @@ class SumOrder:
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether an ordinary sum over the ranks has the same bits: true for up to two ranks with one partial sum each."""
+        """Return whether an ordinary sum over the ranks has the same bits: at most two ranks, with one partial sum each."""
         return len(self.owned) <= 2 and all(len(nodes) == 1 for nodes in self.owned)
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -128,7 +128,7 @@ def _program(root: Node, owned: range) -> tuple[list[int], int]:
 
 
 def _parents(node: Node) -> dict[tuple[Node, Node], Node]:
-    """Return the subtree that each pair of children makes."""
+    """Return the parent of each pair of children in the subtree ``node``."""
     if node.length == 1:
         return {}
     left, right = node.children()

@@ -1,9 +1,9 @@
 """torch.distributed as a backend: Gloo for tensors on the CPU, NCCL for tensors on NVIDIA GPUs.
 
 Outside of the bench, the only module that imports torch.distributed. The process groups are dualtrain's own, and
-torch.distributed's default group stays as it is, so that libraries which look at ``is_initialized()`` behave as they
+torch.distributed's default group stays as it is, so that libraries which check ``is_initialized()`` behave as they
 would without dualtrain. There is a Gloo group for data, and an NCCL group from the first GPU tensor on. The short vectors
-of ``exchange`` have a Gloo group of their own, so that a vector of one rank cannot be matched with a gradient of another.
+of ``exchange`` have a separate Gloo group, so that one rank's vector cannot be matched with another rank's gradient.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from dualtrain.rendezvous.session import agree_on_session
 from dualtrain.rendezvous.store import Store, listen
 from dualtrain.torch_versions import asynchronous, shut_down
 
-#: How many worlds have met at an address so far; all of their ranks have counted the same number.
+#: For each address and name, the number of worlds so far: the same number on all ranks of a world.
 _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
 _PLACE_BYTES = 128  # longest text with an address, a port and a key
 
 #: The groups in use, each with the id of the process that made it, since a forked child does not have a group's threads.
-#: This list holds a reference, because a group whose last reference is dropped after a peer has failed blocks the dropping
-#: thread until its last operation ends.
+#: This list keeps the groups alive: after a peer has failed, dropping the last reference to a group blocks the thread until
+#: the group's last operation ends.
 _IN_USE: list[tuple[int, Any]] = []
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
@@ -57,7 +57,7 @@ _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 def _end(groups: list[Any]) -> None:
     """End groups by dropping their last references, which are in ``groups``. Blocks for a second at most.
 
-    If a peer has failed, a group may wait for an unfinished operation; then only the thread that is made here waits.
+    If a peer has failed, a group may wait for an unfinished operation; then only the thread made here waits.
     """
     ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
     ending.start()
@@ -68,7 +68,7 @@ def _end(groups: list[Any]) -> None:
 def _end_all() -> None:
     """End the groups of a program that does not close its backend.
 
-    Gloo's threads take the interpreter's lock to drop a tensor, and abort the process when the interpreter is gone.
+    Gloo's threads take the GIL to drop a tensor, and abort the process if the interpreter has ended.
     """
     groups = [group for process, group in _IN_USE if process == os.getpid()]
     if not groups:
@@ -170,7 +170,7 @@ class _JobStore(dist.Store):
 
 @cache
 def _adapted(store: Store, seconds: float) -> _JobStore:
-    """Return the adapter of ``store``; the cache keeps it, since torch refers to its C++ half only, not to its methods."""
+    """Return the adapter of ``store``; the cache keeps it, since torch keeps only its C++ object alive, not its methods."""
     return _JobStore(store, seconds)
 
 
@@ -358,7 +358,7 @@ def _limit(timeout: float) -> timedelta:
 
 
 def chosen_interface(world: World) -> str | None:
-    """Return the interface that Gloo must listen on: loopback if all ranks are on one host, else the one to other hosts.
+    """Return the interface that Gloo must listen on: loopback if all ranks are on one host, else one to other hosts.
 
     ``None`` if GLOO_SOCKET_IFNAME is set. Gloo's own default is the interface that the host's name resolves to, which may
     be loopback with several hosts.
@@ -456,14 +456,14 @@ def _of_this_attempt(store: dist.Store, world: World, timeout: float) -> dist.St
     torchrun's agents serve the store, and keep it when they restart the workers.
     """
     while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store  # torch's prefix has this host's number of restarts, and hosts may differ in it
+        store = store.underlying_store  # torch's prefix contains this host's restart count; hosts may differ in it
     numbered = _numbered(store, world, world.rendezvous or ("", 0))
     session = agree_on_session(numbered, world.rank, world.size, (timeout, time.monotonic() + timeout))
     return dist.PrefixStore(session, numbered)
 
 
 def job_in_store(world: World, timeout: float) -> str:
-    """Name of the job in the store of torchrun's agents; made by the first call, and kept there over restarts.
+    """Return the job's name in the store of torchrun's agents. The first call sets it; it stays there over restarts.
 
     Raises:
         UserError: the store cannot be reached.
@@ -480,10 +480,10 @@ def job_in_store(world: World, timeout: float) -> str:
 
 
 def _store_of_default_group(world: World) -> dist.Store | None:
-    """Return the store of the program's default group, if it has exactly these processes, or, for a named world, more.
+    """Return the store of the program's default group, if the group has exactly this world's processes; otherwise ``None``.
 
-    Rank 0 of the default group already listens on MASTER_PORT, so dualtrain cannot. Under torchrun the group's store is not
-    needed: the agent's store serves any number of worlds.
+    For a world with a name, the group must have more processes. Rank 0 of the default group already listens on MASTER_PORT,
+    so dualtrain cannot. Under torchrun the group's store is not needed: the agent's store serves any number of worlds.
     """
     found = default_group_place()
     if found is None or world.launcher == "torchrun":

@@ -1,8 +1,8 @@
 """Sum partial sums of all ranks along a fixed tree, with any library: the bits depend on the tree alone.
 
-An all-reduce adds in an order of its own, which depends on the library and the number of ranks. Here each rank receives its
-slice of every partial sum (all-to-all), adds these along the tree, and the slices are gathered on all ranks. Where there
-is little to send, the partial sums themselves are gathered instead, in one operation.
+An all-reduce adds in an order that depends on the library and the number of ranks. Here each rank receives its slice of
+every partial sum (all-to-all) and adds these along the tree; then the slices are gathered on all ranks. Small partial sums
+are gathered whole instead, in one operation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TreeSum(Work[None]):
         self._whole = whole
 
     def _gather(self, mine: Sequence[torch.Tensor]) -> tuple[Work[None], torch.Tensor]:
-        """Send all partial sums to all ranks. Ranks that have fewer partial sums than others send zeros in addition."""
+        """Send all partial sums to all ranks. Ranks that have fewer partial sums than others pad with zeros."""
         most = max(self._counts)
         sent = self._tensor.new_zeros(most, self._width)
         for row, part in zip(sent, mine, strict=False):

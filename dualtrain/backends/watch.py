@@ -1,9 +1,9 @@
 """Detect that a rank has failed, which rank it is, and why it failed.
 
-When a rank dies in a collective, its neighbours see a reset connection, and the other ranks wait without an error; no
+When a rank dies in a collective, some ranks get a reset connection, and the others wait without an error; no
 message names the rank that died. So every rank keeps one connection to rank 0 beside the backend's own. A rank that
-raised sends its reason and traceback before it exits; the connection of a rank that was killed breaks. Rank 0 forwards
-both to all ranks. Every wait of a backend (``Primitives.await_bounded``) checks for such a failure.
+raised sends its reason and traceback before it exits; the connection of a rank that was killed breaks. In both cases,
+rank 0 informs all ranks. Every wait of a backend (``Primitives.await_bounded``) checks for such a failure.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Message = dict[str, Any]
 class Watch:
     """One rank's record of the failures and long waits of all others.
 
-    Construction is collective over ``ranks`` and blocks. A rank that leaves in good order is recorded as a quiet failure:
-    it matters only to operations that wait for this rank.
+    Construction is collective over ``ranks`` and blocks. A rank that leaves the job normally is recorded as a quiet
+    failure: an error only for operations that wait for this rank.
 
     Args:
         ranks: all ranks of the job.
@@ -63,15 +63,15 @@ class Watch:
 
     @property
     def peer_failed(self) -> bool:
-        """Whether a failure is known that is not quiet."""
+        """Return whether a failure is known that is not quiet."""
         return self.failure is not None and not self.failure.quiet
 
     def report_at_exit(self) -> None:
         """Report to the other ranks when this process has an uncaught exception, or exits without closing its backend.
 
-        A library learns of these only through ``sys.excepthook`` and an exit handler. Without them the other ranks would
+        Installs ``sys.excepthook`` and an exit handler, which :meth:`leave` removes. Without them the other ranks would
         wait for a rank whose program failed outside of dualtrain, or know only that its connection broke. The earlier
-        hook is still called, and :meth:`leave` removes both.
+        hook is still called.
         """
         earlier = sys.excepthook
 
@@ -81,7 +81,7 @@ class Watch:
 
         def unhook() -> None:
             atexit.unregister(self.leave)
-            # A hook that was installed later stays, and keeps calling this one, which then only calls the earlier hook.
+            # A hook that was installed later still calls this hook, which then only calls the earlier one.
             if sys.excepthook is report_and_print:
                 sys.excepthook = earlier
 
@@ -98,7 +98,7 @@ class Watch:
             self.send(asdict(PeerFailure(self.rank, f"stopped: {headline}{details}")))
 
     def leave(self) -> None:
-        """Report to the other ranks that this rank leaves in good order."""
+        """Report to the other ranks that this rank leaves the job normally."""
         self._unhook()
         self._unhook = _do_nothing
         if not self._leaving:
@@ -220,7 +220,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _end_of(connection: Connection, error: Exception) -> str:
-    """Return the reason of a failure when a rank's connection ended without a message."""
+    """Return the reason of the failure of a rank whose connection ended without a report."""
     if cut_off(error):
         return f"cannot be reached: its host {connection.address} no longer answers; the host or the network to it is down"
     return "died: its process ended without a report"

@@ -1,4 +1,4 @@
-"""Flat buffers in which gradients are sent: one bucket for each layout, and one slot in it for each parameter."""
+"""Buckets: flat buffers in which gradients are sent, with one slot for each parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, dense_st
 from dualtrain.gradients.parameters import gradient_dtype
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums
 
-LARGE_BYTES = 64 << 10  # from this size on, a gradient is copied to its bucket by itself
+LARGE_BYTES = 64 << 10  # a gradient of this size or more is copied to its bucket as soon as it is ready
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Slot:
     bucket: Bucket | None = None
     #: The tensor that becomes ``param.grad``. It is not ``view`` itself, since the user may assign to its ``.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    #: Storage address, strides, shape and dtype of ``view``. A gradient that equals it in all four lies in the bucket.
+    #: Storage address, strides, shape and dtype of ``view``. A gradient with the same four lies in the bucket.
     address: int = 0
     strides: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class Slot:
     def copy_to_bucket(self) -> None:
         """Copy the gradient, which has just become ready, to its bucket.
 
-        At this time it is still in the processor's cache, and the next gradient can reuse its memory.
+        The gradient is then still in the processor's cache, and the next gradient can reuse its memory.
         """
         p = self.param
         grad = p.grad
@@ -53,7 +53,7 @@ class Slot:
             return
         address = grad.data_ptr()
         if address == self.address or (self.bucket is not None and self.bucket.covers(address)):
-            return  # in its place already, or in the memory of another gradient
+            return  # already in its place, or in the memory of another gradient
         # Later hooks, of another reducer or of the user, must see this rank's own gradient and not a partial sum.
         # torch (2.5 to 2.15) has no public way to count the hooks of a parameter.
         if len(p._post_accumulate_grad_hooks) == 1:
@@ -61,7 +61,7 @@ class Slot:
             self.unpack()
 
     def place(self, bucket: Bucket, view: torch.Tensor) -> None:
-        """Assign the gradient to ``view``, a part of ``bucket``."""
+        """Make ``view``, a part of ``bucket``, the gradient's place."""
         self.bucket, self.view, self.alias = bucket, view, view.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
         # On a GPU, it is faster to copy all gradients of a bucket in one call.
@@ -89,9 +89,9 @@ class Slot:
 class Bucket:
     """Flat buffer of gradients, with ``extra`` scalars behind them.
 
-    The buffer ``wire`` is sent. Gradients are copied to it if it has another dtype: 32 bits for gradients of 16 bits, or
-    the transfer's dtype, such as float16. Otherwise they lie in ``wire`` itself. Construction is collective, since the
-    backend allocates the memory.
+    The buffer ``wire`` is sent. If its dtype is not that of the gradients (32 bits for gradients of 16 bits, or the
+    transfer's dtype, such as float16), gradients are copied to it. Otherwise they lie in ``wire`` itself. Construction is
+    collective, since the backend allocates the memory.
 
     Args:
         name: name of the bucket's operations, in reports.
@@ -100,7 +100,7 @@ class Bucket:
         extra: how many scalars are sent behind the gradients.
         backend: the ranks.
         transfer: how gradients are sent.
-        order: the tree along which they are summed; ``None`` for the backend's own order.
+        order: the tree along which gradients are summed; ``None`` for the backend's own order.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Bucket:
         narrow = transfer.dtype if transfer.dtype is not None and real.itemsize > transfer.dtype.itemsize else None
         self.wire = backend.new_buffer(numel + extra, narrow or wire_dtype(real), layout.device)
         self.extra = self.wire[numel:]
-        #: The gradients as real numbers: the front of ``wire``, or a buffer of their own.
+        #: The gradients as real numbers: the front of ``wire``, or a separate buffer.
         self.values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
         self._staged = real != self.wire.dtype
         self.sum: BucketSum = RankSum(backend, self.wire) if order is None else ShardSums(backend, self.wire, order)
@@ -134,13 +134,13 @@ class Bucket:
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
         self._layout = layout
-        self._parts_of: dict[int, dict[Slot, torch.Tensor]] = {}  # of partial sums, by the buffer's address
+        self._parts_of: dict[int, dict[Slot, torch.Tensor]] = {}  # parts of partial sums, by the buffer's address
         for slot, view in zip(self.slots, _views(self.values, layout), strict=True):
             slot.place(self, view)
         start = self.values.data_ptr()
-        #: Addresses, first and past the last, of the gradients in each bucket of the layout.
+        #: For each bucket of the layout, the first address of its gradients and the address past the last.
         self.ranges = [(start, start + self.values.nbytes)]
-        #: Slots whose gradients were copied to the bucket, or will be made there by ``unpack``.
+        #: Slots whose gradients were copied to the bucket, or will be created there by ``unpack``.
         self._copied: list[Slot] = []
         #: Slots whose gradients lay in the bucket already.
         self._kept: list[Slot] = []
@@ -159,7 +159,7 @@ class Bucket:
         return any(low <= address < high for low, high in self.ranges)
 
     def clear(self) -> None:
-        """Move gradients that lie in a bucket to memory of their own, then fill the buffer with zeros."""
+        """Copy gradients that lie in a bucket to new memory, then fill the buffer with zeros."""
         for slot in self.slots:
             grad = slot.param.grad
             if grad is not None and grad.layout is torch.strided and self.covers(grad.data_ptr()):
@@ -229,7 +229,7 @@ class Bucket:
         (target.add_ if add else target.copy_)(self.wire)
 
     def _put(self, target: torch.Tensor, add: bool) -> None:
-        """Copy the gradients and the extra scalars to ``target``, or ``add`` them to it, without using the own buffer."""
+        """Copy gradients and extra scalars to ``target``, or ``add`` them to it, without using this bucket's buffer."""
         slots, grads = self._sort()
         parts = self._parts(target)
         for slot in self._missing:
@@ -245,7 +245,7 @@ class Bucket:
         (extra.add_ if add else extra.copy_)(self.extra)
 
     def _parts(self, buffer: torch.Tensor) -> dict[Slot, torch.Tensor]:
-        """Return the part of each slot in ``buffer``, which has the size and dtype of the bucket's own buffer."""
+        """Return the part of each slot in ``buffer``, which has the size and dtype of the bucket's buffer."""
         address = buffer.data_ptr()
         if address not in self._parts_of:
             views = _views(buffer[: self.values.numel()], self._layout)
@@ -274,7 +274,7 @@ class Bucket:
             slot.unpack()
         for slot in self._kept:
             grad = slot.param.grad
-            # Another reducer of the same parameter may have replaced ``param.grad`` since.
+            # Another reducer of the same parameter may have replaced ``param.grad`` since ``pack`` ran.
             if grad is None or grad.data_ptr() != slot.address:
                 slot.unpack()
 
@@ -297,7 +297,7 @@ def make_buckets(
 ) -> list[Bucket]:
     """Make the buckets ``name.0``, … for ``slots`` (in registration order). Collective; blocks.
 
-    The last bucket has ``extra`` scalars. Without slots, a bucket without gradients has the scalars, if there are any.
+    The last bucket has ``extra`` scalars. Without slots, the only bucket holds the scalars, if there are any.
     """
     layouts = lay_out([slot.param for slot in slots], transfer)
     if not layouts and extra:

@@ -1,7 +1,7 @@
 """Send the buckets of one reducer, and wait for them. Every kind of reducer uses this module, and decides when to send.
 
 An exchange has the layout's buckets, the schedule, the sparse gradients, and the numbers that are sent behind the gradients
-of the last bucket: the caller's scalars, a flag by which a rank refuses to go on (``refusals.py``), and with
+of the last bucket: the caller's scalars, a flag by which a rank refuses to continue (``refusals.py``), and with
 ``unused="none"`` one number for each parameter, 1 if this rank used the parameter.
 """
 
@@ -26,10 +26,10 @@ Unused = Literal["zero", "none"]
 
 
 class Exchange:
-    """The exchange of a reducer's gradients, in one round after another.
+    """Exchange of a reducer's gradients, round by round.
 
     Args:
-        hooks: the reducer's parameters. When parameters were added, :meth:`lay_out` must be called again.
+        hooks: the reducer's parameters. After parameters are added, :meth:`lay_out` must be called again.
         transfer: how gradients are sent.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         scalars: how many extra scalars are sent behind the last bucket.
@@ -65,7 +65,7 @@ class Exchange:
     # -- the layout -----------------------------------------------------------------------------------------------
 
     def lay_out(self, backend: Backend, name: str) -> None:
-        """Make the buckets, when the ranks have agreed on all slots and the sparse gradients. Collective; blocks."""
+        """Make the buckets, after the ranks have agreed on all slots and the sparse gradients. Collective; blocks."""
         self._backend = backend
         self._hooks.check_devices()
         for slot in self.slots:
@@ -73,7 +73,7 @@ class Exchange:
         dense = [slot for number, slot in enumerate(self.slots) if number not in self.sparse.dims]
         scalars = len(self.extra)
         count = scalars + len(self.slots) * (self.unused == "none")
-        # Add one for the flag of a rank that refuses to go on, unless there is nothing else to send.
+        # Add one for the flag of a rank that refuses to continue, unless there is nothing else to send.
         buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer, self._order)
         extras = buckets[-1].extra if buckets else torch.zeros(scalars + 1)
         self.extra, flag, self._used = extras[:scalars], extras[scalars : scalars + 1], extras[scalars + 1 :]
@@ -85,13 +85,13 @@ class Exchange:
     def expect_sparse(self, found: Mapping[int, int]) -> None:
         """Gather these sparse gradients (slot number → sparse dimensions) from now on.
 
-        Does nothing if the sum has a fixed order and they are not sent as dense ones: the exchange then refuses them.
+        Does nothing if a fixed order of the sum needs dense gradients: the exchange then refuses sparse ones.
         """
         if self._order is None or self.transfer.sparse_as_dense:
             self.sparse.add(found, self.transfer)
 
     def leave_layout(self, *, host_waits: bool) -> None:
-        """Complete an exchange of zeros before the layout is replaced, since ranks that keep it wait. Collective; blocks.
+        """Complete an exchange of zeros before the layout is replaced: ranks that keep it wait. Collective; blocks.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout.
@@ -100,7 +100,7 @@ class Exchange:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, host_waits)
 
     def forget(self) -> None:
-        """Drop the buckets, and with them an exchange that failed. Called when another world replaces the present one."""
+        """Drop the buckets, and with them an exchange that failed. Called when another world replaces the current one."""
         self.schedule.use([])
         self.schedule.start_round()
         self.laid_out = self.reduced = False
@@ -129,7 +129,7 @@ class Exchange:
             self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
 
     def add_shard(self, scalars: torch.Tensor | None = None) -> None:
-        """Add the gradients to the partial sums, as a shard that is not this rank's last; drop them. Not collective."""
+        """Add the gradients of a shard, not this rank's last, to the partial sums; then drop them. Not collective."""
         self._load_extra(scalars)
         self.refusals.load_none()
         for bucket in self.schedule.buckets:
@@ -138,7 +138,7 @@ class Exchange:
             slot.param.grad = None
 
     def wait(self, *, host_waits: bool = False) -> bool:
-        """Block until the round, all of whose buckets were sent, has ended. Return, on every rank, whether a rank refuses.
+        """Block until the round has ended; all its buckets must have been sent. Return whether any rank refuses.
 
         Args:
             host_waits: whether the host waits anyway for results on a GPU.

@@ -1,7 +1,7 @@
-"""Hooks on parameters: a reducer learns that a gradient is ready, and that a module has replaced a parameter.
+"""Hooks on parameters that call a reducer when a gradient is ready, or when a module has replaced a parameter.
 
 A hook holds its reducer weakly, so that a reducer is freed with the object that uses it. A hook whose reducer is gone
-raises an error: otherwise each rank would go on with its own gradients, without a message.
+raises an error: otherwise each rank would silently continue with its own gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reducer(Protocol):
         """Handle a gradient that autograd has accumulated. Called for each gradient in every backward pass."""
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Handle that a new parameter replaced ``name`` in ``place`` (module id, attribute name).
+        """Handle the replacement of parameter ``name`` in ``place`` (module id, attribute name) by a new one.
 
         ``name`` is ``None`` if the new parameter is one of this reducer's.
         """
@@ -55,7 +55,7 @@ class ParameterHooks:
         self._handles: list[RemovableHandle] = []
 
     def add(self, reducer: Reducer, named_parameters: Named) -> int:
-        """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones get no hook yet.
+        """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones have no hook yet.
 
         Raises:
             ValueError: a parameter's gradient cannot be averaged; no parameter was added.
@@ -76,7 +76,7 @@ class ParameterHooks:
         return len(self.slots) - before
 
     def take_unfrozen(self) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters that were frozen when they were added and no longer are; forget them."""
+        """Return, once, the parameters that were frozen when they were added and are not frozen now."""
         unfrozen = [pair for pair in self._frozen if pair[1].requires_grad]
         if unfrozen:
             self._frozen = [pair for pair in self._frozen if not pair[1].requires_grad]
@@ -109,7 +109,7 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
                     living.gradient_ready(hooks.slots[number])
         elif not any(other() is not None for other, _ in _watchers(p)):
             raise RuntimeError(
-                f"the gradient of {name!r} is not averaged any more: its DistributedOptimizer, GradientReducer or Trainer "
+                f"the gradient of {name!r} is no longer averaged: its DistributedOptimizer, GradientReducer or Trainer "
                 "was dropped. Keep it as long as the model trains, or call its close() before dropping it"
             )
 
@@ -147,7 +147,7 @@ def _on_registration(module: nn.Module, name: str, new: Any) -> None:
     for keeper in keepers:
         if keeper is not None:
             keeper.parameter_replaced(place, None)
-    # Ignore a new parameter that is frozen. Ignore one that the same reducer watches already: the two are tied.
+    # Ignore a frozen new parameter. Ignore one that the same reducer already watches: the parameters are tied.
     for ref, old_name in _watchers(old) if new.requires_grad else ():
         reducer = ref()
         if reducer is not None and not any(reducer is keeper for keeper in keepers):

@@ -1,4 +1,4 @@
-"""Which gradient lies where: a pure function of the parameters, so that the layout is the same on all ranks and backends.
+"""Layout of the gradients in buckets: a pure function of the parameters, the same on all ranks and backends.
 
 Buckets are filled in reverse registration order, since backward finishes the last layers first. Each bucket has one dtype,
 one device and about 25 MB; the first bucket is smaller, so that sending starts early. Two backends can give the same bits
@@ -20,7 +20,7 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class Transfer:
-    """How gradients are sent, the same on every rank.
+    """Options for sending gradients, the same on every rank.
 
     Attributes:
         before: factor on each rank's gradients before they are summed.
@@ -48,7 +48,7 @@ AVERAGE = Transfer()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one gradient lies in its bucket.
+    """Place of one gradient in its bucket.
 
     Attributes:
         number: the parameter's number in registration order.

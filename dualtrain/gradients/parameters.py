@@ -27,9 +27,9 @@ def check_supported(name: str, p: torch.Tensor) -> None:
     if is_lazy(p):
         reason = "is not initialized: run one batch through the model first"
     elif any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
-        reason = "is a DTensor (FSDP2 or tensor parallel): each rank has a shard of its own, and no average of them exists"
+        reason = "is a DTensor (FSDP2 or tensor parallel): each rank has another shard, and shards have no average"
     elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
-        reason = "belongs to FullyShardedDataParallel: each rank has a shard of its own, and no average of them exists"
+        reason = "belongs to FullyShardedDataParallel: each rank has another shard, and shards have no average"
     elif grad_dtype(p) is None:
         reason = (
             "has grad_dtype=None (any dtype), but the ranks must know the gradient's dtype in advance: set grad_dtype to it"
@@ -39,7 +39,7 @@ def check_supported(name: str, p: torch.Tensor) -> None:
 
 
 def warn_of_ddp(model: nn.Module) -> None:
-    """Warn if ``model`` is or contains a DistributedDataParallel, which its parameters do not show."""
+    """Warn if ``model`` is or contains a DistributedDataParallel."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         warnings.warn(
             "the model is in DistributedDataParallel: its gradients would be reduced twice. Give the model itself "
@@ -56,7 +56,7 @@ class Forms:
         self._params = [p for _, p in named]
         self._dtypes = [p.dtype for p in self._params]
         self._devices = [p.device for p in self._params]
-        self._indices = [p.get_device() for p in self._params]  # -1 on the CPU; cheaper to make than a device object
+        self._indices = [p.get_device() for p in self._params]  # -1 on the CPU; faster than making a device object
         self._shapes = [p.shape for p in self._params]
         self._numels = [p.numel() for p in self._params]
 
@@ -76,7 +76,7 @@ class Forms:
             if now != was and p.requires_grad:  # the gradients of frozen parameters count as zeros
                 return (
                     f"parameter {name!r} was {_form(*was)} when its gradient was laid out, and is {_form(*now)} now: "
-                    "change it back, or make the optimizer anew after the change"
+                    "change it back, or make a new optimizer after the change"
                 )
         return None
 

@@ -19,7 +19,7 @@ class EndOfPass:
         self._call = call
 
     def __call__(self) -> None:
-        """Call the function, or wait for the enclosing pass. Autograd calls this at the end of a pass."""
+        """Call the function, or register for the end of the enclosing pass. Autograd calls this at a pass's end."""
         # Private in torch 2.5 to 2.15: there is no public way to find out whether a backward pass runs inside of another.
         node = torch._C._current_autograd_node()
         if node is None:

@@ -1,9 +1,8 @@
 """Average gradients over the ranks while backward still runs.
 
-When autograd finishes a parameter's gradient, the parameter's hook marks it ready. When the next bucket in line is
-complete, ``start_sum`` sends it, while backward goes on. The end of backward waits for all sums, which are scaled by
-1/size. From then on ``param.grad`` is the average on every rank, so that clipping, unscaling and reading it need no
-further call.
+When autograd finishes a parameter's gradient, the parameter's hook marks it ready. When the next bucket in order is
+complete, ``start_sum`` sends it, while backward continues. The end of backward waits for all sums, which are scaled by
+1/size. From then on ``param.grad`` is the average on every rank: clip, unscale or read it without another call.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ _NUMBERS: weakref.WeakKeyDictionary[Backend, Iterator[int]] = weakref.WeakKeyDic
 
 
 class GradientReducer:
-    """Averages the gradients of some parameters over the ranks of a backend, in backward.
+    """Reducer that averages the gradients of some parameters over the ranks of a backend, in backward.
 
     Args:
         named_parameters: (name, parameter) pairs, the same on every rank. Some may be frozen; these are reduced from the
             step on in which they are unfrozen.
         backend: the ranks to average over.
-        unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, Horovod's rule: weight decay
-            and momentum still apply), or none at all (``"none"``, DDP's). A parameter that only some ranks used gets the
-            average either way, the others counting as zero.
+        unused: the gradient of a parameter that no rank used in a step: zeros (``"zero"``, as in Horovod: weight decay
+            and momentum still apply), or ``None`` (``"none"``, as in DDP). A parameter that only some ranks used always
+            gets the average, in which the other ranks count as zero.
         passes: backward passes that are summed locally before the ranks exchange anything.
-        extra: how many scalars of the caller's own are sent along and summed over ranks (see :attr:`extra`).
+        extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
         transfer: how gradients are sent: the factors around the sum (the average by default), their dtype, the buckets.
         order: the tree along which gradients are summed, so that the bits do not depend on backend and transport. The
             average is then over the tree's shards (see :meth:`add_shard`). ``None`` for the backend's own order.
         carry: the former name of ``extra``; deprecated.
 
-    The first reduction is collective in two more ways: the ranks compare their layouts (a difference raises
-    BackendError, naming the parameter), and they agree on which parameters have sparse gradients, whose indices and values
-    are gathered. ``param.grad`` is a view into a buffer that the next backward overwrites; assign to it or to its ``.data``
-    as you like. Keep a reference to the reducer as long as the model trains; the hooks on its parameters do not keep one.
+    In the first reduction, the ranks also compare their layouts (a difference raises BackendError, which names the
+    parameter), and agree on which parameters have sparse gradients, whose indices and values are gathered.
+    ``param.grad`` is a view into a buffer that the next backward overwrites; you may assign to it or to its ``.data``.
+    Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold none.
 
     Attributes:
         extra: float64, (extra,), on the CPU. Set this rank's scalars before a reduction; after it they are the sums over
@@ -76,7 +75,7 @@ class GradientReducer:
         if unused not in ("zero", "none"):
             raise ValueError(f'unused={unused!r} is not known: choose "zero" or "none"')
         if transfer.dtype is not None and transfer.dtype not in backend.narrow:
-            raise ValueError(f"the {backend.name} backend does not carry {transfer.dtype}: compress to float16")
+            raise ValueError(f"the {backend.name} backend does not reduce {transfer.dtype}: compress to float16")
         if order is not None and (transfer.dtype is not None or len(order.ranges) != backend.size):
             raise ValueError(
                 "a fixed order of the sum must be made for the backend's size, and needs gradients in their own dtype"
@@ -114,7 +113,7 @@ class GradientReducer:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The buckets of the present layout, in the order in which they are sent; none before the first reduction."""
+        """The buckets of the current layout, in the order in which they are sent; none before the first reduction."""
         return self._exchange.schedule.buckets
 
     def add(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
@@ -127,7 +126,7 @@ class GradientReducer:
             self._exchange.laid_out = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to go on once ``optimizer`` has parameters that were not added here."""
+        """Refuse to reduce once ``optimizer`` has parameters that were not added here."""
         self._exchange.refusals.optimizer = optimizer
 
     def close(self) -> None:
@@ -148,8 +147,8 @@ class GradientReducer:
     def reduce(self) -> None:
         """Make every ``param.grad`` the average over ranks, unless it is the average already. Collective; blocks.
 
-        Backward calls it at its end. ``step`` calls it once more, since a rank may have had no backward at all; its
-        gradients count as zeros.
+        Backward calls this at its end. ``step`` calls it again, for ranks that have run no backward: their gradients count
+        as zeros.
 
         Raises:
             BackendError: a rank failed, did not take part within the backend's timeout, or has other parameters.
@@ -159,18 +158,18 @@ class GradientReducer:
             self._exchange.refusals.check_groups(self.backend)
             return
         if self._closed:
-            raise RuntimeError("the reducer was closed, and averages gradients no more: make the optimizer anew")
+            raise RuntimeError("the reducer was closed, and no longer averages gradients: make a new optimizer")
         for reducer in self._turns.due(self._number, self):
             reducer.exchange()
 
     @property
     def steps(self) -> int:
-        """How many steps the optimizer has taken with these gradients."""
+        """Number of steps that the optimizer has taken with these gradients."""
         return self._exchange.refusals.steps
 
     @property
     def is_due(self) -> bool:
-        """Whether a bucket was sent already, or the backward pass that ends now has produced gradients to send."""
+        """Return whether a bucket was sent already, or the backward pass that ends now has produced gradients to send."""
         ended = self._ending is not None and self._ending() is not None and self._seen >= self.passes
         return ended or self._exchange.schedule.next > 0
 
@@ -226,12 +225,12 @@ class GradientReducer:
         return self._exchange.is_reduced()
 
     def renew(self, *, stepped: bool = False) -> None:
-        """Make the next ``reduce`` start from ``param.grad``, since the averages were used, by a step if ``stepped``."""
+        """Make the next ``reduce`` average ``param.grad`` again: the averages were used, by a step if ``stepped``."""
         self._exchange.reduced = False
         self._exchange.refusals.steps += stepped
 
     def forget(self, backend: Backend) -> None:
-        """Drop an exchange that failed, and go on with another backend, whose ranks compare their layouts again."""
+        """Drop an exchange that failed, and use another backend, whose ranks compare their layouts again."""
         self.backend = backend
         self._exchange.forget()
         self._seen, self._ending = 0, None
@@ -239,11 +238,11 @@ class GradientReducer:
     # -- during backward ------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse to go on while a new parameter replaces ``name`` in ``place``; ``None`` ends the refusal."""
+        """Refuse to reduce while a new parameter replaces ``name`` in ``place``; a ``name`` of ``None`` ends this."""
         self._exchange.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:
-        """Mark a gradient ready, and send the buckets that are complete. No other code runs per gradient and step."""
+        """Mark a gradient ready, and send the buckets that are complete. Runs for each gradient in every step."""
         exchange = self._exchange
         exchange.reduced = False
         if self._paused:
@@ -251,7 +250,7 @@ class GradientReducer:
         if self._ending is None or self._ending() is None:
             self._begin_pass()
         if self._seen < self.passes or not exchange.laid_out:
-            return  # a pass that is only summed locally, or the first reduction, which has to compare the layouts before
+            return  # a pass that is only summed locally, or the first reduction, which must compare the layouts first
         bucket = slot.bucket
         if bucket is None:
             return  # a sparse gradient, which is sent at the end

@@ -1,8 +1,8 @@
-"""Find out why a rank cannot average its gradients any more, and raise the same error on all ranks.
+"""Find out why a rank can no longer average its gradients, and raise the same error on all ranks.
 
-Only the rank itself can see that the user changed a parameter or the optimizer after the buckets were made. It sends a
-flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same error. No
-rank enters a collective alone.
+Only the rank itself can detect that the user changed a parameter or the optimizer after the buckets were made. This rank
+sends a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same error.
+No rank enters a collective alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEW_LAYOUT = (
     "parameters were unfrozen, or added to the optimizer, which changes the layout of the gradients: do so on every rank "
     "before the same backward"
 )
-_SAME_STEPS = "step or skip on all ranks alike, and call optimizer.zero_grad() after a backward whose step is skipped"
+_SAME_STEPS = "step or skip on all ranks, and call optimizer.zero_grad() after a backward whose step is skipped"
 
 
 class Refusals:
@@ -46,13 +46,14 @@ class Refusals:
         self.optimizer: torch.optim.Optimizer | None = None
         self.known = known
         self._forms = Forms([])
-        self._in_groups: list[list[torch.Tensor]] = []  # the optimizer's parameters, when all of them were known last
-        self._replaced: dict[tuple[int, str], str] = {}  # where modules have new parameters → name of the old one
+        #: The optimizer's parameters, by group, when all of them were known for the last time.
+        self._in_groups: list[list[torch.Tensor]] = []
+        self._replaced: dict[tuple[int, str], str] = {}  # place of a new parameter → name of the replaced one
         self._flag = torch.zeros(1)
         self._late: _LateFlag | None = None
 
     def lay_out(self, named: Named, flag: torch.Tensor) -> None:
-        """Expect ``named`` parameters to stay what they are now; ``flag`` is sent with their gradients."""
+        """Record the ``named`` parameters, which must not change from now on; ``flag`` is sent with their gradients."""
         self._forms, self._flag, self._late = Forms(named), flag, None
 
     def replace(self, place: tuple[int, str], name: str | None) -> None:
@@ -76,8 +77,8 @@ class Refusals:
             if bucket.reshaped is not None:
                 slot = bucket.reshaped
                 return (
-                    f"the gradient of {slot.name!r} does not have the shape {tuple(slot.shape)} that it was laid out with: "
-                    "change its parameter back, or make the optimizer anew after the change"
+                    f"the gradient of {slot.name!r} no longer has the shape {tuple(slot.shape)}: "
+                    "change its parameter back, or make a new optimizer after the change"
                 )
         if self._replaced:
             return (
@@ -149,9 +150,9 @@ class Refusals:
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, host_waits: bool) -> None:
         """Complete an exchange of zeros in the layout that this rank leaves. Collective; blocks.
 
-        A rank that keeps the layout waits for this exchange, and learns from the flag that this rank leaves it. Does
-        nothing with gradients on a GPU if the host does not wait for the exchange: the other ranks do not compare reasons
-        then. The first ``sent`` buckets were sent before.
+        A rank that keeps the layout waits for this exchange, in which the flag reports that this rank leaves. The first
+        ``sent`` buckets were sent before. Does nothing with gradients on a GPU if the host does not wait for the exchange:
+        the other ranks do not compare reasons then.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout.
@@ -205,7 +206,7 @@ class _LateFlag:
         self._copied = torch.cuda.Event()
 
     def copy(self, flag: torch.Tensor) -> None:
-        """Start to copy ``flag`` to the host; :meth:`raised` has read the previous flag before."""
+        """Start to copy ``flag`` to the host, after :meth:`raised` has read the previous flag."""
         self._value.copy_(flag, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(flag.device))
 

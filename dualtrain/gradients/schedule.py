@@ -1,4 +1,4 @@
-"""Which bucket is sent next: every rank sends them in the order of the layout, whichever is complete first.
+"""Order of the buckets: every rank sends them in the order of the layout, whichever is complete first.
 
 Bucket k is sent when it is complete and the k buckets before it were sent. Buckets that never become complete, because
 backward did not reach one of their parameters, are sent at the end of backward.
@@ -12,7 +12,7 @@ from dualtrain.gradients.buckets import Bucket
 
 
 class Schedule:
-    """The buckets of a layout, exchanged in one round after another. Communicates nothing itself.
+    """The buckets of a layout, exchanged round by round. This class does not communicate.
 
     Attributes:
         buckets: the buckets in the order in which they are sent.
@@ -31,12 +31,12 @@ class Schedule:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a bucket was not sent in this round."""
+        """Return whether a bucket was not sent in this round."""
         return self.next < len(self.buckets)
 
     @property
     def next_is_complete(self) -> bool:
-        """Whether there is a next bucket, and all its gradients were marked ready."""
+        """Return whether there is a next bucket, and all its gradients were marked ready."""
         return self.next < len(self.buckets) and not self.buckets[self.next].pending
 
     @staticmethod

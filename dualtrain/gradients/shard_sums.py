@@ -20,7 +20,7 @@ Put = Callable[[torch.Tensor, bool], None]
 
 
 class BucketSum(Protocol):
-    """How the buffer of a bucket is summed."""
+    """Method of summing the buffer of a bucket."""
 
     shards: int
 
@@ -38,7 +38,7 @@ class BucketSum(Protocol):
 
 
 class RankSum:
-    """The sum over the ranks, which have one shard each, in the backend's own order."""
+    """Sum over the ranks, which have one shard each, in the backend's own order."""
 
     def __init__(self, backend: Backend, wire: torch.Tensor) -> None:
         self.shards = backend.size
@@ -48,7 +48,7 @@ class RankSum:
         """See :class:`BucketSum`."""
 
     def add_shard(self, put: Put) -> None:
-        """See :class:`BucketSum`. There is no shard before the last one."""
+        """Raise RuntimeError: a rank has no shard before its last one."""
         raise RuntimeError("a rank has one shard in a step, unless the order of the sum is that of virtual ranks")
 
     def clear(self) -> None:
@@ -60,7 +60,7 @@ class RankSum:
 
 
 class ShardSums:
-    """The sum over all shards along the tree of ``order``.
+    """Sum over all shards along the tree of ``order``.
 
     Args:
         backend: the ranks; it allocates the memory of the partial sums, which is collective.

@@ -12,7 +12,7 @@ from dualtrain.gradients.layout import Transfer
 
 
 class SparseGradients:
-    """Which parameters have sparse gradients, the same on every rank.
+    """Set of the parameters with sparse gradients, the same on every rank.
 
     Attributes:
         dims: slot number → number of sparse dimensions, for gradients that are gathered.
@@ -42,7 +42,7 @@ class SparseGradients:
             slots: the reducer's slots.
             backend: the ranks.
             transfer: the factors.
-            drop_empty: whether a gradient without values on any rank becomes ``None``.
+            drop_empty: whether a gradient becomes ``None`` if no rank has values for it.
         """
         for number, dims in sorted(self.dims.items()):
             slot = slots[number]

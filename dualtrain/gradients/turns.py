@@ -17,24 +17,24 @@ from dualtrain.backends import Backend
 from dualtrain.backends.agreement import Call, agree
 from dualtrain.errors import BackendError
 
-_PLACES = 20  # most reducers of one backend: three bits for each fit into one integer
+_PLACES = 20  # largest number of reducers of one backend: three bits for each fit into an integer
 _ALL = (1 << _PLACES) - 1
 _ROUND = Call("exchange of gradients")
 
 
 class Member(Protocol):
-    """A reducer."""
+    """Interface of the reducers in this module."""
 
     @property
     def steps(self) -> int:
-        """The number of steps that its optimizer has taken."""
+        """The number of steps that the reducer's optimizer has taken."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it has gradients to exchange: buckets already sent, or gradients of the backward pass that ends."""
+        """Return whether the reducer has gradients to exchange: in sent buckets, or of the ending backward pass."""
 
     def exchange(self) -> None:
-        """Average its gradients. Collective; blocks."""
+        """Average the reducer's gradients. Collective; blocks."""
 
 
 class Turns:
@@ -56,7 +56,7 @@ class Turns:
         self._members.pop(number, None)
 
     def may_send(self, number: int) -> bool:
-        """Return whether this reducer may send buckets during backward: it is the only one, or goes before the others."""
+        """Return whether this reducer may send buckets during backward: it is the only or the first one."""
         return number == self._first or len(self._members) < 2
 
     def due(self, number: int, member: Member) -> list[Member]:
@@ -69,7 +69,7 @@ class Turns:
         if backend is None or len(self._members) < 2:
             return [member]
         if max(self._members) >= _PLACES:
-            raise BackendError(f"more than {_PLACES} optimizers share a backend: close() those that are not used any more")
+            raise BackendError(f"more than {_PLACES} optimizers share a backend: close() those that are no longer used")
         backend.drain()
         sets = agree(backend, _ROUND, self._state(number))
         wanted = reduce(or_, sets) & _ALL
@@ -84,7 +84,7 @@ class Turns:
         return [each for each in members if each is not None]
 
     def _state(self, number: int) -> int:
-        """Return three sets of this rank's reducers: to exchange, with an odd number of steps taken, and dropped."""
+        """Return three sets of reducers as bits: those to exchange, after an odd number of steps, and dropped here."""
         due = odd = dropped = 0
         for each, ref in self._members.items():
             member = ref()

@@ -1,4 +1,4 @@
-"""An authenticated TCP connection between two processes of a job. It carries JSON messages, one per line.
+"""An authenticated TCP connection between two processes of a job, for JSON messages, one per line.
 
 Each end proves by HMAC that it knows the job's secret before the other end reads anything else from it; the secret itself
 is not sent. The control channel consists of such connections, one from rank 0 to every other rank.
@@ -179,7 +179,7 @@ def _proof(secret: str, end: str, rank: int, server_nonce: str, client_nonce: st
 
 
 def cut_off(error: Exception) -> bool:
-    """Return whether a connection ended because a host or the network failed, and not only the peer's process."""
+    """Return whether a connection ended because a host or the network failed, and not because the peer's process did."""
     return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in _NETWORK)
 
 

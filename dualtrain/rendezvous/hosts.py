@@ -1,6 +1,6 @@
 """Host identity, addresses and interfaces.
 
-Ranks exchange the identities of their hosts to find out which of them share one: launchers disagree, or do not report it.
+Ranks exchange the identities of their hosts to find out which ranks share a host: launchers disagree or do not report it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SIOCGIFADDR = 0x8915
 def address(towards: str = "") -> str:
     """Return the IPv4 address at which other hosts reach this host. Sends nothing.
 
-    It is the first of these that exists and is not a loopback address: the address of the interface that the user chose,
+    Uses the first of these that is not a loopback address: the address of the interface that the user chose,
     the address on the route to the host ``towards``, the address that this host's name resolves to, the address on the
     default route, and the address of any interface.
     """
@@ -59,7 +59,7 @@ def address(towards: str = "") -> str:
 
 
 def listening_address(world: World) -> str:
-    """Return the address on which this host's ranks listen: loopback, or the address at which other hosts reach this one.
+    """Return the address on which this host's ranks listen: loopback, or the address at which other hosts reach this host.
 
     Rank 0 cannot use the address of the rendezvous: under torchrun, rank 0 may run on another host.
     """
@@ -89,7 +89,7 @@ def ipv4(interface: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address resolves to a loopback address here."""
+    """Return whether a host's name or address resolves to a loopback address on this host."""
     return ipaddress.ip_address(_resolved(host)).is_loopback
 
 
@@ -118,7 +118,7 @@ _environment = threading.RLock()
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
     """Set environment variables inside the block, for a library that reads them there, and restore them at its end.
 
-    ``None`` unsets a variable. Only one thread at a time can be inside such a block; the others wait.
+    ``None`` unsets a variable. Only one thread at a time can be inside such a block; other threads wait.
     """
     with _environment:
         before = {name: os.environ.get(name) for name in values}

@@ -1,11 +1,11 @@
-"""Key-value server at which Horovod's processes find each other when no horovodrun has started one.
+"""Key-value server at which Horovod's processes find each other if horovodrun has not started its own server.
 
 Horovod's Gloo controller speaks plain HTTP: PUT /scope/key, GET /scope/key (404 until the key is set), DELETE
-/scope/rank when done. Horovod's own server (``RendezvousServer``) listens on every interface, and drops the keys of one
-scope when another ends, so a second start on the same server can hang. This server listens on one address and serves one
-start.
+/scope/rank when done. Horovod's own server (``RendezvousServer``) listens on every interface. When all ranks have left one
+scope, it forgets which ranks have left the other scopes, so a second start on the same server can hang. This server listens
+on one address and serves one start.
 
-Horovod sends no password. But it uses the address that we give it as the beginning of a URL, so this address contains the
+Horovod sends no password, but the address that we give it is the beginning of its URLs. So this address contains the
 secret as a part of the path, in front of every key. A request without the secret is answered with status 403.
 """
 

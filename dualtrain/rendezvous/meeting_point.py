@@ -52,14 +52,14 @@ def meeting_point(world: World, timeout: float) -> World:
 
 
 def join(world: World, timeout: float) -> Store:
-    """Join the job's store at ``world``'s rendezvous. A process joins once; its later worlds use the same store.
+    """Join the job's store at ``world``'s rendezvous. A process joins a store once; later worlds use it again.
 
     Raises:
         UserError: the store cannot be reached, or rank 0 cannot serve it.
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous
-    # One server for all worlds of the job, such as the parent of spawned ranks; otherwise each subset of ranks has its own.
+    # The parent of spawned ranks serves all worlds of the job; otherwise each subset of ranks has its own server.
     place = host, port, *(("", 0) if world.served else (world.name, world.size))
     if place not in _JOINED:
         if world.rank == 0 and not world.served:
@@ -210,8 +210,8 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     """Gather every rank's ``name``, in rank order, through horovodrun's server. Collective; blocks.
 
     If the names differ, it blocks until all ranks have read them, for some seconds at most: horovodrun ends all processes
-    when the first one exits. The list is empty without such a server, under elastic horovodrun, and for all calls of a
-    process but the first.
+    when the first one exits. The list is empty without such a server, under elastic horovodrun, and for every call
+    of a process after the first.
 
     Raises:
         UserError: a rank did not join in time, or the server does not answer.
@@ -235,7 +235,7 @@ def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> l
     if world.rank == 0:
         values = [_get_from_server(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
         missing = [rank for rank, each in enumerate(values) if each is None]
-        # Put a value even if a rank is missing, since the other ranks wait for it; it then says which rank is missing.
+        # Put a value even if a rank is missing, since the other ranks wait for it: the value then names the missing rank.
         _put_on_server(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
     gathered = (_get_from_server(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()
     if gathered[0] == "missing":

@@ -79,7 +79,8 @@ def _refuse_other_backends(store: KeyValueStore, world: World, backends: Sequenc
     """Check that all ranks have the same backend.
 
     Raises:
-        UserError: they differ. Raised when all ranks have read this, since the store ends with the process that serves it.
+        UserError: the backends differ. Raised after the other ranks have read the names, or after some seconds, since the
+            store ends with the process that serves it.
     """
     try:
         refuse_unlike("backend", backends, SAME_BACKEND)

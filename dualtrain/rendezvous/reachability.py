@@ -1,7 +1,7 @@
 """Check that the hosts of a job can reach each other, before a library tries.
 
-Gloo and Horovod open ports of their own between all hosts. If a firewall or a wrong interface separates two hosts, these
-libraries block for minutes or end the process, and do not report which host could not reach which.
+Gloo and Horovod open further ports between all hosts. If a firewall or a wrong interface separates two hosts, these
+libraries block for minutes or end the process, and do not report which hosts could not connect.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | No
     try:
         host, port = take(f"reach/at/{other}").split()
     except RuntimeError:
-        return f"rank {other} did not send its host's address: see the message of rank {other}"
+        return f"rank {other} did not send its host's address: see rank {other}'s message"
     try:
         socket.create_connection((host, int(port)), _SECONDS).close()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else f"no answer within {_SECONDS:g} s"
         return (
-            f"rank {rank} on {socket.gethostname()} cannot reach the host of rank {other} at {host}:{port} ({reason}): the "
-            "hosts of a job need any port of each other; open the firewall between them, or choose the interface that "
+            f"rank {rank} on {socket.gethostname()} cannot reach the host of rank {other} at {host}:{port} ({reason}): "
+            "each host of a job needs any port of the others; open the firewall between them, or choose the interface that "
             "connects them (GLOO_SOCKET_IFNAME)"
         )
     return None

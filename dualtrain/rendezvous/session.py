@@ -1,4 +1,4 @@
-"""A name that the ranks of one attempt of a job agree on, in a store that outlives attempts.
+"""Agree on a name for one attempt of a job, in a store that outlives attempts.
 
 torchrun's agents keep their store when they restart the workers, with all keys of the attempt that failed. Restart counts
 cannot identify an attempt, since each agent counts its own restarts. So the ranks agree on a random name, and prefix all of
@@ -9,7 +9,7 @@ their keys with it:
 3. A rank that reads the answer to its own number confirms the name.
 4. When all ranks have confirmed the name, rank 0 marks it as complete.
 
-No rank has a number that a dead attempt has left, so no rank confirms the answer to it.
+No running rank has a number of an earlier attempt, so no rank confirms the answer to such a number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from typing import Any, Protocol
 from dualtrain.errors import UserError
 
 _POLL_SECONDS = 0.01
-_OLDER = "a process of a failed attempt still runs, or two processes were started as this rank: end them, and start anew"
+_OLDER = (
+    "a process of a failed attempt still runs, or two processes were started as this rank: end them, and start the job "
+    "again"
+)
 
 
 class LastingStore(Protocol):
@@ -49,7 +52,7 @@ def agree_on_session(store: LastingStore, rank: int, size: int, limit: tuple[flo
     """Return a name that no other attempt has, the same on all ranks. Collective; blocks.
 
     Args:
-        store: all ranks use the same one, below the same prefix.
+        store: the same store on all ranks, with the same prefix.
         rank: this process's rank.
         size: the number of ranks; a rank with another size belongs to another attempt.
         limit: how long to wait for the others: the total seconds, which messages name, and the ``time.monotonic()`` at

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from dualtrain.errors import UserError
 from dualtrain.rendezvous.connection import Connection, UnauthenticatedError
 
-_SLICE_SECONDS = 1.0  # a client sends a longer wait as several requests, so that threads which share it alternate
-_GRACE_SECONDS = 3.0  # for clients to receive why the job ends, and disconnect
+_SLICE_SECONDS = 1.0  # a client splits a longer wait into several requests, so that its threads take turns
+_GRACE_SECONDS = 3.0  # for clients to receive the reason why the job ends, and disconnect
 _UNAUTHENTICATED = 64  # connections that may be in the handshake, besides those of the job's own processes
 _DIAL_SECONDS = 5.0  # for one attempt to reach the server
 
@@ -141,7 +141,7 @@ class StoreServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.05)  # perhaps there are too many descriptors: unauthenticated peers are closed within seconds
+                time.sleep(0.05)  # too many open files? Unauthenticated peers are disconnected within seconds
                 continue
             with self._changed:
                 accepted = self._handshakes < _UNAUTHENTICATED + self._size
@@ -255,9 +255,9 @@ def dial(host: str, ports: Sequence[int], rank: int, secret: str, timeout: float
                 connection.socket.settimeout(None)
                 return StoreClient(connection)
             except UserError:
-                raise  # the server refuses this process, and would do so again
+                raise  # the server would refuse this process again
             except UnauthenticatedError:
-                reasons.append("the process there is not of this job, whose ranks need the same DUALTRAIN_SECRET")
+                reasons.append("the process there is not of this job, or has another DUALTRAIN_SECRET")
                 final = len(ports) == 1  # otherwise this job's server may listen at the next port
             except (OSError, ValueError, KeyError, TypeError) as error:
                 reasons.append(getattr(error, "strerror", None) or str(error))

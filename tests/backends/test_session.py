@@ -91,7 +91,7 @@ def test_an_older_rank_0_that_still_runs_is_refused():
     thread.join(20)
     assert old == [
         "another process is rank 0 of 3 now: a process of a failed attempt still runs, or two processes were "
-        "started as this rank: end them, and start anew"
+        "started as this rank: end them, and start the job again"
     ]
 
 

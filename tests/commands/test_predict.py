@@ -171,8 +171,8 @@ def test_one_unreadable_image_is_named_before_any_answer(run, digits, tmp_path, 
 @pytest.mark.parametrize(
     ("file", "values", "words"),
     [
-        ("task.json", {"kind": "tokens"}, "no run on images"),
-        ("config.json", {"dataset": "synthetic"}, "makes inputs of its own"),
+        ("task.json", {"kind": "tokens"}, "not a run that classifies images"),
+        ("config.json", {"dataset": "synthetic"}, "generates its inputs"),
         ("config.json", {"model": "nonesuch"}, "is not known"),
         ("config.json", {"normalize": "x"}, "--normalize must be"),
     ],

@@ -1098,7 +1098,7 @@ def bfloat16(backend):
     if torch.bfloat16 in backend.narrow:
         travels(backend, transfer, lambda size: 1.0, 2e-2)
         return
-    with pytest.raises(ValueError, match=r"does not carry torch\.bfloat16: compress to float16"):
+    with pytest.raises(ValueError, match=r"does not reduce torch\.bfloat16: compress to float16"):
         GradientReducer(perceptron().named_parameters(), backend, transfer=transfer)
 
 

@@ -66,7 +66,7 @@ def test_a_dropped_reducer_is_freed_and_its_model_cannot_train(alone, make):
         refs += [weakref.ref(make(model, alone)), weakref.ref(model)]
     gc.collect()
     assert [ref() for ref in refs] == [None] * 5 + [model]
-    with pytest.raises(RuntimeError, match=r"gradient of '2\.bias' is not averaged any more.*or call its close\(\)"):
+    with pytest.raises(RuntimeError, match=r"gradient of '2\.bias' is no longer averaged.*or call its close\(\)"):
         vector_loss(model, 0).backward()
     # With a new reducer, the model can train again.
     again = sgd(model, alone)

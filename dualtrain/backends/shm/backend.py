@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class DelegatingBackend(Backend):
-    """Backend that uses the primitives of another backend, ``inner``, and closes ``inner`` when it is closed."""
+    """Backend that uses the primitives of another backend, ``inner``; ``close`` closes ``inner`` too."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -29,7 +29,7 @@ class DelegatingBackend(Backend):
         self.name, self.transport, self.versions, self.narrow = inner.name, inner.transport, inner.versions, inner.narrow
         self.hosts, self.members, self.is_group = inner.hosts, inner.members, inner.is_group
 
-    # The inner backend keeps these three attributes, since its own waits use them.
+    # The inner backend keeps these three attributes, since its waits use them.
 
     @property
     def timeout(self) -> float:

@@ -1,12 +1,12 @@
 """Reductions of CPU tensors through memory that the ranks of a host share.
 
-Every rank's buffer is in memory that all ranks of its host map. When all have posted "ready", each reduces its shard of
-all buffers, in rank order, and writes the result into all of them; when all have posted "done", every buffer holds the
-whole result. No data is sent, nothing is copied twice, and the fixed order gives the same bits in every run.
+Every rank's buffer is in memory that all ranks of its host map. When all ranks have posted "ready", each rank reduces its
+shard of all buffers, in rank order, and writes the result into all of them. When all ranks have posted "done", every buffer
+holds the whole result. No data is sent, nothing is copied twice, and the fixed order gives the same bits in every run.
 
 With several hosts, the ranks that have the same shard all-reduce it over the library before they write the result.
 
-The work is done in the caller's own thread: when it waits, and, as far as that does not block, when it starts the next
+The caller's thread does the work: when it waits, and, as far as possible without blocking, when it starts the next
 operation. Ranks that compute on all cores gain nothing from another thread.
 """
 
@@ -34,16 +34,16 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
 _STAGE_BYTES = 1 << 20  # size of the buffer through which tensors outside shared memory are copied, piece by piece
-_SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this, so that other operations progress
+_SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this time, so that other operations progress
 _VECTOR_BYTES = 1 << 10  # size of the longest vector that is exchanged through memory
 _TAG_BYTES = 64  # size of the tag of one operation
-_TAGS = 128  # how many operations this rank may have posted ahead of the others
+_TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
 _READY, _DONE, _VECTOR = range(3)
 _KINDS = 3
 _COMPARING = "comparing calls with the other ranks"
-_CPU_NUMBERS = 64  # integers of 62 bits each, for the set of cores
+_CPU_NUMBERS = 64  # how many 62-bit integers encode a set of cores
 
-#: A condition. Its argument says whether to block until the condition is met; it returns whether it is met.
+#: Function that returns whether a condition is met. Its argument says whether to block until then.
 Need = Callable[[bool], bool]
 
 
@@ -72,7 +72,7 @@ class SharedMemory:
         # Don't spin when ranks outnumber cores: the peer needs this core to post.
         spin = _cores(library) >= self.size
         self._semaphores = Semaphores(memory, _KINDS, self.size, self.rank, spin=spin)
-        #: For each kind of signal, one condition per other rank: that the other rank has posted it.
+        #: For each kind of signal, one condition per other rank: whether that rank has posted the signal.
         self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
         #: Buffers through which tensors outside shared memory are copied.
         self.stage = self._new_region(_STAGE_BYTES)
@@ -120,7 +120,7 @@ class SharedMemory:
         All elements but the last ``tail`` are then multiplied by ``factor``. If ``tensor`` is a buffer of
         :meth:`new_buffer`, it is reduced without copies, and must be such a buffer on every rank; with ``in_place=False``
         it is copied like any other tensor.
-        With ``tree``, which is for these buffers only, partial sums are added along the tree instead of in rank order.
+        With ``tree``, for such buffers only, partial sums are added along the tree instead of in rank order.
         """
         with self._lock:
             flat = tensor.view(-1)
@@ -146,7 +146,7 @@ class SharedMemory:
         return Tree(order, found[:-1]) if self._across is None and len(found) == len(regions) else None
 
     def advance(self, until: _Reduction | None = None) -> None:
-        """Progress without blocking; with ``until``, block until that operation and all earlier ones have ended.
+        """Advance operations without blocking; with ``until``, block until that operation and all earlier ones have ended.
 
         Raises:
             BackendError: an operation failed; all later ones fail too.
@@ -163,7 +163,7 @@ class SharedMemory:
                 self._raise_failure(until.what)
 
     def finish(self) -> None:
-        """Block until all operations have ended. Call this before a wait for the library, which does not progress them."""
+        """Block until all operations have ended. Call this before a wait for the library, which does not advance them."""
         with self._lock:
             if self._pending:
                 self.advance(self._pending[-1])
@@ -206,7 +206,7 @@ class SharedMemory:
             return [vector[1 : 1 + length].tolist() for vector in vectors] if short else None
 
     def close(self) -> None:
-        """Progress without blocking, then free the memory. Operations that start later fail."""
+        """Advance operations without blocking, then free the memory. Operations that start later fail."""
         with self._lock:
             if self._failure is None:
                 with suppress(BackendError):
@@ -221,7 +221,7 @@ class SharedMemory:
 
     @property
     def failed(self) -> bool:
-        """Whether an operation has failed, so that all later ones fail too."""
+        """Return whether an operation has failed, so that all later ones fail too."""
         return self._failure is not None
 
     # -- steps of an operation -------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class SharedMemory:
         return block
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
-        """Wait for a post, and progress operations that the other rank may wait for before it posts."""
+        """Wait for a post; advance operations that the other rank may wait for before it posts."""
         unfinished = self._beside is not None and self._beside.progress()
         if kind == _VECTOR:
             self.advance()
@@ -282,7 +282,7 @@ class SharedMemory:
         return self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds)
 
     def progress(self) -> bool:
-        """Progress without blocking, unless another thread does so. Return whether this call left unfinished operations."""
+        """Advance operations without blocking, unless another thread does. Return whether it left unfinished operations."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -341,7 +341,7 @@ class _Reduction(Work[None]):
         self._tree = tree
         self._tensor = tensor
         self.region = region
-        self.posted = False  # whether this rank has posted "ready" for all of it
+        self.posted = False  # whether this rank has posted "ready" for the whole tensor
         self.op, self.name = op, name
         self.factor = factor
         self._scaled = tensor.numel() - tail
@@ -365,7 +365,7 @@ class _Reduction(Work[None]):
         return self.ended or self._memory.failed
 
     def progress(self, block: bool) -> bool:
-        """Carry out steps until a condition is not met; with ``block``, until the end. Return whether it was reached."""
+        """Carry out steps until a condition is not met; with ``block``, all steps. Return whether it has ended."""
         while self._need is None or self._need(block):
             self._need = next(self._steps, None)
             if self._need is None:

@@ -1,8 +1,8 @@
 """Memory that all ranks of a host map.
 
 The memory has no name, so nothing is left behind however a job ends. The host's first rank creates it
-(``memfd_create``); the others open it through that process's descriptors in /proc, which the system permits to the same
-user. It does not use /dev/shm, which is small in containers.
+(``memfd_create``); the others open it through that process's descriptors in /proc, which Linux permits to the same user.
+/dev/shm, which is small in containers, is not used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def map_on_host(
         exchange: gathers integers over all ranks.
         hosts: the number of each rank's host, in rank order.
         rank: this process's rank.
-        nbytes: size.
+        nbytes: size of the memory.
         prepare: writes into the memory on the host's first rank, before the others map it.
 
     Raises:
@@ -49,7 +49,7 @@ def map_on_host(
         if rank == leader:
             try:
                 descriptor = os.memfd_create("dualtrain")
-                # Allocate all of it now: otherwise a page that the system cannot provide is a bus error later.
+                # Allocate all pages now: otherwise a page that cannot be allocated causes SIGBUS later.
                 os.posix_fallocate(descriptor, 0, nbytes + _NONCE_BYTES)
                 os.pwrite(descriptor, nonce.to_bytes(_NONCE_BYTES, "little"), nbytes)
                 made = _map(descriptor, nbytes)
@@ -77,14 +77,14 @@ def _open(pid: int, number: int, nonce: int, nbytes: int) -> torch.Tensor:
     try:
         # If that rank runs in another container, its process number belongs to another process in this container.
         if os.pread(descriptor, _NONCE_BYTES, nbytes) != nonce.to_bytes(_NONCE_BYTES, "little"):
-            raise OSError("this number belongs to another process here")
+            raise OSError("its process number belongs to another process in this container")
         return _map(descriptor, nbytes)
     finally:
         os.close(descriptor)
 
 
 def _map(descriptor: int, nbytes: int) -> torch.Tensor:
-    # Not Python's mmap, which keeps one descriptor open per mapping.
+    # Don't use Python's mmap: it keeps one descriptor open per mapping.
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
 
 

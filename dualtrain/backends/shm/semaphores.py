@@ -1,9 +1,9 @@
 """Semaphores between the processes of a host that order their accesses to the memory they share.
 
 What a process wrote before it posts is visible to the process whose wait returns: POSIX semaphores "synchronize memory
-with respect to other threads and processes" (POSIX.1-2017, 4.12), on x86-64, AArch64 and every other processor. Python
-has no atomics of its own. Each ordered pair of ranks has one semaphore per kind of signal, so that a fast rank's next
-post cannot be mistaken for a slow rank's last one.
+with respect to other threads and processes" (POSIX.1-2017, 4.12), on every processor. Python has no atomics. Each ordered
+pair of ranks has one semaphore per kind of signal, so that the next post of a fast rank is not mistaken for the last post
+of a slow one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Semaphores:
         # Calls that do not block keep the GIL, which is faster; calls that block release it.
         with_gil, without_gil = ctypes.PyDLL(None), ctypes.CDLL(None)
         self._sem_post, self._sem_trywait = with_gil.sem_post, with_gil.sem_trywait
-        # Use the monotonic clock if the C library can (glibc 2.30): the real-time clock may be set during a wait.
+        # Use the monotonic clock if the C library can (glibc 2.30 or newer): the real-time clock may be set during a wait.
         self._sem_clockwait = getattr(without_gil, "sem_clockwait", None)
         self._sem_timedwait = without_gil.sem_timedwait
 

@@ -68,9 +68,9 @@ class Plan:
     Args:
         parts: the buffers to reduce.
         results: for each rank, the buffer that gets the result.
-        additions: pairs of ``parts`` to reduce, in this order; afterwards the result is in the first part.
+        additions: pairs of indices into ``parts``, to reduce in this order; afterwards the first part has the result.
         rank: this process's rank.
-        scaled: how many elements are scaled, from the first on.
+        scaled: how many elements, from the first on, are scaled.
 
     Attributes:
         own: this rank's buffer.
