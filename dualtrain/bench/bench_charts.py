@@ -28,7 +28,7 @@ class Mark:
         label: name of the contender.
         own: whether the contender is dualtrain.
         found: the contender's steps per second divided by those of the reference.
-        tip: text that is shown under the pointer.
+        tip: the tooltip.
     """
 
     label: str
@@ -119,7 +119,7 @@ class _Axis:
         return self.left + share * (self.right - self.left)
 
     def ticks(self, bottom: float) -> Iterator[str]:
-        """Yield vertical lines with numbers, as many as there is space for."""
+        """Yield vertical lines with their numbers; skip those that are too close to a more important one."""
         places: list[float] = []
         for ratio in TICKS:
             x = self(ratio)

@@ -153,7 +153,7 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], spe
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all processes of its session."""
+    """End a process and all processes of its process group."""
     for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -164,7 +164,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(text: str) -> str:
-    """Return the first line of an output that looks like an error, or else the last line."""
+    """Return the first line that looks like an error, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]
     errors = [line for line in lines if re.search(r"(Error|error|refused|not found)\b.*:|: error", line)]
     return (errors or lines or [""])[0 if errors else -1][:300]
