@@ -1,4 +1,4 @@
-"""What a machine contributes to a run's bits: intra-op threads and the kind of processor, recorded and compared."""
+"""Facts about a machine on which a run's bits depend: intra-op threads and the kind of processor."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_number_is_set_and_recorded(tmp_path, monkeypatch, flags, number):
     assert recorded(tmp_path, "threads") == [number, number]
 
 
-def test_a_resumed_run_has_the_threads_that_it_began_with(tmp_path, one_by_default):
+def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, one_by_default):
     train(tmp_path, "--max-steps", "1", "--threads", "3")
     torch.set_num_threads(1)
     for steps, flags in (("2", ()), ("3", ("--threads", "3"))):
@@ -89,7 +89,7 @@ def test_a_resumed_run_has_the_threads_that_it_began_with(tmp_path, one_by_defau
 
 
 @pytest.mark.parametrize(("flags", "number"), [((), 1), (("--threads", "2"), 2)])
-def test_a_checkpoint_without_the_number_gets_one(tmp_path, one_by_default, flags, number):
+def test_a_checkpoint_without_a_number_of_threads_is_resumed(tmp_path, one_by_default, flags, number):
     folder = shutil.copytree(OLD, tmp_path / "run", ignore=shutil.ignore_patterns("summary.json", "model.safetensors"))
     with connect("local") as backend:
         summary = loop.train(parse([*OLD_FLAGS, "--run-dir", str(folder), "--resume", *flags]), backend)
@@ -97,7 +97,7 @@ def test_a_checkpoint_without_the_number_gets_one(tmp_path, one_by_default, flag
     assert recorded(folder, "threads") == [number, number]
 
 
-def test_virtual_ranks_have_one_thread_and_are_resumed_too(tmp_path, monkeypatch):
+def test_virtual_ranks_use_one_thread_and_their_number_is_resumed(tmp_path, monkeypatch):
     def of_a_machine(backend) -> int:
         raise AssertionError("the result must not depend on the cores of a machine")
 
@@ -115,7 +115,7 @@ MISSING = object()
 
 
 def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str:
-    """Return the refusal of a run's settings by a checkpoint with other settings, or ""."""
+    """Return the error if a run's settings ``given`` do not fit a checkpoint with the settings ``written``, else ""."""
     config = {name: value for name, value in {**PLAIN, **written}.items() if value is not MISSING}
     tree = {"format": checkpoint.FORMAT, "trainer": {}, "cursor": {}, "data": {"samples": 1, "classes": 1}}
     path = folder / "step-00000001.safetensors"
@@ -127,7 +127,7 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
     return ""
 
 
-def test_a_setting_may_be_resumed_fixed_or_both(tmp_path, monkeypatch):
+def test_settings_may_be_resumed_or_fixed_or_both(tmp_path, monkeypatch):
     both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
     monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
     for name in ("threads", "pieces"):
@@ -207,7 +207,7 @@ def test_a_resume_on_another_platform_is_one_warning_of_rank_0(processes, tmp_pa
     assert recorded(tmp_path, "platform")[1]["GPU"] == "H200"
 
 
-def test_a_checkpoint_is_compared_by_what_it_has(caplog):
+def test_only_the_facts_that_a_checkpoint_has_are_compared(caplog):
     machine.warn_of_another({}, HERE)
     machine.warn_of_another({"CPU capability": "AVX2"}, HERE)
     assert caplog.messages == []
