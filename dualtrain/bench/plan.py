@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: (discarded, timed). The first step is slower; DDP's second step, in which it rebuilds buckets, is
-#: not. A round runs a fraction of the timed steps (``pace.py``), at most half with --quick.
+#: Steps of each workload: (discarded, timed). The first step is slower. DDP's second step is not, although it rebuilds the
+#: buckets. A round runs a fraction of the timed steps (``pace.py``), at most half with --quick.
 LENGTHS = {
     "tiny": (2, 4),
     "empty": (20, 200),

@@ -77,7 +77,7 @@ def gpu_line(gpu: Mapping[str, Any]) -> str:
 
 
 def gpu_advice(row: Mapping[str, Any]) -> str | None:
-    """Return why the rank of ``row`` cannot use its GPU, or its Horovod NCCL, with the cure; else ``None``."""
+    """Return why a rank on a host with an NVIDIA driver cannot use GPUs or NCCL, with the cure; else ``None``."""
     gpu, host, build = row["gpu"], row["host"], row["versions"]["torch"]
     if gpu["driver"] is None and gpu["driver_cuda"] is None:
         return None

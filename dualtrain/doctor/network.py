@@ -1,4 +1,4 @@
-"""Network interfaces of this host, and the one that the backends use."""
+"""Network interfaces of this host, and the interface that the backends use."""
 
 from __future__ import annotations
 

@@ -241,7 +241,8 @@
       status.textContent = `live, checked at ${new Date().toLocaleTimeString()}`;
       status.dataset.time = new Date().toLocaleTimeString();
     } catch (error) {
-      status.textContent = `no longer live: the report's server has not answered${status.dataset.time ? ` since ${status.dataset.time}` : ""}`;
+      const since = status.dataset.time ? ` since ${status.dataset.time}` : "";
+      status.textContent = `no longer live: the report's server has not answered${since}`;
     }
     const took = (performance.now() - began) / 1000;
     setTimeout(refresh, 1000 * Math.max(REFRESH_SECONDS, LOAD * took), version);

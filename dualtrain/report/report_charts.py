@@ -1,8 +1,8 @@
 """The report's charts: curves of all runs as inline SVG, in the units of the data.
 
 A curve's path has the steps and values as coordinates; a nested SVG element, whose viewBox is the visible range, stretches
-them over the chart. charts.js draws the axes, because ticks depend on the width of the page and on the runs that are
-switched on, and shows the values under the pointer.
+them over the chart. charts.js shows the values under the pointer, and draws the axes, because ticks depend on the
+width of the page and on the visible runs.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def server_of(folders: Sequence[str], port: int) -> ReportServer:
-    """Return the server of the report of these runs, which may not have started yet. The caller starts and closes it.
+    """Return a server of the report. Runs may not have started yet. The caller starts and closes the server.
 
     Raises:
         UserError: a folder does not exist, or the port cannot be used.
