@@ -33,7 +33,7 @@ TOP_LEVEL = [
     "state",
     "functional",
     "batchnorm",
-    # Modules after console print; modules before it log.
+    # Modules after console may print through it; modules before it log.
     "console",
 ]
 TOP_LEVEL += ["torchvision_shim", "user_code"]

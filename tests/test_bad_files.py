@@ -75,7 +75,7 @@ def replace(path: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that reads ``file`` in a folder that ``make`` fills; it may accept the kinds ``fine`` of bad files."""
+    """A function that reads ``file`` in a folder that ``make`` fills; ``fine``: kinds of bad files that are accepted."""
 
     make: Callable[[Path], Any]
     file: str
@@ -394,7 +394,7 @@ def test_a_thin_image_that_would_fill_the_memory_when_scaled_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])
-def test_an_image_of_more_than_8_bits_is_refused_instead_of_becoming_white(tmp_path, dtype):
+def test_an_image_of_more_than_8_bits_per_channel_is_refused(tmp_path, dtype):
     Image.fromarray(numpy.full((4, 4), 300, dtype=dtype)).save(tmp_path / "deep.tiff")
     with pytest.raises(UserError, match=r"deep\.tiff' has pixels of more than 8 bits, mode .*: convert it to 8 bits"):
         decode(tmp_path / "deep.tiff")

@@ -166,7 +166,7 @@ class Cluster:
         self.hosts[-1].run("ip", "link", "set", "eth0", "up")
 
     def processes(self) -> list[str]:
-        """Return the processes on the hosts, except those that belong to the hosts themselves."""
+        """Return the processes on the hosts, except the hosts' first processes and sshd."""
         return [f"{host.name}: {pid} {line}" for host in self.hosts for pid, line in host.processes().items()]
 
 

@@ -13,7 +13,7 @@ from tests.pool import ROOT
 from tests.test_package import built  # noqa: F401 - a fixture
 from tests.test_readme import EXAMPLES
 
-pytestmark = pytest.mark.xdist_group("package")  # built once
+pytestmark = pytest.mark.xdist_group("package")  # so that one process builds the package once
 
 #: Uses of ``dualtrain.hvd`` that the examples lack.
 HOROVOD_SCRIPT = """

@@ -259,7 +259,7 @@ def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == before
     (tmp_path / restarts.NAME).unlink()  # as the message tells the user to
     end_with(tmp_path, KilledError(), 2)
-    assert auto(tmp_path)["steps"] == 4  # deaths are counted anew
+    assert auto(tmp_path)["steps"] == 4  # deaths are counted from 0 again
     assert not (tmp_path / restarts.NAME).exists()
 
 
@@ -306,7 +306,7 @@ def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, mo
         auto(tmp_path, *DIVERGING)
 
 
-def test_a_run_that_diverged_before_its_first_checkpoint_is_not_begun_again(tmp_path):
+def test_a_run_that_diverged_before_its_first_checkpoint_is_not_started_again(tmp_path):
     flags = (*DIVERGING, "--checkpoint-every", "100")
     with connect("local") as backend:
         with pytest.raises(DivergedError):

@@ -389,7 +389,7 @@ def test_a_job_is_saved_in_whatever_order_its_processes_get_sigterm(images, tmp_
 
 
 def helpers(run: loop.Run) -> list[int]:
-    """Return the worker processes of a run, and the server that forks them."""
+    """Return the worker processes of a run, the server that forks them, and the resource tracker."""
     loaders = (run.task.train._loader, run.task.val._loader)  # type: ignore[attr-defined]
     workers = [worker.pid for loader in loaders if loader is not None for worker in loader._iterator._workers]
     assert workers
@@ -421,7 +421,7 @@ def test_a_structure_that_is_nested_too_deeply_is_refused(tmp_path):
             checkpoint.load(path)
 
 
-def test_sizes_that_do_not_fit_into_memory_are_a_one_line_error(tmp_path, monkeypatch):
+def test_sizes_that_do_not_fit_into_memory_cause_a_one_line_error(tmp_path, monkeypatch):
     for flags, part in (
         (["--recipe", "synthetic", "--samples", str(2**32 - 1)], "has 4294967295 samples"),
         (["--pad", str(2**32 - 1), "--augment", "crop-flip"], "too large for this machine"),

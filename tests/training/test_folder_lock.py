@@ -171,7 +171,7 @@ def test_a_damaged_lock_file_names_no_process(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
-def test_of_many_starts_in_one_folder_one_trains(tmp_path, resume):
+def test_of_many_processes_in_one_folder_only_one_trains(tmp_path, resume):
     expected = train(tmp_path / "alone")["weights_sha256"]
     folder = tmp_path / "run"
     flags = ["--run-dir", str(folder), "--checkpoint-every", "1", *resume]

@@ -124,7 +124,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
         FolderLock().take(tmp_path, LIMIT)
 
 
-def test_a_folder_that_a_person_removes_or_empties_is_not_lost_to_another_process(tmp_path):
+def test_a_folder_that_a_person_removes_or_empties_is_not_taken_over(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     lock = locked(folder)
@@ -167,7 +167,7 @@ def test_a_slow_start_does_not_make_an_older_generation_than_the_newest(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["generation-4"]
 
 
-def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
+def test_of_many_processes_that_start_at_once_only_one_gets_the_folder(tmp_path):
     """The processes simulate two hosts. They are killed at the end of each round, and so do not release the lock."""
     for number in range(ROUNDS):
         replies, reply = os.pipe()

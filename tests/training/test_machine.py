@@ -66,7 +66,7 @@ def test_the_default_is_the_smallest_share_of_the_cores_over_all_ranks(monkeypat
 
 
 @pytest.mark.parametrize(("flags", "number"), [((), 2), (("--threads", "3"), 3)])
-def test_the_number_is_set_and_recorded(tmp_path, monkeypatch, flags, number):
+def test_the_number_of_threads_is_set_and_recorded(tmp_path, monkeypatch, flags, number):
     monkeypatch.setattr(loop, "threads", lambda backend: 2)
     summary = train(tmp_path, "--max-steps", "1", *flags)
     assert torch.get_num_threads() == summary["threads"] == number
@@ -147,7 +147,7 @@ def test_settings_may_be_resumed_or_fixed_or_both(tmp_path, monkeypatch):
     ("value", "line"),
     [("4", True), ("4,2", True), ("many", True), ("2", False), (" 2,4 ", False), ("", False), (None, False)],
 )
-def test_another_omp_num_threads_is_one_line_of_rank_0(monkeypatch, capsys, value, line):
+def test_another_omp_num_threads_causes_one_line_on_rank_0(monkeypatch, capsys, value, line):
     if value is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert run_threads(2, use_two) == [2, 2]
@@ -168,7 +168,7 @@ def use_two(backend) -> int:
 # ------------------------------------------------------------------------------------------------ kind of processor
 
 
-def test_the_platform_is_recorded_and_an_equal_one_is_no_warning(tmp_path, one_by_default, caplog):
+def test_the_platform_is_recorded_and_an_equal_one_causes_no_warning(tmp_path, one_by_default, caplog):
     train(tmp_path, "--max-steps", "1")
     with connect("local") as backend:
         here = machine.platform_of(backend)
@@ -199,7 +199,7 @@ def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
     return found
 
 
-def test_a_resume_on_another_platform_is_one_warning_of_rank_0(processes, tmp_path):
+def test_a_resume_on_another_platform_causes_one_warning_on_rank_0(processes, tmp_path):
     (line,), *others = processes(resume_elsewhere, str(tmp_path), 1)
     assert others == [[]] * (processes.size - 1)
     assert "CPU capability was AVX2 and is AVX512; GPU was none and is H200; ATEN_CPU_CAPABILITY, ONEDNN_MAX_" in line

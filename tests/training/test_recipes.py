@@ -1,4 +1,4 @@
-"""Every recipe, on small data: it trains, and ends with the same bits if it is interrupted at any step and resumed."""
+"""Every recipe, on small data: it trains, and ends with the same bits if it is interrupted and resumed."""
 
 from __future__ import annotations
 

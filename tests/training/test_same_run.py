@@ -171,7 +171,7 @@ def processors_of_each(backend) -> dict[str, str]:
     return {"CPU capability": ["AVX2", "AVX512"][backend.rank], "GPU": "none"}
 
 
-def test_different_processors_are_one_warning(monkeypatch, caplog):
+def test_different_processors_cause_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(same_run, "processor", processors_of_each)
     run_threads(2, unlike_processors)
     (line,) = caplog.messages
@@ -348,7 +348,7 @@ def test_a_slow_rank_compares_fewer_samples(monkeypatch):
     assert alike(run_threads(2, slow_rank)) == ""
 
 
-def test_the_samples_are_spread_from_the_first_to_the_last_and_nothing_is_drawn():
+def test_samples_are_spread_from_first_to_last_and_no_random_number_is_drawn():
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     for size, numbers in ((1, [0]), (3, [0, 1, 2]), (16, [*range(16)]), (31, [*range(0, 31, 2)])):
         names = same_run._checksums("training", numbered(size))
@@ -363,7 +363,7 @@ def test_the_samples_are_spread_from_the_first_to_the_last_and_nothing_is_drawn(
     assert next(iter(Streamed(0).stream([Batch(torch.tensor([5]))], torch.device("cpu"))))[0].item() == 5
 
 
-def test_a_package_that_one_rank_lacks_is_an_error_on_all(tmp_path, monkeypatch):
+def test_a_package_that_one_rank_lacks_causes_an_error_on_all(tmp_path, monkeypatch):
     def lacking(output) -> None:
         if output.log_every == 3:
             raise UserError("no TensorBoard here")
@@ -384,7 +384,7 @@ def missing_on_one_host(backend, files: list[str]) -> str:
     return "loaded"
 
 
-def test_data_that_one_host_lacks_are_an_error_on_all(tmp_path):
+def test_data_that_one_host_lacks_cause_an_error_on_all(tmp_path):
     file = tmp_path / "words.txt"
     file.write_text("one two three " * 500)
     text = alike(run_threads(2, missing_on_one_host, [str(file), str(tmp_path / "missing")]))

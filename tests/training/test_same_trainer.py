@@ -1,4 +1,4 @@
-"""Trainers with other arguments on one rank are refused on all ranks; equal arguments in another form are accepted."""
+"""Trainers whose arguments differ between ranks are refused on all ranks; equal arguments are accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def net(p: float = 0.1) -> nn.Sequential:
 
 
 class Scaled(nn.Module):
-    """A model with settings of every kind as attributes."""
+    """A model with the given settings as attributes."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ def test_ranks_with_other_epochs_do_not_wait_for_each_other():
         (object(), "builtins.object"),
     ],
 )
-def test_descriptions_hold_no_addresses_and_no_order(value, text):
+def test_descriptions_contain_no_addresses_and_no_order_of_sets(value, text):
     assert describe(value) == text
 
 

@@ -85,7 +85,7 @@ def unequal_shares(backend) -> None:
     close(alone, model)
 
 
-def test_unequal_shares_and_several_passes_give_one_process_clipped_step(spmd):
+def test_unequal_shares_and_several_passes_give_the_clipped_step_of_one_process(spmd):
     spmd(unequal_shares)
 
 

@@ -83,7 +83,7 @@ def drawn():
 
 
 def draws(backend):
-    """Return the random numbers of forward by step and shard, and those that the program draws between steps."""
+    """Return the random numbers that forward draws, by step and shard, and those that the program draws between steps."""
     case, found, between = CASES["drawing"], {}, []
     trainer = trainer_of(backend, case)
     seen = []

@@ -185,7 +185,7 @@ def test_ranks_with_other_numbers_of_threads_are_refused(monkeypatch):
     run_threads(2, lambda backend: (RANK.set(backend.rank), other_threads(backend)))
 
 
-def test_a_state_of_another_number_of_threads_is_a_warning(monkeypatch, caplog):
+def test_a_state_of_another_number_of_threads_causes_a_warning(monkeypatch, caplog):
     with connect("local") as backend:
         trainer = trainer_with(perceptron(), backend)
         state = trainer.state_dict()

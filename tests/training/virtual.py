@@ -91,7 +91,7 @@ def relative(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Model of vectors (n, 4) with a running mean; one layer is frozen, one used in some shards only, one never."""
+    """Model of vectors (n, 4) with a running mean; one layer is frozen, one rarely used, one never used."""
 
     def __init__(self) -> None:
         super().__init__()
