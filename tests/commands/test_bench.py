@@ -482,7 +482,7 @@ def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_pa
     mpirun.write_text(f"#!/bin/sh\necho '{says}'\n")
     mpirun.chmod(0o755)
     started = []
-    monkeypatch.setattr(start_contender, "_beside", lambda name: str(mpirun) if name == "mpirun" else name)
+    monkeypatch.setattr(start_contender, "_program_path", lambda name: str(mpirun) if name == "mpirun" else name)
     monkeypatch.setattr(start_contender, "_watched", lambda commands, spec: started.extend(commands) or "")
     start_contender._open_mpi.cache_clear()
     try:
