@@ -21,7 +21,7 @@ THREADS = [("threads", 2), ("threads", 3)]
 REAL = [(name, size) for name in ("torch", "horovod") for size in (2, 3, 4)]
 SHARED = [("shm", size) for size in (2, 3)]  # torch, with reductions through shared memory
 WORLDS = LOCAL + THREADS + REAL + SHARED
-# SPREAD and TYPICAL have one or two sizes per kind of world; the fixture `real` has all sizes on both libraries.
+# SPREAD and TYPICAL have one size per kind of world; the fixture `real` has all sizes on both libraries.
 SPREAD = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 2), ("shm", 2)]
 TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 3), ("shm", 3)]
 PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
@@ -96,19 +96,19 @@ def _worlds(worlds: list[tuple[str, int]]) -> dict[str, Any]:
 
 @pytest.fixture(**_worlds(SPREAD))
 def spmd(request: pytest.FixtureRequest) -> Spmd:
-    """Worlds of every kind and size."""
+    """A world of each kind."""
     return _spmd(request)
 
 
 @pytest.fixture(**_worlds(TYPICAL))
 def typical(request: pytest.FixtureRequest) -> Spmd:
-    """A world of each kind, for tests of many cases that do not depend on the size."""
+    """A world of each kind, for tests with many cases."""
     return _spmd(request)
 
 
 @pytest.fixture(**_worlds(SPREAD[1:]))
 def many(request: pytest.FixtureRequest) -> Spmd:
-    """The worlds of more than one rank, where ranks can disagree."""
+    """A world of each kind with several ranks, which can disagree."""
     return _spmd(request)
 
 
@@ -120,18 +120,18 @@ def processes(request: pytest.FixtureRequest) -> Spmd:
 
 @pytest.fixture(**_worlds(SHARED))
 def shared(request: pytest.FixtureRequest) -> Spmd:
-    """Worlds of processes that share memory."""
+    """Worlds of processes that sum through shared memory."""
     return _spmd(request)
 
 
 @pytest.fixture(**_worlds(REAL))
 def real(request: pytest.FixtureRequest) -> Spmd:
-    """The worlds of processes."""
+    """Worlds of processes of all sizes, on both libraries."""
     return _spmd(request)
 
 
 def _place(item: pytest.Item) -> int:
-    """Return the index of a test's world in ``WORLDS``: -1 without a world; for a test of ``pool``, the first real one."""
+    """Return the index of a test's world in ``WORLDS``; -1 without one; the first of ``REAL`` for a test of ``pool``."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
     if used:
@@ -178,6 +178,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
     names = sorted({re.sub(r"@\w+$", "", report.nodeid) for report in reports})  # xdist adds @ and the group
     if names:
-        terminalreporter.section("to repeat one alone")
+        terminalreporter.section("commands that repeat a failed test")
     for name in names:
         terminalreporter.line(f"bash launch/test.sh {shlex.quote(name)}")

@@ -11,7 +11,7 @@
 # DOCKER_BUILD_ARGS  more arguments of docker build, such as --network host
 # COMPOSE            the command of Compose (default: docker compose, else docker-compose)
 # TESTS              arguments of launch/test.sh in its image (default: three quick files; empty: all tests)
-# WEIGHTS            expected beginning of two ranks' weights_sha256; it depends on the CPU (default: backends are only compared)
+# WEIGHTS            expected beginning of two ranks' weights_sha256; it depends on the CPU (default: only compare the backends)
 set -euo pipefail
 
 refuse() { echo "docker.sh: error: $*" >&2; exit 2; }
@@ -22,7 +22,7 @@ fail() { echo "docker.sh: FAILED: $* (outputs: $logs)" >&2; exit 1; }
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
 [ $# -le 1 ] || refuse "one argument at most, the base image; $# were given"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-docker info >/dev/null 2>&1 || refuse "Docker's daemon does not answer: start it, or take a user who may ask it"
+docker info >/dev/null 2>&1 || refuse "Docker's daemon does not answer: start it, or use a user who may connect to it"
 if [ -z "${COMPOSE:-}" ]; then
   if docker compose version >/dev/null 2>&1; then COMPOSE='docker compose'; else COMPOSE=docker-compose; fi
 fi
@@ -60,7 +60,7 @@ check() {
 }
 
 inside() { docker run --rm "$@"; }
-look() { docker exec "$looker" "$@"; }
+in_container() { docker exec "$container" "$@"; }
 service() { compose run --rm -T "$@"; }
 
 # trained RANKS: checks that both runs in $out have that many ranks, an accuracy of 0.97 and equal weights. Prints the weights.
@@ -69,7 +69,7 @@ trained() {
   table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')
   [ "$(cut -d' ' -f1 <<<"$table" | sort | xargs)" = 'horovod torch' ] || fail "no row for both backends in ${out##*/}"
   awk -v ranks="$1" '$2 != ranks || $3 < 0.97 {exit 1}' <<<"$table" || fail "not $1 ranks with accuracy 0.97: $(paste -sd, <<<"$table")"
-  [ "$(cut -d' ' -f4 <<<"$table" | sort -u | wc -l)" = 1 ] || fail "other weights on the other backend: $(paste -sd, <<<"$table")"
+  [ "$(cut -d' ' -f4 <<<"$table" | sort -u | wc -l)" = 1 ] || fail "the backends have different weights: $(paste -sd, <<<"$table")"
   if [ "$1" = 2 ] && [ -n "${WEIGHTS:-}" ]; then
     [ "$(cut -d' ' -f4 <<<"$table" | sort -u)" = "$WEIGHTS" ] || fail "the weights are not $WEIGHTS: $(paste -sd, <<<"$table")"
   fi
@@ -85,7 +85,7 @@ learned() {
   echo "  ${line#done: }"
 }
 
-# In an image made by docker import, / has the mode of the folder that was packed.
+# In an image made by docker import, / has the mode of the imported folder.
 base_is_usable() {
   docker run --rm --user 1000:1000 "$BASE_IMAGE" sh -c : ||
     { echo "only root can run programs in $BASE_IMAGE: give its / mode 755, or name another base image"; return 1; }
@@ -101,17 +101,17 @@ build() {
 
 numeric_user() {
   [[ $(docker image inspect -f '{{.Config.User}}' "$1") == [1-9]* ]] ||
-    fail "$1: its user is no number, so that Kubernetes refuses it under runAsNonRoot"
+    fail "$1: its user is not a number, so Kubernetes refuses it under runAsNonRoot"
 }
 
 healthy() {
   local state=starting
   for _ in $(seq 120); do
-    state=$(docker inspect -f '{{.State.Health.Status}}' "$looker")
+    state=$(docker inspect -f '{{.State.Health.Status}}' "$container")
     [ "$state" = starting ] || break
     sleep 1
   done
-  docker inspect -f '{{json .State.Health}}' "$looker"
+  docker inspect -f '{{json .State.Health}}' "$container"
   [ "$state" = healthy ]
 }
 
@@ -120,23 +120,23 @@ check_contents() {
   local label
   echo "  $1: $(($(docker image inspect -f '{{.Size}}' "$1") / 1000000)) MB"
   numeric_user "$1"
-  looker=$(docker run -d --health-interval 2s --label "com.docker.compose.project=$project" "$1" sleep infinity)
-  check "orphans reaped" look bash -c '(sleep 0.1 &); sleep 1; ! grep "^State:.*Z" /proc/[0-9]*/status'
-  check "no root" look bash -c '[ "$(id -u)" != 0 ] && ! [ -w .venv ]'
-  check "no compiler" look bash -c '! command -v gcc g++ cc c++ cpp clang gcc-12 g++-12 as ld make cmake ninja nvcc'
-  check "no key" docker exec --user root "$looker" bash -c '
+  container=$(docker run -d --health-interval 2s --label "com.docker.compose.project=$project" "$1" sleep infinity)
+  check "orphans reaped" in_container bash -c '(sleep 0.1 &); sleep 1; ! grep "^State:.*Z" /proc/[0-9]*/status'
+  check "no root" in_container bash -c '[ "$(id -u)" != 0 ] && ! [ -w .venv ]'
+  check "no compiler" in_container bash -c '! command -v gcc g++ cc c++ cpp clang gcc-12 g++-12 as ld make cmake ninja nvcc'
+  check "no key" docker exec --user root "$container" bash -c '
     find / -xdev \( -name "ssh_host_*" -o -name "id_*" -path "*ssh*" \) >/tmp/found
     ! grep . /tmp/found && [ -z "$(ls -A /keys)" ]'
-  check "pinned versions" look bash -c '
+  check "pinned versions" in_container bash -c '
     for name in torch torchvision horovod mpi4py numpy safetensors; do
       pin=$(sed -n "s/^$name==//p" .venv/setup.constraints)
       [ -z "$pin" ] || python -c "import importlib.metadata as m, sys; sys.exit(m.version(sys.argv[1]).split(\"+\")[0] != sys.argv[2])" "$name" "$pin" || { echo "$name is not $pin"; exit 1; }
     done'
-  check "version" look python -c 'import dualtrain; print(dualtrain.__version__)'
+  check "version" in_container python -c 'import dualtrain; print(dualtrain.__version__)'
   label=$(docker image inspect -f '{{index .Config.Labels "org.opencontainers.image.version"}}' "$1")
   [ "$label" = "$(cat "$out")" ] || fail "the label of $1 says version $label, the program in it $(cat "$out")"
   check "health" healthy
-  docker rm -f "$looker" >/dev/null
+  docker rm -f "$container" >/dev/null
 }
 
 finish() {
@@ -144,7 +144,7 @@ finish() {
   trap - EXIT
   [ -z "$(leftovers)" ] || fail "left behind: $(leftovers | xargs)"
   rm -rf "$logs"
-  echo "docker.sh: all is well; kept: $*"
+  echo "docker.sh: all checks passed; kept: $*"
   exit 0
 }
 
@@ -163,7 +163,7 @@ check_contents "$IMAGE"
 check "image for tests" build test "$IMAGE:test"
 numeric_user "$IMAGE:test"
 [ "$(docker image inspect -f '{{join .Config.Entrypoint " "}}' "$IMAGE:test")" = 'tini -s -- bash launch/test.sh' ] ||
-  fail "$IMAGE:test starts something else than the README's bash launch/test.sh"
+  fail "$IMAGE:test does not start the README's bash launch/test.sh"
 
 check "horovod" service horovod
 learned

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs programs that some tests need and launch/setup.sh does not install, so that these tests are not skipped.
+# Installs the programs that some tests need and launch/setup.sh does not install. Without them, these tests are skipped.
 # Needs root, apt-get (Debian, Ubuntu) and a finished set-up. It can be repeated: installed packages are not changed.
 # It starts no daemon. The tests start the daemons that they need, except Docker's (systemctl start docker).
 #
@@ -44,7 +44,7 @@ for package in ${packages[@]+"${packages[@]}"}; do
   if ! command -v dpkg-query >/dev/null || ! installed "$package"; then missing+=("$package"); fi
 done
 if [ "${#missing[@]}" -gt 0 ]; then
-  command -v apt-get >/dev/null || refuse "no apt-get found; install what these Debian packages hold: ${missing[*]}"
+  command -v apt-get >/dev/null || refuse "no apt-get found; install the programs of these Debian packages: ${missing[*]}"
   [ "$(id -u)" = 0 ] || refuse "user $(id -un) cannot install ${missing[*]}; run this as root"
   # Prevent packages such as openssh-server from starting their daemons.
   policy=/usr/sbin/policy-rc.d

@@ -34,7 +34,7 @@ PRELOADED = ["tests.warm"]
 @cache
 def server() -> ForkServerContext:
     """Return the context whose processes are forked from the server. The first process starts the server."""
-    # Start the server as a run does for its data workers: a process has one such server, which must survive job signals.
+    # Start the server as a run does for its data workers: a process has only one, and it must survive job signals.
     start_forkserver(PRELOADED)
     return multiprocessing.get_context("forkserver")
 
@@ -94,7 +94,7 @@ class Forked:
         """Wait until the process ends and return its exit status. Raises AssertionError after ``seconds``."""
         self.process.join(seconds)
         assert self.process.exitcode is not None, (
-            f"rank {self.rank} (process {self.pid}) runs after {seconds} s:\n{self.output}\n{self.errors}"
+            f"rank {self.rank} (process {self.pid}) still runs after {seconds} s:\n{self.output}\n{self.errors}"
         )
         return self.process.exitcode
 
@@ -125,7 +125,10 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> list[End]:
-    """Run ``command`` on loopback ranks (their number, or each one's variables); return the ends in rank order."""
+    """Run ``command`` on loopback ranks, and return their ends in rank order.
+
+    ``ranks`` is the number of ranks, or the launcher variables of each rank.
+    """
     given = places(ranks) if isinstance(ranks, int) else ranks
     running = [Forked(command, folder, env={**(os.environ if env is None else env), **each}, cwd=cwd) for each in given]
     try:
@@ -139,8 +142,8 @@ def places(size: int, **more: str) -> list[dict[str, str]]:
     """Return the launcher variables of each rank of a world of ``size`` on loopback."""
     from tests.pool import free_port
 
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), **more}
-    return [{"RANK": str(rank), **meeting} for rank in range(size)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), **more}
+    return [{"RANK": str(rank), **shared} for rank in range(size)]
 
 
 @contextmanager
@@ -168,7 +171,7 @@ def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: st
     """Turn this forked process into one that runs ``command``."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server ends with the tests
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the server, which ends with the tests
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)

@@ -11,11 +11,11 @@ from pathlib import Path
 from tests.forked import ROOT, End, Forked, places
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SECONDS = 120.0  # seconds, enough on a busy machine
+SECONDS = 120.0  # limit of each wait, enough on a busy machine
 #: Epochs of four steps with a checkpoint after each step; dropout, so that the result depends on random numbers.
 FLAGS = ("--model", "tests.models_for_tests:dropping", "--global-batch-size", "360", "--lr", "0.02", "--momentum", "0.9")
 FLAGS += ("--epochs", "7", "--checkpoint-every", "1", "--threads", "1", "--workers", "0", "--log-every", "1")
-#: The phases, ordered so that each is reached, and no three consecutive kills come after the same step (that ends a run).
+#: The phases, ordered so that each is reached and no three consecutive kills follow the same step, which would end the run.
 PHASES = ("start-up", "connect", "forward", "evaluation", "backward", "copy", "all-reduce", "write", "rename", "end")
 ONCE = ("start-up", "connect", "end")
 OF_RANK_0 = ("copy", "write", "rename", "end")
@@ -89,7 +89,7 @@ def kills(first: int) -> list[tuple[int, str, int]]:
 
 
 def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
-    """Run two ranks; one is killed, if ``kill`` has the number of one."""
+    """Run two ranks, and kill the rank that ``kill`` names; -1: none."""
     arguments = (*FLAGS, *flags, "--run-dir", str(folder), "--resume", "auto")
     command, output = ("-c", PROGRAM, *map(str, kill), *arguments), folder.with_name("output")
     ranks = [Forked(command, output, env={**ENV, **place}) for place in places(2)]
@@ -107,13 +107,13 @@ def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
 
 def survive(folder: Path, kills: Sequence[tuple[int, str, int]], *flags: str) -> None:
     """Run a job without kills and a job with ``kills`` (rank, phase, call); assert that their results are equal."""
-    nobody = (-1, "", 0)
-    assert [end.returncode for end in job(folder / "whole", nobody, *flags)] == [0, 0]
+    no_kill = (-1, "", 0)
+    assert [end.returncode for end in job(folder / "whole", no_kill, *flags)] == [0, 0]
     for kill in kills:
         ends = job(folder / "killed", kill, *flags)
         assert ends[kill[0]].returncode == -signal.SIGKILL, (kill, ends)
         assert ends[1 - kill[0]].returncode != 0, (kill, ends)
-    last = job(folder / "killed", nobody, *flags)
+    last = job(folder / "killed", no_kill, *flags)
     assert [end.returncode for end in last] == [0, 0], last
     whole, killed = (json.loads((folder / name / "summary.json").read_text()) for name in ("whole", "killed"))
     for name in ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best"):

@@ -83,7 +83,7 @@ def sgd(model: nn.Module, backend, momentum: float = 0.9, weight_decay: float = 
 def mean_gradients(model: nn.Module, losses: list[Callable[[nn.Module], torch.Tensor] | None]) -> list[torch.Tensor]:
     """Compute the expected gradients: the dense average of the gradients of each rank's loss on a copy of ``model``.
 
-    If a rank's loss is ``None``, it has no backward, and its gradients are zero, as are those of unused parameters.
+    A rank whose loss is ``None`` has no backward pass. Its gradients are zero, like those of unused parameters.
     """
     totals = [torch.zeros(p.shape, dtype=p.dtype) for p in model.parameters()]
     for loss in losses:

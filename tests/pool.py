@@ -1,8 +1,8 @@
-"""Worker processes that are started once and are the ranks of many worlds, one after another, to run test bodies.
+"""Worker processes that are started once, and run test bodies as the ranks of many worlds, one after another.
 
-A test body is a module-level function ``fn(backend, *args)``. It is sent by its name; arguments and results are pickled.
-Only one world is open at a time, because a process can be in only one world of torch and Horovod. If a body fails on any
-rank, all processes are ended, because the world is no longer usable.
+A test body is a module-level function ``fn(backend, *args)``, which workers import by its name; arguments and results are
+pickled. Only one world is open at a time, because a process can be in only one world of torch and Horovod. If a body fails
+on any rank, all processes are ended, because the world is no longer usable.
 
 Every wait has a timeout. A worker exits when the process that started it has exited, because the pipe between them closes.
 """
@@ -35,7 +35,7 @@ from tests.forked import server
 
 ROOT = Path(__file__).resolve().parent.parent
 OPEN_SECONDS = 90.0  # importing torch and Horovod on a busy machine, and the rendezvous
-CALL_SECONDS = 120.0  # longer than a backend's own timeout, so that the backend's error is reported
+CALL_SECONDS = 120.0  # longer than a backend's timeout, so that the backend's error is reported
 AFTER_FAILURE_SECONDS = 15.0  # for the other ranks to detect a failed rank
 EXIT_SECONDS = 10.0
 TIMEOUT = 60.0
@@ -99,7 +99,7 @@ class _Worker:
 
 
 class Pool:
-    """A number of workers (``processes``), started at the first use and again after a failure."""
+    """``processes`` workers, started at the first use and again after a failure."""
 
     def __init__(self, processes: int) -> None:
         self.processes = processes

@@ -1,4 +1,4 @@
-"""Shorter waits for a failed rank's report, for tests in which the report is already there or never arrives."""
+"""Shorter waits for a failed rank's report, for tests in which the report has already arrived or never arrives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 
 
 def short_waits(backend: Any, limit: float = math.inf) -> AbstractContextManager[Any]:
-    """Make failed calls of ``backend`` wait at most ``limit`` seconds, or until any report (even of a rank that left)."""
+    """Make failed calls of ``backend`` wait for any report, even of a rank that left, at most ``limit`` seconds."""
     watch = backend.watch
     if watch is None:
         return nullcontext()

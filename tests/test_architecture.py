@@ -12,7 +12,8 @@ import pytest
 from tests.pool import ROOT
 
 PACKAGE = ROOT / "dualtrain"
-ROOMS = [
+#: The modules and packages of dualtrain. Each imports only from itself and from those before it.
+TOP_LEVEL = [
     "version",
     "errors",
     "files",
@@ -24,7 +25,7 @@ ROOMS = [
     "rendezvous",
     "torch_versions",
     "backends",
-    # Above the backends: connect() must not change a setting of the whole process.
+    # After the backends: connect() must not change a setting of the whole process.
     "heap",
     "gradients",
     "buckets",
@@ -32,13 +33,13 @@ ROOMS = [
     "state",
     "functional",
     "batchnorm",
-    # Packages above console print; those below log.
+    # Modules after console may print through it; modules before it log.
     "console",
 ]
-ROOMS += ["torchvision_shim", "user_code"]
-ROOMS += ["config", "models", "data", "training", "hvd", "spawn", "main"]
-ROOMS += ["run_table", "compare", "report", "predict", "doctor", "drill", "bench", "horovodize"]
-ROOMS += ["functions", "spark", "ray"]
+TOP_LEVEL += ["torchvision_shim", "user_code"]
+TOP_LEVEL += ["config", "models", "data", "training", "hvd", "spawn", "main"]
+TOP_LEVEL += ["run_table", "compare", "report", "predict", "doctor", "drill", "bench", "horovodize"]
+TOP_LEVEL += ["functions", "spark", "ray"]
 #: The files of some packages by layer, from bottom to top. Each file imports from lower layers only.
 LAYERS = {
     "rendezvous": [
@@ -123,10 +124,10 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room(name):
-    """The room of ``dualtrain.room.…``, or ``None`` for the package itself and for other people's modules."""
+def top_level(name):
+    """Return PART of the name ``dualtrain.PART.…``; ``None`` for ``dualtrain`` itself and for other distributions."""
     parts = name.split(".")
-    return parts[1] if parts[0] == "dualtrain" and len(parts) > 1 and parts[1] in ROOMS else None
+    return parts[1] if parts[0] == "dualtrain" and len(parts) > 1 and parts[1] in TOP_LEVEL else None
 
 
 def layer_of(name, package):
@@ -144,21 +145,21 @@ def type_imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_file_belongs_to_a_room():
-    unknown = [module(path) for path in FILES if module(path) != "dualtrain" and room(module(path)) is None]
+def test_every_file_is_in_the_list_of_modules_and_packages():
+    unknown = [module(path) for path in FILES if module(path) != "dualtrain" and top_level(module(path)) is None]
     assert unknown in ([], ["dualtrain.__main__"])
     for package, layers in LAYERS.items():
         inside = {module(path).removeprefix(f"dualtrain.{package}").removeprefix(".") for path in files_of(package)}
         assert inside - {""} == set().union(*layers)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if room(module(path))], ids=module)
-def test_rooms_import_one_way(path):
-    own = room(module(path))
+@pytest.mark.parametrize("path", [path for path in FILES if top_level(module(path))], ids=module)
+def test_imports_are_from_earlier_modules_and_packages(path):
+    own = top_level(module(path))
     for name in imports(path):
-        other = room(name)
-        assert other is None or ROOMS.index(other) <= ROOMS.index(own), f"{own} imports {name}"
-        # The package itself, ``dualtrain``, offers names of higher rooms.
+        other = top_level(name)
+        assert other is None or TOP_LEVEL.index(other) <= TOP_LEVEL.index(own), f"{own} imports {name}"
+        # ``dualtrain`` itself has names of later modules.
         assert other or not name.startswith("dualtrain") or own in ("training", "hvd", "main", "bench"), (
             f"{own} imports {name}"
         )
@@ -188,7 +189,7 @@ def test_the_rendezvous_loads_no_torch():
     assert done.stdout == "False\n"
 
 
-#: GradScaler looks for this private name on optimizers, so that dualtrain must define it.
+#: GradScaler looks for this private name on optimizers, so dualtrain must define it.
 CONVENTIONS = {"_step_supports_amp_scaling"}
 
 

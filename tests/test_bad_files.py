@@ -75,7 +75,7 @@ def replace(path: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that reads ``file`` in a folder that ``make`` fills; ``fine``: kinds of bad files that it may accept."""
+    """A function that reads ``file`` in a folder that ``make`` fills; ``fine``: kinds of bad files that are accepted."""
 
     make: Callable[[Path], Any]
     file: str
@@ -143,7 +143,7 @@ def make_script(folder: Path) -> None:
 
 
 def load_script_of(folder: Path) -> None:
-    with suppress(SyntaxError):  # as python would raise
+    with suppress(SyntaxError):  # python would raise it too
         load_script(str(folder / "script.py"), [])
 
 
@@ -178,7 +178,7 @@ READERS = {
     "newest checkpoint": Reader(make_run, STEP, lambda folder: checkpoint.newest_good(folder / "checkpoints")),
     "best checkpoint": Reader(make_run, STEP, lambda folder: absent(checkpoint.step_in(folder / STEP))),
     "best weights": Reader(make_run, "model.safetensors", lambda folder: absent(step_of(folder / "model.safetensors"))),
-    "metrics of a run that goes on": Reader(make_run, "metrics.jsonl", continue_metrics, fine=("empty", "half")),
+    "metrics of a resumed run": Reader(make_run, "metrics.jsonl", continue_metrics, fine=("empty", "half")),
     "image": Reader(make_images, "train/cat/1.png", read_image),
     "tree of images": Reader(
         make_images, "train/cat/1.png", lambda folder: load_image_folder(str(folder), Options()), fine=("empty", "half")
@@ -249,16 +249,15 @@ def read_each(results: Connection, name: str, folders: list[Path], limit: int) -
 def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str | None]:
     """Yield the reader's refusal of each folder, or None. The reader runs in another process, which may hang.
 
-    A read that is slow because the machine is busy is not mistaken for a hang: it uses no processor time, and does not
-    sleep in one system call.
+    A busy machine causes no error: time in which the reader waits for a core does not count.
 
     Raises:
         HangsError: a read reaches its limit.
     """
-    results, there = Pipe(duplex=False)
-    process = server().Process(target=read_each, args=(there, name, folders, limit))
+    results, sender = Pipe(duplex=False)
+    process = server().Process(target=read_each, args=(sender, name, folders, limit))
     process.start()
-    there.close()
+    sender.close()
     try:
         for folder in folders:
             asleep, since = "", time.monotonic()
@@ -395,7 +394,7 @@ def test_a_thin_image_that_would_fill_the_memory_when_scaled_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])
-def test_an_image_of_more_than_8_bits_is_refused_instead_of_becoming_white(tmp_path, dtype):
+def test_an_image_of_more_than_8_bits_per_channel_is_refused(tmp_path, dtype):
     Image.fromarray(numpy.full((4, 4), 300, dtype=dtype)).save(tmp_path / "deep.tiff")
     with pytest.raises(UserError, match=r"deep\.tiff' has pixels of more than 8 bits, mode .*: convert it to 8 bits"):
         decode(tmp_path / "deep.tiff")

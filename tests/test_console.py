@@ -37,22 +37,22 @@ def test_messages_and_output_are_printed_safely(capsys):
 def test_a_command_prints_log_messages_from_level_warning_on(capsys):
     log = logging.getLogger("dualtrain.some.part")
     with logging_to_stderr():
-        log.warning("memory cannot be shared (%s): going on", "\x1b[31m")
+        log.warning("memory cannot be shared (%s): continuing", "\x1b[31m")
         log.info("a detail")
     log.warning("after the command")
-    assert capsys.readouterr().err.splitlines() == [r"dualtrain: warning: memory cannot be shared (\x1b[31m): going on"]
+    assert capsys.readouterr().err.splitlines() == [r"dualtrain: warning: memory cannot be shared (\x1b[31m): continuing"]
 
 
 @pytest.fixture
 def closed_pipe():
-    """A pipe whose reader has left, as ``| head`` does."""
+    """A pipe whose reader has exited, like ``| head``."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
     os.close(writer)
 
 
-def test_what_nobody_reads_is_dropped(monkeypatch, closed_pipe):
+def test_output_to_a_closed_pipe_is_dropped(monkeypatch, closed_pipe):
     with open(os.dup(closed_pipe), "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         show("one")
@@ -60,7 +60,7 @@ def test_what_nobody_reads_is_dropped(monkeypatch, closed_pipe):
 
 
 @pytest.mark.parametrize("command", ["compare --help", "train --epochs 1 --run-dir run --resume auto"])
-def test_a_command_whose_reader_has_left_ends_as_it_would_have(tmp_path, closed_pipe, command):
+def test_a_closed_pipe_does_not_change_how_a_command_ends(tmp_path, closed_pipe, command):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
     options = {"stdout": closed_pipe, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": env, "timeout": 300}
     end = subprocess.run([sys.executable, "-m", "dualtrain", *command.split()], **options, check=False)

@@ -16,7 +16,7 @@ ROOT_DISK = "23 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw"
 
 
 def tree(root: Path, cgroup: str, mounts: str, quotas: dict[str, str]) -> Path:
-    """Write /proc/self/cgroup, /proc/self/mountinfo, and each folder's quota, as v2's text or "quota/period" for v1."""
+    """Write /proc/self/cgroup, /proc/self/mountinfo, and each folder's quota: cpu.max of v2, or "quota/period" for v1."""
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(cgroup + "\n")
     (root / "proc/self/mountinfo").write_text(f"{ROOT_DISK}\n{mounts}\n")
@@ -105,7 +105,9 @@ def test_without_proc_there_is_no_quota(tmp_path):
 @pytest.mark.parametrize(
     ("quota", "affinity", "cores"), [("150000", 4, 1), ("50000", 4, 1), ("399999", 4, 3), ("900000", 4, 4), ("max", 4, 4)]
 )
-def test_whole_cores_count_within_the_affinity_and_at_least_one(tmp_path, monkeypatch, quota, affinity, cores):
+def test_quotas_are_rounded_down_to_at_least_one_core_and_limited_by_the_affinity(
+    tmp_path, monkeypatch, quota, affinity, cores
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
     root = tree(tmp_path, "0::/job", V2.format(top="/"), {f"{G}/job": f"{quota} 100000"})
     assert usable_cores(root) == cores

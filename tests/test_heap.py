@@ -13,9 +13,9 @@ import pytest
 from dualtrain import heap
 from tests.pool import ROOT
 
-#: Program that prints two numbers: the page faults of the third and fourth step, where a step allocates and frees 64 MB;
-#: and the growth of resident memory in MB after four such steps and then five larger blocks (96 to 100 MB), each freed
-#: between blocks that stay allocated.
+#: Program that prints two numbers. Each of its four steps allocates and frees 64 MB; then it allocates five larger blocks
+#: (96 to 100 MB), and frees each between blocks that stay allocated. The numbers are the page faults of the third and
+#: fourth step, and the growth of resident memory in MB.
 STEPS = """
 import ctypes, resource, dualtrain
 {setup}
@@ -36,9 +36,9 @@ for number in range(4):
     step()
 faults = usage().ru_minflt - started
 for number in range(5):
-    block = heap.malloc((96 + number) << 20)  # does not fit into the memory of the one before
+    block = heap.malloc((96 + number) << 20)  # does not fit into the memory of the block before
     ctypes.memset(block, 1, 96 << 20)
-    kept.append(heap.malloc(110 << 20))  # behind it, and never written, so that it takes no memory itself
+    kept.append(heap.malloc(110 << 20))  # at a higher address; never written, so not resident
     heap.free(block)
 print(faults, (usage().ru_maxrss - before) >> 10)
 """
@@ -65,7 +65,7 @@ def test_freed_memory_is_reused_without_faults_and_without_growth():
     tuned_elsewhere = "glibc.rtld.optional_static_tls=512"  # has no effect on the heap
     for faults, growth in (measured(), measured(GLIBC_TUNABLES=tuned_elsewhere)):
         assert faults < plain_faults / 10
-        assert growth < 200  # MB: the freed 64 that the heap keeps, and 96
+        assert growth < 200  # MB: the 64 MB that the heap keeps, and one larger block
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_freed_memory_is_reused_without_faults_and_without_growth():
     ],
 )
 def test_the_users_own_glibc_settings_are_not_changed(name, value, monkeypatch):
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: pytest.fail("the heap was to be left alone"))
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: pytest.fail("the heap must not be changed"))
     heap.keep_freed_memory({name: value})
 
 

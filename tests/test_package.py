@@ -20,7 +20,7 @@ import pytest
 
 from tests.pool import ROOT
 
-pytestmark = pytest.mark.xdist_group("package")  # built once
+pytestmark = pytest.mark.xdist_group("package")  # so that one process builds the package once
 
 REQUIRED = {"numpy", "safetensors", "torch", "torchvision", "tqdm"}
 #: Distributions and modules that an installation without extras must not need.

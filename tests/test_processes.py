@@ -106,7 +106,8 @@ def test_the_folder_of_the_parent_program_is_kept(tmp_path):
     assert above.exists()
 
 
-#: Program that starts a child and waits: PROGRAM, value of torchrun's variable or "", shell between them or "".
+#: Program that starts a child and waits. Arguments: the child's program; the value of TORCHELASTIC_RUN_ID, or "" for none;
+#: the shell that starts the child, or "" for none.
 AGENT = """
 import os, subprocess, sys
 program, run_id, shell = sys.argv[1:]
@@ -137,12 +138,12 @@ def test_a_signal_is_sent_if_the_parent_ended_before_the_call():
         signal_at_parents_end(signal.SIGUSR2, os.getppid() + 1)
         assert received == [signal.SIGUSR2]
     finally:
-        signal_at_parents_end(0, os.getppid())  # the setting is withdrawn: no signal will come
+        signal_at_parents_end(0, os.getppid())  # withdraw the setting: no signal will be sent
         signal.signal(signal.SIGUSR2, earlier)
 
 
 @pytest.mark.parametrize(("run_id", "shell", "ends"), [("none", "", True), ("", "", False), ("none", "/bin/sh", False)])
-def test_a_rank_ends_with_its_parent_only_if_that_is_torchruns_agent(run_id, shell, ends):
+def test_a_rank_ends_with_its_parent_only_if_the_parent_is_torchruns_agent(run_id, shell, ends):
     command = [sys.executable, "-c", AGENT, RANK, run_id, shell]
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as agent:

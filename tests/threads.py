@@ -29,7 +29,7 @@ TIMEOUT = 20.0
 
 
 class _Meeting:
-    """One primitive call, from the first rank that makes it to the last."""
+    """One call of a primitive, while ranks join it."""
 
     def __init__(self) -> None:
         self.arrived: dict[int, Any] = {}
@@ -157,7 +157,7 @@ class ThreadsBackend(Backend):
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         assert vector.dtype is torch.int64
         rows: list[torch.Tensor] = []
-        # All ranks share one list, in which each rank writes its value and reads the others' values.
+        # Each rank reads the vectors of all ranks from the meeting.
         work = self._start("exchange", (vector.shape,), vector, lambda brought: rows.extend(brought), plane="control")
         work.wait()
         arrived = work._meeting.arrived
@@ -184,8 +184,8 @@ class ThreadsBackend(Backend):
 
 
 @contextmanager
-def _turns_of(seconds: float) -> Iterator[None]:
-    """Shorten the interpreter's switch interval, because the threads often wait for each other."""
+def _switch_interval(seconds: float) -> Iterator[None]:
+    """Set the interpreter's switch interval: the ranks' threads often wait for each other."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:
@@ -197,7 +197,7 @@ def _turns_of(seconds: float) -> Iterator[None]:
 def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run ``fn(backend, *args)`` in ``size`` threads, each with a copy of ``args``; return the results in rank order.
 
-    If a rank fails, its exception is raised, and not the exceptions that this causes on other ranks.
+    If a rank fails, raise its exception, not the exceptions that the failure causes on other ranks.
     """
     room = Room(size)
     backends = [ThreadsBackend(room, World(rank, size, rank, size, launcher="threads")) for rank in range(size)]
@@ -215,7 +215,7 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         finally:
             backend.close()
 
-    with _turns_of(1e-4), ThreadPoolExecutor(size, thread_name_prefix="rank") as threads:
+    with _switch_interval(1e-4), ThreadPoolExecutor(size, thread_name_prefix="rank") as threads:
         futures = [threads.submit(member, rank) for rank in range(size)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:

@@ -8,7 +8,7 @@
 #   bash tests/versions.sh --into FOLDER VERSION…
 #   bash tests/versions.sh --help              this text
 #
-# --into FOLDER    folder of the environments and their logs; nothing else is left (delete it at any time)
+# --into FOLDER    folder of the environments and logs, the only files that are left (delete it at any time)
 #                  (default: versions/ in DUALTRAIN_CACHE, which is ~/.cache/dualtrain if it is not set)
 # PYTHON           the interpreter, 3.11 or newer (default: python3)
 #
@@ -34,7 +34,7 @@ read_arguments() {
     case $1 in
       -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;;
       --into) [ -n "${2:-}" ] || refuse "--into takes a folder, and none was given"; into=$2; shift ;;
-      -*) refuse "there is no option $1; --help shows the two that there are" ;;
+      -*) refuse "there is no option $1; see --help" ;;
       *) [[ " ${versions[*]} " == *" $1 "* ]] || versions+=("$1") ;;
     esac
     shift
@@ -83,7 +83,7 @@ open_folders() {
   trap 'exit 130' INT
   trap 'exit 143' TERM HUP
   work=$(mktemp -d "${TMPDIR:-/tmp}/versions.XXXXXX") || refuse "cannot write ${TMPDIR:-/tmp}; make room, or set TMPDIR"
-  # Tests and jobs put their files there too. The path is short, because paths of sockets have a limit.
+  # Tests and jobs use this folder too. Its path is short, because the length of socket paths is limited.
   export TMPDIR=$work
 }
 
@@ -108,7 +108,7 @@ bounded() {
 
 environment() { echo "$into/torch-$1-$tag"; }
 
-# Prints a hash of the installation's inputs, without comments; an environment is finished if its recorded hash is equal.
+# wanted: prints a hash of the installation's inputs, without comments; an environment is finished if it has recorded this hash.
 wanted() {
   { requirements; requirements torch torchvision; grep '^[^#]' "$root/launch/versions.txt"; } |
     grep -vE '^(torch|torchvision)==' | sort -u | sha256sum
@@ -150,7 +150,7 @@ install() {
   "${pip[@]}" --constraint "$2/constraints.txt" "torch==$1" "${needed[@]}"
 }
 
-# failure STATUS LOG: prints in a few words why an installation failed; "space" if a disk is full, which some tools do not say.
+# failure STATUS LOG: prints in a few words why an installation failed; "space" if a disk is full, even if the log does not say so.
 failure() {
   local free
   free=$(df --output=avail --block-size=1M "$into" "$TMPDIR" 2>/dev/null | sed 1d | sort -n | head -n 1) || free=''
@@ -184,7 +184,7 @@ make_environment() {
     if [ "$reason" = space ]; then
       refuse "no space left on device for torch $1 in $into or $TMPDIR; an environment takes 6 GB: make room, or choose another folder by --into"
     fi
-    refuse "torch $1 could not be installed ($reason); $into/install-$1.log has it all"
+    refuse "torch $1 could not be installed ($reason); see $into/install-$1.log"
   fi
   wanted >"$folder/versions.done"
   say "torch $1: installed in $((SECONDS - began)) s, $(du -sh "$folder" | cut -f 1)"
@@ -206,7 +206,7 @@ in_environment() {
 
 # try_version VERSION: runs the tests and the job. tests/versions.py reads their files in the temporary folder.
 try_version() {
-  local folder log rings status=0 began=$SECONDS
+  local folder log targets status=0 began=$SECONDS
   folder=$(environment "$1")
   log=$folder/versions.log
   : >"$log"
@@ -214,11 +214,11 @@ try_version() {
 from importlib.metadata import version
 print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for name in ("torch", "torchvision")), sep="\n")
 ' >"$work/facts-$1"
-  mapfile -t rings < <(cd "$work/tree" && find tests -mindepth 1 -maxdepth 1 \
+  mapfile -t targets < <(cd "$work/tree" && find tests -mindepth 1 -maxdepth 1 \
     \( -name 'test_*.py' -o -type d ! -name launch ! -name __pycache__ \) | sort)
   say "torch $1: tests and job (log: $log)"
   in_environment "$folder" "$tests_minutes" "$log" python -m pytest -v -n 2 --dist loadgroup -p no:cacheprovider \
-    --basetemp "$work/pytest" --junitxml "$work/results-$1.xml" "${rings[@]}" || status=$?
+    --basetemp "$work/pytest" --junitxml "$work/results-$1.xml" "${targets[@]}" || status=$?
   case $status in
     0 | 1) ;;  # the table says which tests failed
     124) say "torch $1: the tests did not end within $tests_minutes minutes" ;;
@@ -230,7 +230,7 @@ print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for nam
   say "torch $1: done in $((SECONDS - began)) s"
 }
 
-# A function, with exit on the same line: bash reads a script while it runs it, and this file may change meanwhile.
+# A function, called on the same line as exit: bash reads a script while it runs, and this file may change meanwhile.
 main() {
   local tag version
   read_arguments "$@"

@@ -2,9 +2,9 @@
 
 The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
 Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes, each close in time to its reference. This
-takes up to 20 minutes, or 3 with --quick. Run nothing else meanwhile. The results are in bench.json, bench.html and
-bench.svg in the folder --out. The last line of the output answers whether to move from Horovod to torch; --quick measures
-what this answer needs, and little else.
+takes up to 20 minutes, or 3 with --quick, which measures fewer contenders and workloads. Run nothing else meanwhile. The
+results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to
+move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
 --targets also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met.
 """
@@ -69,7 +69,7 @@ def _chosen(flag: str, text: str | None, known: Sequence[str], default: Sequence
     names = text.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UserError(f"{flag}: {unknown[0]!r} is not known: choose some of {', '.join(known)}")
+        raise UserError(f"{flag}: {unknown[0]!r} is not known: choose from {', '.join(known)}")
     return tuple(name for name in known if name in names)
 
 
@@ -106,7 +106,7 @@ def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
         if entry.needs and importlib.util.find_spec(entry.needs) is None:
             found[name] = f"{entry.needs} is not installed: {CURES.get(entry.needs, CURES[''])}"
         elif spec.prefix and entry.ranks is not None:
-            found[name] = f"its number of ranks is {entry.ranks}, whatever --launch starts"
+            found[name] = f"its number of ranks is {entry.ranks}, but --launch sets it for all"
         elif spec.prefix and entry.starter != "ranks" and not _starts(spec.prefix, entry.starter):
             found[name] = f"{spec.prefix[0]} cannot start it: give --launch '{entry.starter} …'"
     return found

@@ -12,9 +12,9 @@ from dualtrain.bench.statistics import Estimate, estimate
 from dualtrain.report.document import asset, text
 
 WIDE, NARROW = 760, 360  # widths of the chart in pixels; the narrow chart has the names above the intervals
-REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first that was measured is the unit of the axis
+REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first of these that was measured is 1 on the axis
 LEFT_OUT = {AGAIN, "alone"}  # the second run of tuned DDP, and the loop without communication
-SKIPPED = ("empty",)  # the empty model does not represent a training
+SKIPPED = ("empty",)  # the empty model is not a realistic workload
 TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # the most important first
 LABELS, VALUES, EDGE = 250, 130, 12  # widths of the columns beside the intervals, and of the margin
 ROW, HEAD, AXIS = 20, 30, 26  # heights
@@ -28,7 +28,7 @@ class Mark:
         label: name of the contender.
         own: whether the contender is dualtrain.
         found: the contender's steps per second divided by those of the reference.
-        tip: text that is shown under the pointer.
+        tip: the tooltip.
     """
 
     label: str
@@ -119,7 +119,7 @@ class _Axis:
         return self.left + share * (self.right - self.left)
 
     def ticks(self, bottom: float) -> Iterator[str]:
-        """Yield vertical lines with numbers, as many as there is space for."""
+        """Yield vertical lines with their numbers; skip those that are too close to a more important one."""
         places: list[float] = []
         for ratio in TICKS:
             x = self(ratio)

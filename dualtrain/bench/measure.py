@@ -75,7 +75,7 @@ class Plan:
         rounds: number of rounds, if time permits.
         most: largest fraction of the steps in ``plan.LENGTHS`` that a round runs.
         seconds: time limit for all rounds. After the first round, only contenders that would end in time are started.
-        fallbacks: names of contenders → the contenders that replace them if they cannot run.
+        fallbacks: for contenders that may be unable to run, the contender that replaces each of them.
     """
 
     entries: Sequence[str]
@@ -102,7 +102,7 @@ class _Rounds:
         for number in range(self._plan.rounds):
             if number and not self._pace.fits(self._available()):
                 limit = f"within {self._plan.seconds / 60:g} minutes"
-                self._log(f"{number} of {self._plan.rounds} rounds: another would not end {limit}")
+                self._log(f"{number} of {self._plan.rounds} rounds were run: another would not end {limit}")
                 break
             self._results.step_fractions.append(self._pace.step_fraction)
             if not self._round(number):
@@ -161,7 +161,7 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
     if entry.module == IMPORT:
         return Sample({"import": _import_seconds()})
     if not entry.steps and not spec.prefix:
-        # dualtrain.main gives each rank an equal number of cores, so give the tutorials' script the same number.
+        # dualtrain.main divides the cores among the ranks: give the tutorials' script as many threads.
         spec = replace(spec, threads=share_of(usable_cores(), spec.ranks))
     if entry.module == MAIN:
         return _main(entry, spec)
@@ -206,7 +206,7 @@ def _import_seconds() -> float:
 
 
 def _main(entry: Entry, spec: LaunchSpec) -> Sample:
-    """Run ``dualtrain.main`` as a user would. The time of the epoch is taken from the run's summary."""
+    """Run ``dualtrain.main`` as a user would. The epoch's time is in the run's summary."""
     run = spec.folder / f"run-{time.monotonic_ns()}"
     flags = ["--recipe=mnist-convnet", f"--data-dir={spec.folder}", f"--run-dir={run}", "--epochs=1", "--backend=torch"]
     flags += [f"--batch-size={EPOCH_BATCH}", f"--lr={EPOCH_LR}", f"--device={spec.device}", *entry.option.split()]

@@ -14,7 +14,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 def meet(path: Path) -> None:
-    """Set the variables that torchrun sets, from this process's launcher. Blocks until rank 0 has written the file.
+    """Set torchrun's variables from those of this process's launcher. Blocks until rank 0 has written the file.
 
     Raises:
         UserError: the file does not appear, for example because the folder is not shared.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dualtrain.bench.plan import steps_of
 
 _LEAST = 0.125
-_USED = 0.97  # part of a round's time that is planned; the rest is a margin, because rounds may take longer than predicted
+_USED = 0.97  # planned fraction of a round's time; the rest is a margin, because rounds may take longer than predicted
 
 
 class Pace:
@@ -23,7 +23,7 @@ class Pace:
 
     Args:
         rounds: number of rounds, if time permits.
-        seconds: time limit for all rounds, from now on.
+        seconds: time limit for all rounds, from the construction on.
         most: the largest fraction.
     """
 

@@ -1,15 +1,15 @@
 """Benchmark plan: workloads, comparisons and targets. It contains no measured numbers.
 
 A round starts every contender once, in fresh processes. Each contender measures all its jobs in one start, because starting
-takes longer than the steps. A row of the table compares two contenders; each round gives it one pair of samples.
+takes longer than the steps. A row of the table compares two contenders; each round gives the row one pair of samples.
 
 The order alternates between rounds: A B, B A, A B, … On a machine that becomes steadily slower, the later contender of a
 pair is at a disadvantage: B in one round, A in the next. The errors therefore cancel in the median, and a linear drift only
 widens the interval. Tuned DDP, the reference of most rows, runs twice per round: the ratio of these two equal contenders
 is the noise floor.
 
-A contender measures only what a row or the table of allreduces needs, with as few steps as a median allows, because the
-interval depends on the number of rounds, and every second of a round is spent seven times.
+A contender measures only what a row or the table of allreduces needs, with as few steps as a median allows: intervals
+depend on the number of rounds, and every second of a round is spent seven times.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: (discarded, timed). The first step is slower; DDP's second step, in which it rebuilds buckets, is
-#: not. A round runs a fraction of the timed steps (``pace.py``), at most half with --quick.
+#: Steps of each workload: (discarded, timed). The first step is slower. DDP's second step is not, although it rebuilds the
+#: buckets. A round runs a fraction of the timed steps (``pace.py``), at most half with --quick.
 LENGTHS = {
     "tiny": (2, 4),
     "empty": (20, 200),
@@ -38,8 +38,8 @@ LENGTHS = {
     "linear": (2, 16),
 }
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
-VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # what --virtual-ranks costs; not by default
-SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # gradients of further shapes; not by default
+VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # cost of --virtual-ranks; not measured by default
+SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # gradients of further shapes; not measured by default
 STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
 MODELS = tuple(job for job in STEPS if job not in ("empty", *SHAPES))
 #: Bytes of the allreduces. "large" is for the contenders on which a target or the answer depends.
@@ -55,9 +55,9 @@ ABOUT = {
     "small": "a step of 100 linear layers of 68 × 68 (465,198 weights), batch 32: many small gradients",
     "convnet": "a step of the MNIST ConvNet (29,034 weights), batch 100 images of 28 × 28",
     "resnet18": "a step of ResNet-18 (11.2 M weights), batch 32 images of 3 × 32 × 32",
-    "mlp": "a step of an MLP of 784-4096-4096-10 (20.0 M weights), batch 128: much to send, little to compute",
-    "resnet18-cl": "as resnet18, in the channels_last layout",
-    "resnet18-bf16-cl": "as resnet18, under bf16 autocast, in the channels_last layout",
+    "mlp": "a step of an MLP of 784-4096-4096-10 (20.0 M weights), batch 128: large gradients, little computation",
+    "resnet18-cl": "a step of resnet18 in the channels_last layout",
+    "resnet18-bf16-cl": "a step of resnet18 under bf16 autocast, in the channels_last layout",
     "virtual-convnet": "a step of the trainer on the ConvNet, with virtual ranks and without",
     "virtual-resnet18": "a step of the trainer on ResNet-18, with virtual ranks and without",
     "virtual-mlp": "a step of the trainer on the MLP, with virtual ranks and without",
@@ -67,10 +67,10 @@ ABOUT = {
     "layers250": "a step of 250 linear layers of 32 × 32 (263,274 weights), batch 16",
     "linear": "a step of one linear layer of 4096 × 2048 (8.4 M weights), batch 4: nearly only communication",
     "sweep": "an all-reduce of 4 B to 256 MB, of a plain tensor and of the library's own buffer",
-    "trainer": "what dualtrain's trainer adds to a step by hand, on the empty model",
-    "stall": "how long a checkpoint of ResNet-18 stops the training",
+    "trainer": "the time that dualtrain's trainer adds to a step of a plain loop, on the empty model",
+    "stall": "the time for which a checkpoint of ResNet-18 stops training",
     "feed": "the loading of one MNIST sample, in batches of 100",
-    "epoch": "an epoch of mnist-convnet on 12,000 images, with reading and evaluation",
+    "epoch": "an epoch of mnist-convnet on 12,000 images, with reading, without evaluation",
     "import": "the time that import dualtrain adds to import torch",
 }
 #: Number of rounds, if time permits, and of pairs that a verdict needs.
@@ -114,7 +114,7 @@ OURS = "ours"
 TRAINER = "trainers"
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
 
-#: In the order of a round, with compared contenders close to each other.
+#: The contenders in the order of a round; compared contenders are close to each other.
 ENTRIES = {
     "alone": Entry("no communication", "alone", quick=False),
     "shm": Entry(
@@ -227,7 +227,7 @@ COMPARISONS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """A row with ``one``'s time of ``job``, minus ``other``'s time if given. It should be at most ``target``."""
+    """Row of the time of ``job`` with the contender ``one``, minus the time with ``other`` if given; at most ``target``."""
 
     title: str
     one: str
@@ -241,9 +241,9 @@ COSTS = (
     Cost("allreduce of 4 KB, shared memory", "shm", "sweep/4096", "µs", 30.0),
     Cost("allreduce of 4 KB, native", "native", "sweep/4096", "µs", None),
     Cost("allreduce of 4 KB, raw Gloo", TUNED, "sweep/4096", "µs", None),
-    Cost("a step of the trainer, beyond one by hand (empty model)", "shm", "trainer", "µs", 20.0),
-    Cost("import dualtrain, beyond import torch", "import", "import", "ms", 50.0),
-    Cost("launch to first step, beyond raw DDP tuned", "shm", "start", "ms", 100.0, TUNED),
+    Cost("time that the trainer adds to a step (empty model)", "shm", "trainer", "µs", 20.0),
+    Cost("import dualtrain, minus import torch", "import", "import", "ms", 50.0),
+    Cost("launch to first step, minus raw DDP tuned", "shm", "start", "ms", 100.0, TUNED),
     Cost("stall of a checkpoint (ResNet-18)", "shm", "stall", "ms", None),
     Cost("stall of torch.save in a raw DDP script", "ddp", "stall", "ms", None),
 )

@@ -84,10 +84,10 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
     if starter == GLOO:
         return _by_gloo(program, spec)
     if starter == MPI and _open_mpi():
-        return _watched([([_beside("mpirun"), *OPEN_MPI, "-H", f"localhost:{spec.ranks}", *program], {})], spec)
+        return _watched([([_program_path("mpirun"), *OPEN_MPI, "-H", f"localhost:{spec.ranks}", *program], {})], spec)
     if starter != "ranks":
         command, *flags = starter.split()
-        return _watched([([_beside(command), *flags, "-np", str(spec.ranks), *program], {})], spec)
+        return _watched([([_program_path(command), *flags, "-np", str(spec.ranks), *program], {})], spec)
     shared: dict[str, object] = {"WORLD_SIZE": spec.ranks, "LOCAL_WORLD_SIZE": spec.ranks, "GROUP_RANK": 0}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "TORCHELASTIC_RUN_ID": "bench"}
     ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(spec.ranks)]
@@ -98,7 +98,9 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
 def _open_mpi() -> bool:
     """Return whether this host's mpirun is Open MPI's."""
     try:
-        done = subprocess.run([_beside("mpirun"), "--version"], capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(
+            [_program_path("mpirun"), "--version"], capture_output=True, text=True, check=False, timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return "Open MPI" in done.stdout
@@ -153,7 +155,7 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], spe
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all processes of its session."""
+    """End a process and all processes of its process group."""
     for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -164,13 +166,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(text: str) -> str:
-    """Return the first line of an output that looks like an error, or else the last line."""
+    """Return the first line that looks like an error, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]
     errors = [line for line in lines if re.search(r"(Error|error|refused|not found)\b.*:|: error", line)]
     return (errors or lines or [""])[0 if errors else -1][:300]
 
 
-def _beside(command: str) -> str:
+def _program_path(command: str) -> str:
     """Return the program's path in this Python environment, or else on the PATH."""
     own = Path(sys.executable).parent / command
     return str(own) if own.exists() else shutil.which(command) or command

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEVEL = 0.98  # least confidence level of intervals; from the smallest to the largest of seven values it is 98.4 %
+LEVEL = 0.98  # least confidence level; an interval from the smallest to the largest of seven values has 98.4 %
 
 
 def pairs_of(count: int) -> str:

@@ -14,7 +14,7 @@ from dualtrain.bench.rows import NOT_MET, NOT_SHOWN, OTHER, Row, sweep_of
 from dualtrain.bench.statistics import pairs_of
 from dualtrain.console import size_in_words
 
-HEAD = ("", "ratio", "interval", "ms", "ms of the other", "weights", "")
+HEAD = ("", "ratio", "interval", "ms", "reference ms", "weights", "")
 TARGET_HEAD = ("target", "")
 
 
@@ -90,8 +90,8 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
     if levels:
         likely = ", ".join(levels[pairs] for pairs in sorted(levels, reverse=True))
         yield (
-            "ratios are of throughput, the first over the second: the median over pairs of fresh processes, and an "
-            f"interval that holds the true median with a probability of {likely}"
+            "ratios are the first contender's throughput divided by the second's: the median over pairs of processes, "
+            f"and an interval that contains the true median with a probability of {likely}"
         )
     yield "on the CPU, dualtrain's script calls dualtrain.keep_freed_memory(); the others leave glibc's heap as it is"
     for name, reason in results.missing.items():
@@ -106,7 +106,7 @@ def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[st
 
 
 def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    yield "a target is met if the whole interval reaches it, not met if none of it does; otherwise neither is shown"
+    yield "a target is met if the whole interval reaches it, not met if no part of the interval does, else not shown"
     for verdict in (NOT_MET, NOT_SHOWN):
         named = [f"{row.group}: {row.job}" for row in rows if row.verdict == verdict]
         if named:
@@ -117,7 +117,7 @@ def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def answer(results: Results, rows: Sequence[Row]) -> str:
-    """Return a line that answers whether to move from Horovod to torch, and how much faster torch is."""
+    """Return the line that says whether to move from Horovod to torch, and how much faster torch is."""
     question = "Should we move from Horovod to torch? "
     ours = max(("shm", "native"), key=results.count)  # the transport that ran in more rounds
     most = max(map(results.count, ("hvd-gloo", "hvd-mpi")))
@@ -125,18 +125,18 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
     for horovod in (name for name in ("hvd-gloo", "hvd-mpi") if results.count(name) == most):
         found = [row for row in rows if (row.one, row.other) == (ours, horovod) and row.job != "empty"]
         if found:
-            parts.append(f"{_range(found)} times the steps a second of {ENTRIES[horovod].title}")
+            parts.append(f"{_range(found)} times as many steps per second as {ENTRIES[horovod].title}")
             verdicts += found
     if not verdicts:
         return f"{question}Not answered: {_why(results)}"
     alike = all(row.weights != OTHER for row in verdicts)
     weights = "and ends with the same weights" if alike else "and ends with weights that differ in rounding"
     raw = [row for row in rows if row.one == TUNED and row.other.startswith("hvd") and row.job != "empty"]
-    others = f"; raw DDP takes {_range(raw)} times" if raw else ""
+    others = f"; raw DDP runs {_range(raw)} times as many steps as Horovod" if raw else ""
     ranks = next(s.ranks for s in results.samples[ours] if s is not None)
-    said = f"with {ranks} ranks here, {ENTRIES[ours].title} takes {' and '.join(parts)}, {weights}{others}."
+    said = f"with {ranks} ranks here, {ENTRIES[ours].title} runs {' and '.join(parts)}, {weights}{others}."
     fewest = min(row.found.pairs for row in verdicts)
-    few = "" if fewest >= ROUNDS else f" This rests on {pairs_of(fewest)} only: a verdict needs {ROUNDS}."
+    few = "" if fewest >= ROUNDS else f" This is based on only {pairs_of(fewest)}: a verdict needs {ROUNDS}."
     return f"{question}{_word(verdicts)}: {said}{few}"
 
 
@@ -147,9 +147,9 @@ def _word(rows: Sequence[Row]) -> str:
         return "No"
     gains, losses = [row for row in rows if row.found.low > 1], [row for row in rows if row.found.high < 1]
     if not gains and not losses:
-        return "For speed alone it makes no difference"
+        return "No measurable difference in speed"
     jobs = ", ".join(dict.fromkeys(row.job for row in rows if row.found.low <= 1))
-    return f"Yes, but for {jobs}" if gains else f"Not for speed: slower or equal with {jobs}"
+    return f"Yes, except for {jobs}" if gains else f"Not for speed: slower or equal with {jobs}"
 
 
 def _range(rows: Sequence[Row]) -> str:

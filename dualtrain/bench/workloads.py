@@ -148,7 +148,7 @@ class Task:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.workload.bf16)
 
     def batches(self, rank: int) -> Iterator[Tensors]:
-        """Yield the batches of all steps. A step's time is that between two batches."""
+        """Yield the batches of all steps. A step's time is the time between two batches."""
         ready = self.ready(rank)
         for number in range(self.warmup + self.steps):
             if number == self.warmup:

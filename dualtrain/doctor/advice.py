@@ -1,4 +1,4 @@
-"""Problems and notes that follow from all ranks' facts: one line each, with the cure."""
+"""Problems and notes that the facts of all ranks show: one line each, with the cure."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _crowded(rows: Sequence[Row]) -> list[str]:
 
 
 def _cpus(rows: Sequence[Row]) -> list[str]:
-    """Return what makes the processors of a host slower than their number suggests."""
+    """Return notes on what slows down the processors: CPU quotas, mpirun's binding, missing bf16 instructions."""
     lines = []
     for host in dict.fromkeys(row["host"] for row in rows):
         here = [row for row in rows if row["host"] == host]
@@ -108,7 +108,9 @@ def _cpus(rows: Sequence[Row]) -> list[str]:
         quotas = [row["quota"] for row in here if row["quota"] is not None]
         if quotas and max(quotas) < cores:
             limit = f"a CPU quota (docker --cpus, a pod's limit) allows {max(quotas):g} of {cores} cores"
-            lines.append(f"{host}: {limit}, and slows down what uses more: lower --workers (--threads follows the quota)")
+            lines.append(
+                f"{host}: {limit}, and slows down jobs that use more: lower --workers (--threads follows the quota)"
+            )
         own = len(first["cores"])
         alike = len(here) > 1 and all(row["cores"] == first["cores"] for row in here)
         if first["launcher"] == "mpirun" and own < min(3, first["host_cores"]) and not alike:
@@ -121,7 +123,7 @@ def _cpus(rows: Sequence[Row]) -> list[str]:
 
 def _cores(rows: Sequence[Row]) -> int:
     """Return how many cores the ranks of one host may use in total."""
-    cores = len(set().union(*(row["cores"] for row in rows)))  # mpirun binds each rank to another core
+    cores = len(set().union(*(row["cores"] for row in rows)))  # mpirun may bind each rank to other cores
     quotas = [row["quota"] for row in rows]
     # Ranks of one host usually share a cgroup and its quota. If their quotas differ, use the largest.
     return cores if None in quotas else min(cores, max(1, int(max(quotas))))

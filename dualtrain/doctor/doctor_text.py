@@ -43,12 +43,12 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "threads", f"{report['threads']} intra-op for each rank; --threads sets another number"
 
 
-#: What the launchers are that have no command of their own.
+#: Explanations of the launchers that are not commands.
 _LAUNCHERS = {
-    "environment": "someone else, who has set these variables",
-    "ray": "each rank is an actor of Ray, by dualtrain.ray or Ray Train",
-    "spark": "each rank is a child process of a barrier task of Spark, by dualtrain.spark",
-    "spawn": "each rank is a child process, by dualtrain itself",
+    "environment": "an unknown program, or the user, has set these variables",
+    "ray": "each rank is a Ray actor, started by dualtrain.ray or Ray Train",
+    "spark": "each rank is a child process of a Spark barrier task, started by dualtrain.spark",
+    "spawn": "each rank is a child process, started by dualtrain itself",
 }
 
 

@@ -67,14 +67,14 @@ class Examination:
         return self._control.world.single_host if self._control else self.world.single_host
 
     def _why_not(self, name: str) -> str | None:
-        """Return why a backend need not be tried after another one has failed, or ``None``."""
-        by_itself = self.world.size == 1 or self.world.launcher.startswith(("horovodrun", "mpi"))
-        if name == "horovod" and not by_itself and "torch" in self._probes and self._control is None:
+        """Return why a backend cannot work after the other has failed, or ``None`` if it may work."""
+        own_rendezvous = self.world.size == 1 or self.world.launcher.startswith(("horovodrun", "mpi"))
+        if name == "horovod" and not own_rendezvous and "torch" in self._probes and self._control is None:
             return f"not tried: under {self.world.launcher} it uses torch's rendezvous, which has failed (see torch)"
         return None
 
     def _agreed(self, name: str, refusal: str | None) -> Probe | None:
-        """Return a failed probe if this rank, or one that it reaches, has a reason not to try; else ``None``."""
+        """Return a failed probe if this rank, or a rank that it reaches, has a reason not to try; else ``None``."""
         if self._control is None:
             return Probe(name, error=refusal) if refusal else None
         try:
@@ -84,7 +84,7 @@ class Examination:
         without = [str(rank) for rank, reason in enumerate(refusals) if reason]
         if not without:
             return None
-        return Probe(name, error=refusal or f"not tried: rank {', '.join(without)} cannot use it (see there)")
+        return Probe(name, error=refusal or f"not tried: rank {', '.join(without)} cannot use it (see its error)")
 
     def _gathered(self, own: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
         if self._control is None:
@@ -106,14 +106,14 @@ def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str, si
         "notes": notes,
         "threads": min(row["threads"] for row in rows),
         "interface": used(rows[0]["interfaces"], rows[0]["overrides"], single_host),
-        # A single rank sends nothing.
+        # With a single rank, there is nothing to measure.
         "allreduce": {name: _measured(rows, name) for name in rows[0]["probes"] if rows[0]["size"] > 1},
         "ranks": list(rows),
     }
 
 
 def _measured(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the slowest rank's times; no times at all if one rank has none."""
+    """Return the slowest rank's times; no times if they are missing on any rank."""
     found = [row["probes"][name] for row in rows]
     complete = all(len(each["seconds"]) == len(SIZES) for each in found)
     slowest = [max(each["seconds"][index] for each in found) for index in range(len(SIZES))] if complete else []

@@ -25,7 +25,7 @@ from dualtrain.launchers import World, ignored
 from dualtrain.rendezvous.hosts import OVERRIDES
 from dualtrain.version import __version__
 
-# Runs in a child process, since a broken MPI may end the process; in this one, only a backend may initialize MPI.
+# Run in a child process, because a broken MPI may end it. In this process, only a backend may initialize MPI.
 _MPI_VERSION = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -65,7 +65,7 @@ def _horovod() -> tuple[dict[str, Any] | None, str | None]:
     """Return Horovod's build facts, or the reason why there are none."""
     try:
         return horovod_backend.build_facts(), None
-    except Exception as error:  # a broken build can raise anything; the report must go on
+    except Exception as error:  # a broken build may raise anything, and the doctor reports it
         return None, " ".join((str(error) if isinstance(error, UserError) else f"it cannot be loaded: {error}").split())
 
 
@@ -89,7 +89,7 @@ def _mpi() -> str:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except subprocess.TimeoutExpired:
         output = ""
-    return output.splitlines()[0].partition(", package")[0].strip("\0 ") if output else "mpi4py cannot load it"
+    return output.splitlines()[0].partition(", package")[0].strip("\0 ") if output else "cannot be loaded by mpi4py"
 
 
 def _devices() -> list[str]:

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-# The oldest driver for each major version of CUDA; it also runs the later minor versions.
+# The oldest driver for each major version of CUDA; it also supports the later minor versions.
 _DRIVERS = {11: "450", 12: "525", 13: "580"}
 _BUILD = "DUALTRAIN_GPU=nccl bash launch/setup.sh"
 
 
 def gpu_facts(version_file: Path = Path("/proc/driver/nvidia/version"), library: str = "libcuda.so.1") -> dict[str, Any]:
-    """Return the versions of CUDA and NCCL in torch, of the driver, and of the newest CUDA that the driver runs.
+    """Return the versions of CUDA and NCCL in torch, of the driver, and of the newest CUDA that the driver supports.
 
-    Plain values; None for what is missing. Initializes no GPU.
+    Values are plain, and ``None`` if a component is missing. No GPU is initialized.
     """
     return {
         "cuda": torch.version.cuda,
@@ -64,8 +64,8 @@ def too_old(gpu: Mapping[str, Any]) -> bool:
 
 def gpu_line(gpu: Mapping[str, Any]) -> str:
     """Return one rank's ``gpu_facts`` as text for the report."""
-    torchs = f"{gpu['cuda']} in torch" if gpu["cuda"] else "none in torch (a CPU build)"
-    parts = [torchs + (f", NCCL {gpu['nccl']}" if gpu["nccl"] else "")]
+    in_torch = f"{gpu['cuda']} in torch" if gpu["cuda"] else "none in torch (a CPU build)"
+    parts = [in_torch + (f", NCCL {gpu['nccl']}" if gpu["nccl"] else "")]
     if gpu["driver"] is None and gpu["driver_cuda"] is None:
         return f"{parts[0]}; no NVIDIA driver: runs use the CPU"
     parts.append(
@@ -77,7 +77,7 @@ def gpu_line(gpu: Mapping[str, Any]) -> str:
 
 
 def gpu_advice(row: Mapping[str, Any]) -> str | None:
-    """Return what keeps the rank of ``row`` from using a GPU, or Horovod there from using NCCL, with the cure."""
+    """Return why a rank on a host with an NVIDIA driver cannot use GPUs or NCCL, with the cure; else ``None``."""
     gpu, host, build = row["gpu"], row["host"], row["versions"]["torch"]
     if gpu["driver"] is None and gpu["driver_cuda"] is None:
         return None

@@ -1,4 +1,4 @@
-"""Network interfaces of this host, and the one that the backends use."""
+"""Network interfaces of this host, and the interface that the backends use."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ def used(found: Mapping[str, list[str]], overrides: Mapping[str, str], single_ho
         return f"{loopback()} (all ranks are on this host)"
     own = address()
     names = [name for name, addresses in found.items() if own in addresses]
-    return f"{', '.join(names) or 'none of these'} (others reach this host at {own})"
+    return f"{', '.join(names) or 'none of these'} (other hosts reach this host at {own})"

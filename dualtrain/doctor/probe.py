@@ -15,7 +15,7 @@ from dualtrain.errors import BackendError, UserError
 from dualtrain.launchers import World
 
 SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-_MARGIN_SECONDS = 5.0  # wait a little longer than the library, whose timeout has a better message
+_MARGIN_SECONDS = 5.0  # wait longer than the library, whose own timeout error says more
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Probe:
 
     Attributes:
         backend: the backend, left open; ``None`` if it could not join.
-        error: why it failed, or ``None``.
+        error: why the probe failed, or ``None``.
         seconds: median time of an allreduce, for each of ``SIZES``.
     """
 
@@ -47,7 +47,7 @@ def probe(name: str, world: World, timeout: float) -> Probe:
     joining.start()
     joining.join(timeout + _MARGIN_SECONDS)
     if joining.is_alive():
-        # Horovod over MPI may wait for ever: abandon the daemon thread.
+        # Horovod over MPI may wait forever: abandon the daemon thread.
         late = Probe(name)
         late.error = (
             f"{name} did not start on rank {world.rank} within {timeout:g} s: another rank is missing or cannot be "

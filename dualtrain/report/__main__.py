@@ -38,7 +38,7 @@ def _write(folders: Sequence[str], out: str | None) -> Path:
 
 def _watch(folders: Sequence[str], port: int) -> None:
     with server_of(folders, port) as server:
-        show(f"{server.url}\nopen this address in a browser on this host; Ctrl-C ends it")
+        show(f"{server.url}\nopen this address in a browser on this host; Ctrl-C ends the server")
         server.serve_forever()
 
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.watch and given.out is not None:
             raise UserError("--watch writes no file: leave out --watch or --out")
         if given.port is not None and not given.watch:
-            raise UserError("--port is the port of --watch, which is missing: give both, or neither")
+            raise UserError("--port needs --watch: give both, or neither")
         if given.watch:
             _watch(given.runs, given.port or 0)
         else:

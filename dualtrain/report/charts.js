@@ -4,7 +4,7 @@
   const SVG = "http://www.w3.org/2000/svg";
   const REFRESH_SECONDS = 2;
   const LOAD = 20; // least pause between two refreshes, in multiples of the time that a refresh takes
-  const off = { run: new Set(), kind: new Set() }; // runs and kinds of curves that the legend has switched off; a refresh keeps this state
+  const off = { run: new Set(), kind: new Set() }; // hidden runs and kinds of curves; kept at a refresh
   let charts = [];
 
   const make = (name, attributes, content) => {
@@ -227,7 +227,7 @@
 
   async function refresh(known) {
     const began = performance.now();
-    const said = document.getElementById("live");
+    const status = document.getElementById("live");
     let version = known;
     try {
       const answer = await fetch(location.href, { headers: known ? { "If-None-Match": known } : {}, cache: "no-store" });
@@ -238,10 +238,11 @@
         document.title = page.title;
         version = answer.headers.get("ETag");
       }
-      said.textContent = `live, checked at ${new Date().toLocaleTimeString()}`;
-      said.dataset.time = new Date().toLocaleTimeString();
+      status.textContent = `live, checked at ${new Date().toLocaleTimeString()}`;
+      status.dataset.time = new Date().toLocaleTimeString();
     } catch (error) {
-      said.textContent = `no longer live: the report's server does not answer${said.dataset.time ? ` since ${said.dataset.time}` : ""}`;
+      const since = status.dataset.time ? ` since ${status.dataset.time}` : "";
+      status.textContent = `no longer live: the report's server has not answered${since}`;
     }
     const took = (performance.now() - began) / 1000;
     setTimeout(refresh, 1000 * Math.max(REFRESH_SECONDS, LOAD * took), version);

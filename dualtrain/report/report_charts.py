@@ -1,8 +1,8 @@
 """The report's charts: curves of all runs as inline SVG, in the units of the data.
 
 A curve's path has the steps and values as coordinates; a nested SVG element, whose viewBox is the visible range, stretches
-them over the chart. charts.js draws the axes, because ticks depend on the width of the page and on the runs that are
-switched on, and shows the values under the pointer.
+them over the chart. charts.js shows the values under the pointer, and draws the axes, because ticks depend on the
+width of the page and on the visible runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dualtrain.report.document import text
 from dualtrain.report.runs import Points, Run
 
 MOST_POINTS = 600  # points of a drawn curve at most, about one per pixel
-WIDER = 4.0  # of several equal curves, the first is at most this many pixels wider than the last
+WIDER = 4.0  # largest difference in width between equal curves, in pixels
 STEP, EPOCH, TRAIN, VAL = "logged steps", "mean so far", "training, epochs", "validation"
 #: CSS class of each kind of curve.
 KINDS = {STEP: "step", EPOCH: "mean", TRAIN: "train", VAL: "val"}
@@ -24,7 +24,7 @@ KINDS = {STEP: "step", EPOCH: "mean", TRAIN: "train", VAL: "val"}
 class Panel:
     """One chart: its title and its curves, given as (kind of curve, kind of line in metrics.jsonl, key).
 
-    ``zero`` chooses whether the axis of values begins at 0.
+    ``zero``: whether the axis of values contains 0.
     """
 
     title: str
@@ -161,4 +161,4 @@ def _left_out(curves: Sequence[_Curve], runs: Sequence[Run]) -> str:
     """Return a note about the values that are not drawn, if any."""
     found = {run.label: sum(curve.left_out for curve in curves if curve.run == number) for number, run in enumerate(runs)}
     parts = [f"{count} of {text(label)}" for label, count in found.items() if count]
-    return f'<p class="hint">Not drawn, since they are not finite numbers: {", ".join(parts)}.</p>' if parts else ""
+    return f'<p class="hint">Not drawn, because they are not finite or too large: {", ".join(parts)}.</p>' if parts else ""

@@ -11,7 +11,7 @@ from dualtrain.run_table import as_text
 
 
 def page(runs: Sequence[Run], *, refresh: bool = False) -> str:
-    """Return the report as self-contained HTML, which with ``refresh`` reloads itself while it is visible."""
+    """Return the report as self-contained HTML. With ``refresh``, the page reloads itself while it is open."""
     name, details = title(runs)
     parts = [f"<header><h1>{text(name)}</h1>\n<p>{text(details)}</p></header>", *_sections(runs)]
     live = '\n<p id="live" role="status"></p>' if refresh else ""

@@ -17,7 +17,7 @@ COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, â
 LARGEST = 1e30  # larger values are not drawn, because browsers compute coordinates as 32-bit floats
 #: Names of the facts in config.json and summary.json about a run's origin.
 ORIGIN = ("command", "commit", "started", "hosts", "versions")
-COMPARED = ("commit", "hosts", "versions")  # those that are compared between runs
+COMPARED = ("commit", "hosts", "versions")  # the facts that are compared between runs
 
 #: For each value of a recovery, its column heading and its format.
 RECOVERY = {
@@ -42,8 +42,8 @@ class Run:
         config: the settings, and facts about the machine.
         metrics: the lines of metrics.jsonl.
         summary: the contents of summary.json; empty if the run has not finished.
-        origin: command, commit and the like.
-        unreadable: number of lines of metrics.jsonl that are not metrics, without an incomplete last line.
+        origin: command, commit and other facts about the run's origin, as text.
+        unreadable: number of lines of metrics.jsonl that are not metrics, not counting an incomplete last line.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Values for the table of runs: from the summary, else the last metrics that have the name, else the settings."""
+        """Values for the table of runs: from the summary, else from the last metrics with that name, else the settings."""
         settings: dict[str, Any] = {name: self.config[name] for name in ("backend", "device", "amp") if name in self.config}
         known = {key: value for line in self.metrics for key, value in line.items()}
         return {**settings, **known, **self.summary, "finished": bool(self.summary)}
@@ -128,7 +128,7 @@ def _read_metrics(folder: Path, begun: bool) -> tuple[list[dict[str, Any]], int]
         raise UserError(f"{str(folder)!r} holds no run (no readable metrics.jsonl): name a run's folder") from error
     whole, _, rest = text.rpartition("\n")
     lines = [or_nothing(partial(parse_json, line)) for line in whole.split("\n") if line.strip()]
-    last = or_nothing(lambda: parse_json(rest))  # it may be cut off
+    last = or_nothing(lambda: parse_json(rest))  # the last line may be incomplete
     if begun and not any(lines) and not last:
         raise UserError(f"{str(folder)!r} has no metrics yet: wait until its first steps are logged (--log-every)")
     return [line for line in (*lines, last) if line], sum(not line for line in lines)
@@ -155,7 +155,7 @@ def _origin(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """Return, for each folder, the shortest end of its path that no other folder's path has."""
+    """For each folder, return the shortest end of its path that differs from the ends of all other paths."""
 
     def end(path: Path, parts: int) -> str:
         return " ".join("/".join(path.parts[-parts:]).encode(errors="replace").decode().split())

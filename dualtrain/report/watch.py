@@ -1,6 +1,6 @@
 """Server of the report of running runs, on the loopback interface. The page reloads itself while it is open.
 
-Other users of the host can connect to the port too. So the path is a secret; other paths get status 403.
+Other users of the host can connect to the port too. Therefore the path is a secret; other paths get status 403.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not hmac.compare_digest(self.path.encode(errors="replace"), self.server.path.encode()):
             return self._answer(403)
-        # Compute the version before the files are read, so that later changes of files give another version.
+        # Compute the version before reading the files: a file that changes meanwhile then gives another version.
         version = self.server.version()
         if self.headers.get("If-None-Match") == version:
             return self._answer(304, version=version)
@@ -91,7 +91,7 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def server_of(folders: Sequence[str], port: int) -> ReportServer:
-    """Return the server of the report of these runs, which may not have started yet. The caller starts and closes it.
+    """Return a server of the report. Runs may not have started yet. The caller starts and closes the server.
 
     Raises:
         UserError: a folder does not exist, or the port cannot be used.

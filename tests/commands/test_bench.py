@@ -191,7 +191,7 @@ def test_fewer_than_seven_pairs_give_no_conclusion():
     said = said_of(found)
     unjudged = sum(r.target is not None for r in rows if r.found.pairs < ROUNDS)
     assert f"targets that are not judged: {unjudged}; a verdict needs 7 pairs" in said
-    assert said.endswith("This rests on 6 pairs only: a verdict needs 7.")
+    assert said.endswith("This is based on only 6 pairs: a verdict needs 7.")
 
 
 def test_seven_pairs_give_a_conclusion_without_their_number():
@@ -218,19 +218,19 @@ def test_a_cost_must_stay_below_its_target():
     costs = {r.job: r for r in rows_of(found) if r.group == "costs"}
     assert {title: r.verdict for title, r in costs.items()} == {
         "allreduce of 4 KB, shared memory": NOT_MET,
-        "a step of the trainer, beyond one by hand (empty model)": MET,
-        "launch to first step, beyond raw DDP tuned": MET,
+        "time that the trainer adds to a step (empty model)": MET,
+        "launch to first step, minus raw DDP tuned": MET,
     }
-    assert costs["launch to first step, beyond raw DDP tuned"].found.value == pytest.approx(50)
+    assert costs["launch to first step, minus raw DDP tuned"].found.value == pytest.approx(50)
 
 
 @pytest.mark.parametrize(
     ("seconds", "word"),
     [
         ({"shm": 0.1, "hvd_gloo": 0.2, "ddp_tuned": 0.15}, "Yes: with 2 ranks here"),
-        ({"shm": 0.1, "hvd_gloo": 0.2, "hvd_mpi": 0.05}, "Yes, but for"),
+        ({"shm": 0.1, "hvd_gloo": 0.2, "hvd_mpi": 0.05}, "Yes, except for "),
         ({"native": 0.2, "hvd_gloo": 0.1}, "No: "),
-        ({"shm": 0.1, "hvd_gloo": 0.1}, "it makes no difference"),
+        ({"shm": 0.1, "hvd_gloo": 0.1}, "No measurable difference in speed: "),
         ({"shm": 0.1}, "Not answered: Horovod or dualtrain was not among"),
     ],
 )
@@ -247,7 +247,7 @@ def test_the_answer_names_the_ratios_and_the_weights():
     said = answer(found, rows_of(found))
     assert "2.00 (resnet18)" in said
     assert "the same weights" in said
-    assert "raw DDP takes 1.25" in said
+    assert "raw DDP runs 1.25 (resnet18) times as many steps as Horovod" in said
     found = results({"hvd-gloo": "other"}, shm=0.1, hvd_gloo=0.2, ddp_tuned=0.16)
     assert "differ in rounding" in answer(found, rows_of(found))
 
@@ -379,7 +379,7 @@ def test_a_contender_that_was_left_out_early_does_not_answer():
     said = answer(found, rows_of(found))
     assert ENTRIES["native"].title in said
     assert ENTRIES["hvd-gloo"].title not in said
-    assert "This rests on" not in said
+    assert "This is based on" not in said
 
 
 def test_a_fallback_answers_the_same_question():
@@ -482,7 +482,7 @@ def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_pa
     mpirun.write_text(f"#!/bin/sh\necho '{says}'\n")
     mpirun.chmod(0o755)
     started = []
-    monkeypatch.setattr(start_contender, "_beside", lambda name: str(mpirun) if name == "mpirun" else name)
+    monkeypatch.setattr(start_contender, "_program_path", lambda name: str(mpirun) if name == "mpirun" else name)
     monkeypatch.setattr(start_contender, "_watched", lambda commands, spec: started.extend(commands) or "")
     start_contender._open_mpi.cache_clear()
     try:
@@ -582,7 +582,7 @@ def test_the_cost_of_virtual_ranks_is_measured_only_on_request(tmp_path, monkeyp
     here = {name for name in virtual_only if not ENTRIES[name].needs or find_spec(ENTRIES[name].needs)}
     assert (set(virtual.entries), virtual.jobs) == (here, VIRTUAL)
     assert launched.entries == ["plain", "virtual"]
-    assert "4 virtual ranks: left out: its number of ranks is 1, whatever --launch starts" in capsys.readouterr().err
+    assert "4 virtual ranks: left out: its number of ranks is 1, but --launch sets it for all" in capsys.readouterr().err
 
 
 def test_a_contender_may_have_its_own_number_of_ranks(tmp_path, monkeypatch):
@@ -698,7 +698,7 @@ def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch, tmp_path):
     found, counts, ended, said = rounds_at(monkeypatch, tmp_path, 60, [40], 1140)
     assert found.step_fractions == [0.125] * 2
     assert (counts, ended <= 1140) == ([2, 2, 2], True)
-    assert said[-1] == "2 of 7 rounds: another would not end within 19 minutes"
+    assert said[-1] == "2 of 7 rounds were run: another would not end within 19 minutes"
 
 
 def test_a_round_ends_where_no_time_is_left_for_the_next_contender(monkeypatch, tmp_path):

@@ -160,7 +160,7 @@ def test_a_quota_counts_as_the_cores_that_it_allows():
     four = [row(rank, cores=[0, 1, 2, 3], quota=2.5) for rank in range(4)]
     _, notes = advise(four, "torch")
     limit = (
-        "here: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of 4 cores, and slows down what uses more: lower "
+        "here: a CPU quota (docker --cpus, a pod's limit) allows 2.5 of 4 cores, and slows down jobs that use more: lower "
         "--workers (--threads follows the quota)"
     )
     assert notes == ["here has 4 ranks for 2 cores: they slow each other down; start fewer", limit]
@@ -234,8 +234,8 @@ def test_a_launcher_without_a_command_is_explained(tmp_path, by):
     assert end.returncode == 0, end.stdout + end.stderr
     first, *_ = page(json.loads(end.stdout)).splitlines()
     shown = {
-        "spark": "spark: each rank is a child process of a barrier task of Spark, by dualtrain.spark (LOCAL_RANK=0 ",
-        "ray": "ray: each rank is an actor of Ray, by dualtrain.ray or Ray Train (LOCAL_RANK=0 ",
-        "1": "spawn: each rank is a child process, by dualtrain itself (LOCAL_RANK=0 ",
+        "spark": "spark: each rank is a child process of a Spark barrier task, started by dualtrain.spark (LOCAL_RANK=0 ",
+        "ray": "ray: each rank is a Ray actor, started by dualtrain.ray or Ray Train (LOCAL_RANK=0 ",
+        "1": "spawn: each rank is a child process, started by dualtrain itself (LOCAL_RANK=0 ",
     }
     assert first.startswith(f"launcher    {shown[by]}")

@@ -13,7 +13,7 @@ from dualtrain.errors import UserError
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 100, 1000])
-def test_an_epoch_holds_every_sample_once(batch):
+def test_an_epoch_has_every_sample_once(batch):
     sampler = Sampler(100, batch, seed=3)
     seen = torch.cat([sampler.batch(2, number) for number in range(sampler.batches)])
     assert sorted(seen.tolist()) == list(range(100))
@@ -45,7 +45,7 @@ def write_idx(path, array: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
-def test_mnist_is_read_from_its_own_files(tmp_path, name, folder):
+def test_mnist_and_fashion_mnist_are_read_from_their_files(tmp_path, name, folder):
     raw = tmp_path / folder / "raw"
     raw.mkdir(parents=True)
     images = torch.randint(0, 256, (5, 28, 28), dtype=torch.uint8)

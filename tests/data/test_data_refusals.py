@@ -71,10 +71,8 @@ def test_each_file_of_cifar_holds_whole_images(tmp_path):
     write_cifar(tmp_path)
     first, second = (tmp_path / "cifar-10-batches-bin" / f"data_batch_{number}.bin" for number in (1, 2))
     whole = first.read_bytes()
-    for of_first, of_second in (
-        (1000, 2073),
-        (len(whole), 0),
-    ):  # bytes cut off each file: together they have whole images again
+    # Numbers of bytes that are cut off each file; together the files still have whole images.
+    for of_first, of_second in ((1000, 2073), (len(whole), 0)):
         first.write_bytes(whole[: len(whole) - of_first])
         second.write_bytes(whole[: len(whole) - of_second])
         with pytest.raises(UserError, match=r"data_batch_1\.bin' is damaged: delete .*cifar-10-batches-bin' and unpack"):
@@ -83,7 +81,7 @@ def test_each_file_of_cifar_holds_whole_images(tmp_path):
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_without_a_network_the_message_says_where_the_files_go(name, tmp_path, monkeypatch):
-    with_shim()  # beside a CPU build of torch, importing torchvision needs the shim
+    with_shim()  # with a CPU build of torch, importing torchvision needs the shim
     import torchvision.datasets.mnist
     import torchvision.datasets.utils
 
@@ -99,11 +97,11 @@ def test_without_a_network_the_message_says_where_the_files_go(name, tmp_path, m
 
 
 def build_with(one, two, three):
-    raise AssertionError("it is not called")
+    raise AssertionError("the function must not be called")
 
 
 def build_by_name(*, folder):
-    raise AssertionError("it is not called")
+    raise AssertionError("the function must not be called")
 
 
 @pytest.mark.parametrize("name", ["build_with", "build_by_name"])

@@ -1,4 +1,4 @@
-"""Sources: they deliver every sample once, and its augmentation is a function of (seed, sample)."""
+"""Sources: each delivers every sample once, with an augmentation that depends only on the seed and the sample number."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_augmentation_depends_on_seed_and_sample_number_alone(name, tmp_path, tr
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_empty_batch_is_a_batch(name, tmp_path, tree):
+def test_sources_deliver_empty_batches(name, tmp_path, tree):
     task = sources(name, tmp_path, tree)
     none = torch.empty(0, dtype=torch.int64)
     batches = [Batch(torch.tensor([0])), Batch(none), Batch(torch.tensor([1]))]
@@ -197,7 +197,7 @@ def test_cifar_is_read_from_bytes(tmp_path):
     assert len(task.val) == 6
 
 
-def test_evaluation_takes_the_centre(tmp_path):
+def test_evaluation_crops_or_pads_around_the_centre(tmp_path):
     write_mnist(tmp_path)
     plain, cropped = (load_data("mnist", str(tmp_path), **options) for options in ({}, {"image_size": 20}))
     assert torch.equal(epoch(cropped.val, 0, 9)[0], epoch(plain.val, 0, 9)[0][:, :, 4:24, 4:24])
@@ -300,7 +300,7 @@ def test_a_pair_of_datasets_becomes_a_task():
     with_worker.close()
 
 
-def test_more_workers_than_cores_are_no_warning_of_each_loader(recwarn, monkeypatch):
+def test_more_workers_than_cores_cause_no_warning(recwarn, monkeypatch):
     source = LoaderSource(Numbers(), 2)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     try:

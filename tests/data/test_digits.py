@@ -40,7 +40,7 @@ def test_samples_and_their_order_keep_their_bits():
     assert digest.hexdigest() == "65d3af19cc08c145c02f8d6bf1342be6294b72ccf59c2d30ff959839d0f064f0"
 
 
-def test_their_split_is_fixed(task):
+def test_the_split_of_the_digits_is_fixed(task):
     (inputs, targets), (val_inputs, val_targets) = epoch(task.train, 0, 64), epoch(task.val, 0, 64)
     assert (len(targets), len(val_targets)) == (1437, 360)
     assert (task.shape, task.classes) == ((1, 8, 8), 10)
@@ -52,7 +52,7 @@ def test_their_split_is_fixed(task):
         assert torch.equal(one, other)
 
 
-def test_reading_them_imports_neither_scikit_learn_nor_torchvision():
+def test_reading_the_digits_imports_neither_scikit_learn_nor_torchvision():
     program = "import sys; from dualtrain.data.digits import read_digits; read_digits(); print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True

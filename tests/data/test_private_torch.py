@@ -1,4 +1,4 @@
-"""Private attributes of torch's DataLoader that stop workers: the failure names what another torch lacks."""
+"""Private attributes of torch's DataLoader that stop workers: a failure names the attribute that is missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 
-def test_torch_keeps_the_workers_of_a_loader():
+def test_a_loader_has_the_private_attributes_that_stop_its_workers():
     cure = f"torch {torch.__version__}: DataLoader has no {{}}: stop the workers another way in dualtrain/data/loader.py"
     loader = DataLoader([0, 1], num_workers=1, persistent_workers=True)
     next(iter(loader))

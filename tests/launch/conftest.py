@@ -13,7 +13,7 @@ from tests.launch.jobs import processes
 
 @pytest.fixture(autouse=True, scope="module")
 def _untraced() -> Iterator[None]:
-    """Measure no coverage in the processes of whole jobs, where it makes an import of torch take a third longer."""
+    """Measure no coverage in the processes of whole jobs, because an import of torch would take a third longer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
         yield
@@ -21,7 +21,7 @@ def _untraced() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Return a run's folder, which every command line of the run contains; fail if such a process is left."""
+    """Return a run's folder; fail if a process with this folder in its command line is left."""
     yield tmp_path / "run"
     deadline = time.monotonic() + 10
     while (left := processes(str(tmp_path))) and time.monotonic() < deadline:

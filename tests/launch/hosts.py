@@ -1,8 +1,8 @@
 """Two hosts on one machine: namespaces with their own network, name, processes and shared memory, joined by a veth pair.
 
-They share the disk, as hosts of a cluster share a home. Each resolves the other's name (/etc/hosts), and with ``ssh=True``
-accepts its logins (sshd with temporary keys). Nothing outside the namespaces is changed. When their first processes end,
-the kernel kills all others in them and removes the networks.
+The hosts share the disk, as hosts of a cluster share a home. Each host resolves the other's name (/etc/hosts), and with
+``ssh=True`` accepts logins from the other (sshd with temporary keys). Nothing outside the namespaces is changed. When the
+first process of a host ends, the kernel kills the host's other processes and removes its network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = ("hosta", "hostb")
 #: One core per host, because sums depend on the number of threads, which equals the number of cores.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
-# The first process of a host. It has its own mounts: the machine's /etc, /run and /dev/shm are not changed.
+# Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.
 BOOT = """
 set -e
 hostname "$1"
@@ -117,7 +117,7 @@ class Host:
     def inside(self, *command: str) -> list[str]:
         """Return the command line that runs ``command`` on this host, in the repository's root."""
         spaces = ["--net", "--uts", "--ipc", "--mount", f"--pid=/proc/{self.pid}/ns/pid_for_children"]
-        # Entering a mount namespace changes the folder to its root: --chdir goes back.
+        # Entering a mount namespace changes the folder to its root: --chdir changes back to the repository.
         return [*self._on_core, "nsenter", "--target", str(self.pid), *spaces, "--", "env", f"--chdir={ROOT}", *command]
 
     def run(self, *command: str) -> None:
@@ -147,7 +147,7 @@ class Host:
 
     def power_off(self) -> None:
         """End the host and all its processes."""
-        self._first.kill()  # ends the host's first process, and with it all others
+        self._first.kill()  # ends the host's first process, and thereby all others
         self._first.communicate(timeout=20)
 
 
@@ -166,7 +166,7 @@ class Cluster:
         self.hosts[-1].run("ip", "link", "set", "eth0", "up")
 
     def processes(self) -> list[str]:
-        """Return the processes on the hosts, except those that belong to the hosts themselves."""
+        """Return the processes on the hosts, except the hosts' first processes and sshd."""
         return [f"{host.name}: {pid} {line}" for host in self.hosts for pid, line in host.processes().items()]
 
 
@@ -174,7 +174,7 @@ class Cluster:
 def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Iterator[Cluster]:
     """Make two hosts with a link between their eth0 for the duration of the block; ``folder`` holds their files.
 
-    Each resolves its own name to ``own`` (Debian's installer writes 127.0.1.1), or to the address that the other uses.
+    Each host resolves its own name to ``own`` (Debian's installer writes 127.0.1.1), or else to its address on the link.
     """
     addresses = {name: f"10.77.0.{number}" for number, name in enumerate(NAMES, 1)}
     for name in NAMES:
@@ -191,7 +191,7 @@ def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Ite
         for host in hosts:
             host.booted()
         here, there = hosts
-        # Run outside the other host's process namespace, where its first process has this id.
+        # Enter only the network namespace: ``there.pid`` is a process id outside the hosts' namespaces.
         cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(there.pid)]
         subprocess.run(["nsenter", "--target", str(here.pid), "--net", *cable], check=True, timeout=20)
         for host in hosts:

@@ -17,7 +17,7 @@ for program in munged slurmctld slurmd srun; do
 done
 [ "$(id -u)" = 0 ] || refuse "user $(id -un) cannot start Slurm's daemons: run it as root"
 if [ "$1" != --inside ]; then
-  unshare --mount true 2>/dev/null || refuse "this root may not make a mount namespace: run it where CAP_SYS_ADMIN is granted"
+  unshare --mount true 2>/dev/null || refuse "root may not make a mount namespace here: run it where CAP_SYS_ADMIN is granted"
   exec unshare --mount bash "$0" --inside "$@"
 fi
 shift
@@ -30,7 +30,7 @@ nodes=(dualtrain-node1 dualtrain-node2)
 # ours: prints the processes of this Slurm and of the command, whatever their parents.
 ours() { grep -lsz "^SLURM_CONF=$work/slurm.conf$" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# end SIGNAL: sends the signal to all of them, and waits up to five seconds for their exit.
+# end SIGNAL: sends the signal to all these processes, and waits up to five seconds for their exit.
 end() {
   kill "-$1" ${daemons[@]+"${daemons[@]}"} $(ours) || true
   for ((i = 0; i < 50; i++)); do [ -n "$(ours)" ] || break; sleep 0.1; done
@@ -40,7 +40,7 @@ finish() {
   trap '' INT TERM HUP
   exec 2>/dev/null # no messages about processes that have exited
   scancel --quiet --full --user=root || true
-  # First in Slurm's own order, so that the daemons see the jobs' last processes end.
+  # Let Slurm end its jobs first, so that the daemons see the jobs' last processes end.
   for ((i = 0; i < 50; i++)); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
   export -n SLURM_CONF # so that ours does not find this script's own commands
   end TERM
@@ -54,7 +54,7 @@ trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# free_port: sets port to a free one, a different one at each call.
+# free_port: sets port to a free port, a different port at each call.
 port=$((20000 + RANDOM % 10000))
 free_port() {
   port=$((port + 1))
@@ -70,7 +70,7 @@ until_true() {
   shift
   for ((i = 0; i < 300; i++)); do if "$@" >/dev/null 2>&1; then return; fi; sleep 0.1; done
   tail -n 20 "$work"/*.log >&2
-  printf 'slurm.sh: error: %s did not come up within 30 s; the last lines of the logs are above\n' "$what" >&2
+  printf 'slurm.sh: error: %s was not ready within 30 s; the last lines of the logs are above\n' "$what" >&2
   exit 1
 }
 
@@ -84,7 +84,7 @@ start_munge() {
   until_true munged munge --socket="$work/munge/socket" --no-input
 }
 
-# Two nodes, both this machine: their names resolve to its address for other hosts, if it has one.
+# Both nodes are this machine: their names resolve to its first network address, or to 127.0.0.1.
 name_nodes() {
   address=$(hostname -I | cut -d' ' -f1)
   address=${address:-127.0.0.1}
@@ -112,7 +112,7 @@ SchedulerParameters=sched_interval=2
 SwitchType=switch/none
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
-# More processors than the machine may have: the tests need jobs to run, not to be fast.
+# Allow more processors than the machine has: the tests need jobs to run, not to be fast.
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=20

@@ -1,4 +1,4 @@
-"""Type checks of the pages' examples, among the launches because mypy takes a minute to read all of torch."""
+"""Type checks of the pages' examples, which are among the launches because mypy takes a minute to read all of torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.pool import ROOT
 from tests.test_package import built  # noqa: F401 - a fixture
 from tests.test_readme import EXAMPLES
 
-pytestmark = pytest.mark.xdist_group("package")  # built once
+pytestmark = pytest.mark.xdist_group("package")  # so that one process builds the package once
 
-#: What scripts use of ``dualtrain.hvd`` beside the examples.
+#: Uses of ``dualtrain.hvd`` that the examples lack.
 HOROVOD_SCRIPT = """
 import torch
 

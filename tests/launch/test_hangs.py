@@ -7,7 +7,7 @@ from tests.forked import Forked, places
 from tests.hvd.test_hvd_semantics_hangs import BODIES
 from tests.launch.jobs import ENV, ROOT
 
-THEIRS = """
+WITH_HOROVOD = """
 import os, sys, threading
 from dualtrain import connect
 import tests.hvd.test_hvd_semantics_hangs as bodies
@@ -24,13 +24,15 @@ os._exit(0)
 """
 
 
-def test_horovod_does_not_end(tmp_path):
+def test_horovod_hangs_or_crashes(tmp_path):
     require_horovod()
-    # All at the same time, because most of the time they only wait.
+    # Run all at the same time, because they mostly wait.
     ranks = [
         (
             body,
-            Forked(("-c", THEIRS, body.__name__), tmp_path / body.__name__, env={**ENV, "PYTHONPATH": str(ROOT), **place}),
+            Forked(
+                ("-c", WITH_HOROVOD, body.__name__), tmp_path / body.__name__, env={**ENV, "PYTHONPATH": str(ROOT), **place}
+            ),
         )
         for body in BODIES
         for place in places(2)

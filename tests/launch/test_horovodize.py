@@ -34,7 +34,7 @@ assert (hvd.size(), total, bool((weights == weights[0]).all())) == (2, 1.0, True
 
 @pytest.mark.timeout(600)  # four starts, on a busy machine
 def test_a_script_is_proven_on_both_libraries(tmp_path):
-    """On Horovod, the script's broadcast of a new optimizer's state takes a step, and weights decay."""
+    """On Horovod, the broadcast of a new optimizer's state takes a step, in which the weights decay."""
     require_horovod()
     script, results = tmp_path / "script.py", tmp_path / "results.json"
     script.write_text(TRAINING)

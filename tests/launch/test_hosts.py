@@ -30,7 +30,7 @@ PLACES = {"hosta": {0}, "hostb": {1}}
 
 
 class Job:
-    """A job on both hosts with NPROC ranks on each (default 1). torchrun is started on both, the others on the first."""
+    """A job with NPROC ranks on each host (default 1). torchrun is started on both hosts, other launchers on the first."""
 
     def __init__(self, cluster: Cluster, folder: Path, launcher: str, *flags: str, **variables: str) -> None:
         self.cluster = cluster
@@ -50,7 +50,7 @@ class Job:
         return "\n".join(log.read_text() for log in self.logs if log.exists())
 
     def errors(self) -> list[str]:
-        """Return the errors that ranks have printed. A launcher may end some ranks before they print theirs."""
+        """Return the errors that ranks have printed. A launcher may end a rank before it prints its error."""
         return [line for line in self.output().splitlines() if "dualtrain: error" in line]
 
     def ranks(self) -> dict[str, set[int]]:
@@ -87,7 +87,7 @@ class Job:
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     ssh = request.getfixturevalue("launcher") != "torchrun"
     if ssh or request.getfixturevalue("backend") == "horovod":
-        require_horovod()  # which comes with mpirun
+        require_horovod()  # its installation includes mpirun
     require_hosts(ssh=ssh)
     own = request.getfixturevalue("own") if "own" in request.fixturenames else None
     with two_hosts(tmp_path, ssh=ssh, own=own) as cluster:
@@ -95,7 +95,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 
 def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
-    """Run the same job on one host with the native transport, which sums as between hosts; return the run's folder."""
+    """Run the same job on one host, and return its folder. The native transport adds in the same order as two hosts."""
     require_hosts()
     flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder), *more]
     end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)])
@@ -122,7 +122,7 @@ VIRTUAL = ("--virtual-ranks", "13")
     ids=["virtual ranks", "plain"],
 )
 def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, ranks, more, transport, cluster, tmp_path):
-    # Two ranks on each host: sums inside a host and between hosts. With virtual ranks one host has one rank.
+    # Two ranks on each host: sums inside a host and between hosts. With virtual ranks, the run on one host has one rank.
     alone = on_one_host(tmp_path / "alone", ranks, *more[:2])
     folder = tmp_path / "run"
     flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder), *more]
@@ -144,7 +144,7 @@ def test_hosts_that_resolve_their_own_names_to_loopback(launcher, backend, own, 
     if backend == "torch":
         assert statuses == [0, 0], job.output()
         assert summary(folder)["world_size"] == 2
-    else:  # Horovod's Gloo would use that address, and end the process
+    else:  # Horovod's Gloo would use the loopback address, and end the process
         assert all(statuses), job.output()
         assert job.errors(), job.output()
         assert all("resolves its own name to a loopback address, which Horovod would send" in line for line in job.errors())
@@ -191,7 +191,7 @@ def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend,
     assert job.ranks() == PLACES, job.output()
     cluster.cut()
     job.until(lambda: not any(job.ranks().values()), STOP_SECONDS)
-    # The output of the other ranks is on the other host's terminal, or lost.
+    # The other ranks' output is in the other host's log, or lost.
     assert "rank 0 of 2): stopping, since rank " in job.output()
     assert "cannot be reached: its host 10.77.0.2 no longer answers" in job.output()
     if launcher == "torchrun":
@@ -213,6 +213,6 @@ def test_mpirun_itself_detects_a_cut_link(launcher, backend, cluster, tmp_path):
     job.until(lambda: "epoch 2/" in job.output() or job.ended(), START_SECONDS)
     assert job.ranks() == PLACES, job.output()
     cluster.cut()
-    assert job.statuses(STOP_SECONDS) != [0]  # all processes have ended, also those on the other host
+    assert job.statuses(STOP_SECONDS) != [0]  # all processes have ended, including those on the other host
     assert "lost communication with a remote daemon" in job.output() or "cannot be reached" in job.output()
     assert "hostb" in job.output()

@@ -40,7 +40,7 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
             time.sleep(0.1)
         pids = [pid for pid in processes(str(folder)) if rank_of(pid) == victim]
         assert pids, log.read_text()
-        os.kill(max(pids), signal.SIGKILL)  # the newest process: horovodrun's shell, its parent, has the same environment
+        os.kill(max(pids), signal.SIGKILL)  # the newest: its parent, horovodrun's shell, has the same environment
         status = process.wait(timeout=60)
     finally:
         for pid in [process.pid, *processes(str(folder))]:
@@ -52,7 +52,7 @@ def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
 
 
 def script(folder: Path, name: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a copy of a launch script with an empty set-up: the real one would install this tree into the environment."""
+    """Run a copy of a launch script with a stub of setup.sh, which would install this tree into the environment."""
     (folder / "launch").mkdir()
     shutil.copy(ROOT / "launch" / name, folder / "launch")
     (folder / "launch" / "setup.sh").write_text('echo "with $DUALTRAIN_WITH"\n')

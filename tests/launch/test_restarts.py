@@ -22,24 +22,24 @@ SECONDS = 90.0  # for any wait, on a busy machine
 FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
 FLAGS += ["--log-every", "1", "--timeout", "30"]
 
-#: If the new agent gets rank 0, the other agent would keep the address of the killed one.
+#: Without this variable, the other agent keeps the killed agent's address if the new agent gets rank 0.
 FRESH = {**ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Agent:
-    """One of the two agents, which starts one rank. The first one serves the rendezvous."""
+    """One of the two agents. Each starts one rank; the first agent serves the rendezvous."""
 
     def __init__(self, first: bool, port: int, folder: Path, log: Path) -> None:
-        meeting = f"is_host={int(first)},last_call_timeout=3,join_timeout=60,keep_alive_interval=1"
+        rendezvous = f"is_host={int(first)},last_call_timeout=3,join_timeout=60,keep_alive_interval=1"
         command = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", f"--max-restarts={2 * KILLS}", "--rdzv-backend=c10d"]
-        command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts", f"--rdzv-conf={meeting}"]
+        command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts", f"--rdzv-conf={rendezvous}"]
         command += ["--monitor-interval=0.1", "-m", "dualtrain.main", *FLAGS, "--run-dir", str(folder), "--resume", "auto"]
         with log.open("ab") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, env=FRESH, stdout=output, stderr=output)
         self._folder = folder
 
     def rank(self) -> int | None:
-        """Return the process of the agent's rank, if there is one."""
+        """Return the process id of the agent's rank, if it runs."""
         found = [
             pid for pid in processes(str(self._folder)) if rank_of(pid) is not None and _parent(pid) == self.process.pid
         ]
@@ -93,11 +93,11 @@ def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, 
             wait(lambda: pids.extend(filter(None, [agents[number % 2].rank()])) or pids, "a rank")  # noqa: B023
             os.kill(pids[0], signal.SIGKILL)
             wait(lambda: trains(number + 1, 2), f"recovery {number + 1}")  # noqa: B023
-        # The rank of a killed agent saves and ends; the other agent trains on alone.
+        # The rank of a killed agent saves and exits; the other agent's rank continues alone.
         agents[1].kill()
         wait(lambda: trains(KILLS + 1, 1), "the recovery with one rank")
         opened = log.read_text().count(" on 2 × cpu")
-        # With a new agent, the healthy rank gets SIGTERM, saves and leaves, and both go on.
+        # When a new agent joins, the healthy rank gets SIGTERM, saves and exits; then both ranks continue.
         agents[1] = Agent(False, port, folder, log)
         wait(lambda: trains(KILLS + 2, 2) and log.read_text().count(" on 2 × cpu") > opened, "the recovery with two ranks")
         assert [agent.process.wait(3 * SECONDS) for agent in agents] == [0, 0], log.read_text()

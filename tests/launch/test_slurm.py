@@ -63,7 +63,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.stdout
         conf = process.stdout.readline().strip()  # the script's own waits have timeouts
         if not conf and process.wait(SECONDS) == 2:
-            pytest.skip(f"needs a Slurm of its own: {log.read_text().strip()}")
+            pytest.skip(f"needs a private Slurm: {log.read_text().strip()}")
         assert conf, log.read_text()
         yield conf
         process.stdin.close()
@@ -158,7 +158,7 @@ def test_the_script_forwards_flags_and_a_new_secret(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--run-dir {}", "--run-dir={}"])
-def test_a_job_and_a_requeued_one_have_the_same_flags(flag, tmp_path):
+def test_a_requeued_job_has_the_same_flags(flag, tmp_path):
     flags = flag.format(tmp_path).split()
     first = script(tmp_path, *flags, SLURM_JOB_ID="7").stdout
     assert first.endswith(f"{flags[-1]} --resume auto\n")
@@ -166,7 +166,7 @@ def test_a_job_and_a_requeued_one_have_the_same_flags(flag, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--resume earlier", "--resume=earlier"])
-def test_a_job_that_was_given_resume_resumes_from_its_own_checkpoints_once_it_has_some(flag, tmp_path):
+def test_a_requeued_job_with_resume_resumes_from_its_own_checkpoints_if_it_has_any(flag, tmp_path):
     flags = ["--run-dir", str(tmp_path), *flag.split()]
     variables = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     assert script(tmp_path, *flags, **variables).stdout.endswith(f"{flag}\n")
@@ -192,7 +192,7 @@ def test_the_script_must_be_started_by_slurm():
     assert len(end.stderr.splitlines()) == 1
 
 
-def test_a_part_of_slurms_variables_is_refused_in_one_line():
+def test_an_incomplete_set_of_slurms_variables_is_refused_in_one_line():
     end = run("python", "-m", "dualtrain.main", SLURM_PROCID="0", SLURM_STEP_ID="0")
     assert end.returncode == 2
     assert "SLURM_NTASKS is not set" in end.stderr
@@ -200,7 +200,7 @@ def test_a_part_of_slurms_variables_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize(("command", "part"), [([], "no command"), (["true"], "apt install slurm-wlm munge")])
-def test_slurm_for_tests_names_what_is_missing(command, part):
+def test_slurm_sh_says_what_is_missing(command, part):
     end = run("/bin/bash", str(ROOT / "tests" / "launch" / "slurm.sh"), *command, PATH="/nowhere")
     assert end.returncode == 2
     assert part in end.stderr

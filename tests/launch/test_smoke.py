@@ -15,10 +15,10 @@ from tests.forked import run_ranks
 from tests.launch.jobs import ENV, run, summary
 from tests.pool import ROOT, free_port
 
-pytestmark = pytest.mark.xdist_group("smoke")  # one reference for all
+pytestmark = pytest.mark.xdist_group("smoke")  # so that the reference is computed once
 
 BACKENDS = ["torch", "horovod"]
-# Both backends in one launch, because starting it takes most of the time.
+# Both backends in one launch, because the launch takes most of the time.
 PROGRAM = """
 import sys
 from dualtrain.console import leave
@@ -34,8 +34,8 @@ leave(status)
 
 def two_agents(*program):
     """Run torchrun twice, as on two hosts with c10d rendezvous; each agent starts one rank."""
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=matrix"]
-    command = ["torchrun", "--nnodes=2", "--nproc_per_node=1", *meeting, *program]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=matrix"]
+    command = ["torchrun", "--nnodes=2", "--nproc_per_node=1", *rendezvous, *program]
     other = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end = run(command)

@@ -1,4 +1,4 @@
-"""The attempts of a run: what ended each one, recoveries, and restarts that would end in the same way."""
+"""The attempts of a run: the cause of each end, recoveries, and restarts that would end in the same way."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def auto(folder: Path, *more: str) -> dict[str, Any]:
         return train(backend, folder, "--resume", "auto", *more)
 
 
-def ends(folder: Path, error: BaseException, step: int, *more: str) -> None:
-    """Let a run end with ``error`` after ``step``; 0: before its first step."""
+def end_with(folder: Path, error: BaseException, step: int, *more: str) -> None:
+    """Make a run end with ``error`` after ``step``, or before its first step if ``step`` is 0."""
     original = loop.Run._step
 
     def failing(run: loop.Run) -> list[float]:
@@ -59,9 +59,9 @@ def test_every_recovery_is_printed_and_kept(tmp_path, capsys):
     whole = auto(tmp_path / "whole")
     assert whole["recoveries"] == []
     folder = tmp_path / "run"
-    ends(folder, KilledError(), 2)
-    ends(folder, ValueError("a bad sample\nand more"), 3)
-    ends(folder, StoppedError("saved", 15), 3)  # this start takes no step
+    end_with(folder, KilledError(), 2)
+    end_with(folder, ValueError("a bad sample\nand more"), 3)
+    end_with(folder, StoppedError("saved", 15), 3)  # this start takes no step
     capsys.readouterr()
     summary = auto(folder)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
@@ -79,14 +79,14 @@ def test_every_recovery_is_printed_and_kept(tmp_path, capsys):
     assert all(0 <= one["seconds"] < 600 for one in summary["recoveries"])
     assert summary["weights_sha256"] == whole["weights_sha256"]
     assert json.loads((folder / "summary.json").read_text())["recoveries"] == summary["recoveries"]
-    assert auto(folder) == json.loads((folder / "summary.json").read_text())  # it has ended: no further attempt
+    assert auto(folder) == json.loads((folder / "summary.json").read_text())  # the run has ended: no further attempt
 
 
-def test_steps_that_are_computed_again_are_counted(tmp_path, capsys):
-    ends(tmp_path, KilledError(), 3)
+def test_repeated_steps_are_counted(tmp_path, capsys):
+    end_with(tmp_path, KilledError(), 3)
     (tmp_path / "checkpoints" / "step-00000003.safetensors").unlink()
     (tmp_path / "checkpoints" / "step-00000002.safetensors").write_bytes(b"damaged")
-    ends(tmp_path, KilledError(), 1)  # a death before the first step after a start from step 1
+    end_with(tmp_path, KilledError(), 1)  # resumes from step 1 and dies before its first step
     summary = auto(tmp_path)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
     assert said[0].startswith("recovered: the cause is not known, after step 3; 2 steps repeated, ")
@@ -127,14 +127,14 @@ def test_a_step_is_written_before_the_next_one(tmp_path):
 
 
 class Superseded(FolderLock):
-    """A lock on a folder that another process has taken over since."""
+    """A lock on a folder that another process has taken over."""
 
     def is_mine(self) -> bool:
         return False
 
 
 @pytest.mark.parametrize("call", ["begin", "train", "step", "fail", "refuse", "end", "forbid", "deaths"])
-def test_nothing_is_recorded_once_another_process_has_the_folder(tmp_path, monkeypatch, call):
+def test_nothing_is_recorded_once_another_process_owns_the_folder(tmp_path, monkeypatch, call):
     calls = {
         "train": lambda: attempt.train(),
         "step": lambda: attempt.step(3),
@@ -159,14 +159,14 @@ def test_nothing_is_recorded_once_another_process_has_the_folder(tmp_path, monke
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_only_the_process_that_has_the_folder_adds_events(tmp_path):
+def test_only_the_process_that_owns_the_folder_adds_events(tmp_path):
     with pytest.raises(UserError, match="took over"):
         attempts.append_events(tmp_path, Superseded(), {"event": "refusal", "reason": "bad data"})
     assert list(tmp_path.iterdir()) == []
 
 
 def died(folder: Path, backend: Backend) -> None:
-    """Let two attempts die after step 2; as a third one does that begins there."""
+    """Make two attempts die after step 2. A third death there would forbid a restart."""
     for _ in range(2):
         attempt = Attempt(FolderLock())
         attempt.begin(folder, 2, backend)
@@ -180,7 +180,7 @@ def diverge(attempt: Attempt, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"step": 8}, {"step": 6}, {"step": "8"}])
-def test_a_report_of_a_later_step_than_was_written_counts(tmp_path, more):
+def test_a_reported_step_counts_if_it_is_later_than_the_written_one(tmp_path, more):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "died", "rank": 0, "requested": False, **more}
     (tmp_path / attempts.NAME).write_text(f"{json.dumps(start)}\n{json.dumps(failure)}\n")
@@ -192,7 +192,7 @@ def test_a_report_of_a_later_step_than_was_written_counts(tmp_path, more):
     assert death.step == (8 if more == {"step": 8} else 7)
 
 
-def test_what_another_rank_reports_is_the_cause(tmp_path, monkeypatch):
+def test_another_ranks_report_is_the_cause(tmp_path, monkeypatch):
     with connect("local") as backend:
         reports: list[PeerFailure] = []
 
@@ -223,13 +223,13 @@ def test_what_another_rank_reports_is_the_cause(tmp_path, monkeypatch):
     "error", [BackendError("the sum failed"), PeerFailedError("the sum failed", PeerFailure(1, "died"))]
 )
 def test_the_error_of_an_operation_names_the_step(tmp_path, error):
-    ends(tmp_path, error, 3)
+    end_with(tmp_path, error, 3)
     assert str(error) == "after step 3: the sum failed"
     summary = auto(tmp_path)
     assert [(one["cause"], one["step"]) for one in summary["recoveries"]] == [("after step 3: the sum failed", 3)]
 
 
-def test_lines_that_are_no_events_are_left_out(tmp_path):
+def test_lines_that_are_not_events_are_left_out(tmp_path):
     good = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     bad = [[], {"event": []}, {"event": "start"}, {**good, "step": "2"}, {**good, "time": float("nan")}, {"event": "x"}]
     text = "\n".join(json.dumps(value) for value in [*bad, good])
@@ -244,11 +244,11 @@ def test_lines_that_are_no_events_are_left_out(tmp_path):
 
 
 def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
-    ends(tmp_path, KilledError(), 1)
-    ends(tmp_path, KilledError(), 2)
-    ends(tmp_path, StoppedError("saved", 15), 2)  # does not count
-    ends(tmp_path, ValueError("a bad sample"), 2)
-    ends(tmp_path, KilledError(), 2)
+    end_with(tmp_path, KilledError(), 1)
+    end_with(tmp_path, KilledError(), 2)
+    end_with(tmp_path, StoppedError("saved", 15), 2)  # does not count
+    end_with(tmp_path, ValueError("a bad sample"), 2)
+    end_with(tmp_path, KilledError(), 2)
     before = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     said = r"the run has died 3 times in a row after step 2, in step 3 .*cause is not known.*; the run would"
     for _ in range(2):
@@ -258,8 +258,8 @@ def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
         assert not refusal.value.transient
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == before
     (tmp_path / restarts.NAME).unlink()  # as the message tells the user to
-    ends(tmp_path, KilledError(), 2)
-    assert auto(tmp_path)["steps"] == 4  # deaths are counted anew
+    end_with(tmp_path, KilledError(), 2)
+    assert auto(tmp_path)["steps"] == 4  # deaths are counted from 0 again
     assert not (tmp_path / restarts.NAME).exists()
 
 
@@ -306,7 +306,7 @@ def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, mo
         auto(tmp_path, *DIVERGING)
 
 
-def test_a_run_that_diverged_before_its_first_checkpoint_is_not_begun_again(tmp_path):
+def test_a_run_that_diverged_before_its_first_checkpoint_is_not_started_again(tmp_path):
     flags = (*DIVERGING, "--checkpoint-every", "100")
     with connect("local") as backend:
         with pytest.raises(DivergedError):
@@ -316,8 +316,8 @@ def test_a_run_that_diverged_before_its_first_checkpoint_is_not_begun_again(tmp_
 
 
 @pytest.mark.parametrize(("transient", "kept"), [(False, True), (True, False)])
-def test_an_error_of_the_users_in_a_step_is_repeated_unless_it_passes(tmp_path, transient, kept):
-    ends(tmp_path, UserError("the image cat.jpg is no image", transient=transient), 1)
+def test_a_user_error_in_a_step_forbids_a_restart_unless_it_is_transient(tmp_path, transient, kept):
+    end_with(tmp_path, UserError("the image cat.jpg is no image", transient=transient), 1)
     assert (tmp_path / restarts.NAME).exists() is kept
     if kept:
         with pytest.raises(UserError, match=r"the image cat.jpg is no image; the run would end in the same way"):
@@ -326,7 +326,7 @@ def test_an_error_of_the_users_in_a_step_is_repeated_unless_it_passes(tmp_path, 
         assert auto(tmp_path)["recoveries"][0]["cause"] == "stopped: UserError: the image cat.jpg is no image"
 
 
-def test_a_full_disk_does_not_end_a_run_by_its_records(tmp_path, monkeypatch):
+def test_records_that_do_not_fit_on_the_disk_do_not_end_a_run(tmp_path, monkeypatch):
     def full(*arguments: Any) -> int:
         raise OSError(28, "No space left on device")
 

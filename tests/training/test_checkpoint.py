@@ -41,7 +41,7 @@ def same(a, b) -> bool:
     return type(a) is type(b) and a == b
 
 
-def test_what_is_saved_is_loaded(tmp_path):
+def test_loading_returns_the_saved_values(tmp_path):
     path = save(tmp_path, 7, TREE)
     assert same(checkpoint.load(path), TREE)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no temporary file is left
@@ -55,7 +55,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, damage):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(tmp_path, damage):
     save(tmp_path, 1, {"x": torch.ones(5)})
     newest = save(tmp_path, 2, {"x": torch.zeros(5)})
     data = newest.read_bytes()

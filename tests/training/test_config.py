@@ -55,7 +55,7 @@ def test_the_recipes_are_listed(capsys):
     assert [line.split()[0] for line in lines] == recipe_names()
 
 
-def test_batch_size_is_per_rank_and_replaces_the_recipes_global_one():
+def test_batch_size_is_per_rank_and_replaces_the_recipes_global_batch_size():
     config = parse(["--batch-size", "8"])
     assert [config.step.global_batch(size) for size in (1, 3)] == [8, 24]
     assert [parse(["--global-batch-size", "30"]).step.global_batch(size) for size in (1, 3)] == [30, 30]
@@ -128,7 +128,7 @@ def test_help_names_every_flag(capsys):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_no_flag_takes_a_number_beyond_64_bits_or_a_bare_mark(name):
+def test_no_flag_takes_a_number_beyond_64_bits_or_two_dashes(name):
     flag, kind = SETTINGS[name].flag, SETTINGS[name].kind
     with pytest.raises(UserError, match=f"{flag} must have a value, not '--'"):
         parse([f"{flag}=--"])
@@ -148,5 +148,5 @@ def test_no_flag_takes_a_number_beyond_64_bits_or_a_bare_mark(name):
         ("--run-dir runs/new --resume auto", "the same command"),
     ],
 )
-def test_which_command_goes_on(flags, again):
+def test_the_command_that_continues_a_run(flags, again):
     assert parse(flags.split()).output.again(Path("runs/new")) == again

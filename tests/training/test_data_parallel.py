@@ -1,4 +1,4 @@
-"""One process on several GPUs: sums that add up, a loss inside the model, and the refusal on a CPU."""
+"""One process on several GPUs: sums over the parts of a batch, a loss inside the model, and the refusal on a CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_with_few_classes_every_counted_target_is_in_the_top_5():
     assert sums(logits, torch.tensor([2, 0, 1, -100]))[1:].tolist() == [3, 1, 3]
 
 
-def test_tokens_count_one_by_one():
+def test_tokens_are_counted_like_samples():
     logits = torch.arange(8.0).repeat(2, 3, 1)
     targets = torch.tensor([[7, -100, 4], [0, -100, -100]])
     torch.testing.assert_close(sums(logits, targets), sums(logits.flatten(0, 1), targets.flatten()))
@@ -70,7 +70,7 @@ def test_half_precision_is_summed_in_higher_precision():
 
 
 @pytest.mark.parametrize("parts", [1, 3, 5])
-def test_the_sums_of_the_parts_are_those_of_the_whole_and_so_are_their_gradients(parts):
+def test_sums_and_gradients_of_the_parts_add_up_to_those_of_the_batch(parts):
     inputs, targets = batch()
     targets[0] = -100
     whole, split = WithLoss(model(), 0.1), WithLoss(model(), 0.1)
@@ -85,7 +85,7 @@ def test_the_sums_of_the_parts_are_those_of_the_whole_and_so_are_their_gradients
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_the_weights_stay_the_models_own():
+def test_a_loss_inside_the_model_adds_no_weights():
     inner = model()
     assert list(WithLoss(inner).parameters()) == list(inner.parameters())
 

@@ -77,13 +77,13 @@ def test_a_run_killed_before_its_best_files_gets_them_at_resume(tmp_path, monkey
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_the_best_is_that_of_the_checkpoint_from_which_a_run_resumes(tmp_path, capsys):
+def test_a_resumed_run_has_the_best_evaluation_of_its_checkpoint(tmp_path, capsys):
     train(tmp_path, 3)
     assert best_of(tmp_path) == (6, 6)
     earlier = checkpoint.path_of(tmp_path / "checkpoints", 4)
     with pytest.raises(KeyboardInterrupt):
         interrupted_resume(tmp_path, earlier)
-    assert best_of(tmp_path) == (4, 4)  # not those of step 6, which this run has not made
+    assert best_of(tmp_path) == (4, 4)  # not the files of step 6, which this run has not reached
     assert (tmp_path / "checkpoints" / "step-00000006.safetensors.aside").exists()
     # If no checkpoint of that step is left, the summary does not name the step.
     (tmp_path / "checkpoints" / checkpoint.BEST).unlink()
@@ -110,7 +110,7 @@ def interrupted_resume(folder: Path, path: Path) -> None:
         train(folder, 3, "--resume", str(path))
 
 
-def test_files_that_are_set_aside_replace_no_earlier_ones(tmp_path):
+def test_files_that_are_set_aside_replace_no_earlier_files(tmp_path):
     for content in (b"first", b"second"):
         (tmp_path / "step").write_bytes(content)
         os.link(tmp_path / "step", tmp_path / "best")
@@ -147,7 +147,7 @@ def test_a_full_disk_does_not_end_the_training_and_ends_with_an_error(tmp_path, 
     assert lines[-1]["val_loss"] == reference["val_loss"]
 
 
-def test_a_best_that_could_not_be_written_is_written_with_the_next_checkpoint(tmp_path):
+def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkpoint(tmp_path):
     reports: list[str] = []
     (tmp_path / "checkpoints").mkdir()
     saver = checkpoint_writer.Writer(tmp_path, 1, reports.append, 10.0, FolderLock())
@@ -279,7 +279,7 @@ CASES += ("random", "momentum", "groups", "format", "format tensor", "config", "
 CASES += ("threads text", "threads many", "platform", "platform tensor")
 
 
-def test_a_forged_checkpoint_with_a_right_hash_is_refused_in_one_line(tmp_path):
+def test_a_forged_checkpoint_with_a_valid_hash_is_refused_in_one_line(tmp_path):
     train(tmp_path, 1)
     path = checkpoint.found(tmp_path / "checkpoints")[0]
     good = checkpoint.load(path)
@@ -336,7 +336,7 @@ def test_the_state_of_every_optimizer_is_loaded_and_random_numbers_stay():
         (lambda state, group: group.update(eps="x"), "no usable eps: it is str"),
     ],
 )
-def test_a_state_that_the_next_step_would_fail_on_is_refused(forge, part):
+def test_a_state_with_which_the_next_step_would_fail_is_refused(forge, part):
     saved = stepped(torch.optim.Adam)
     forge(saved["state"][1], saved["param_groups"][0])
     with pytest.raises(ValueError, match=part):
@@ -344,7 +344,7 @@ def test_a_state_that_the_next_step_would_fail_on_is_refused(forge, part):
 
 
 def json_copy(value: Any) -> Any:
-    """Copy the containers, not the tensors."""
+    """Copy dictionaries and lists, but not the tensors in them."""
     if isinstance(value, dict):
         return {key: json_copy(item) for key, item in value.items()}
     return [json_copy(item) for item in value] if isinstance(value, list) else value
@@ -363,15 +363,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_path, capsys):
+def test_a_job_is_saved_in_whatever_order_its_processes_get_sigterm(images, tmp_path, capsys):
     flags = ["--dataset", "imagefolder", "--data-dir", str(images), "--image-size", "8", "--batch-size", "2", "--workers"]
     flags += ["1", "--model", "convnet", "--lr", "0.01", "--epochs", "2"]
     step = loop.Run._step
-    for first, last in (
-        (2, 3),
-        (3, 2),
-        (2, 2),
-    ):  # the steps before which the helper processes, and this process, get SIGTERM
+    # Before step ``first``, the helper processes get SIGTERM; before step ``last``, this process.
+    for first, last in ((2, 3), (3, 2), (2, 2)):
 
         def signalled(run: loop.Run, first: int = first, last: int = last) -> list[float]:
             if run.cursor.step + 1 == first:
@@ -394,14 +391,14 @@ def test_sigterm_to_all_processes_of_a_job_saves_it_in_any_order(images, tmp_pat
 
 
 def helpers(run: loop.Run) -> list[int]:
-    """Return the worker processes of a run, and the server that forks them."""
+    """Return the worker processes of a run, the server that forks them, and the resource tracker."""
     loaders = (run.task.train._loader, run.task.val._loader)  # type: ignore[attr-defined]
     workers = [worker.pid for loader in loaders if loader is not None for worker in loader._iterator._workers]
     assert workers
     return [*workers, forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
 
 
-def test_a_request_to_save_that_comes_before_the_first_step_is_noted(tmp_path):
+def test_a_request_to_save_before_the_first_step_is_recorded(tmp_path):
     earlier = signal.getsignal(signal.SIGUSR1)
     note_early_requests()
     try:
@@ -426,7 +423,7 @@ def test_a_structure_that_is_nested_too_deeply_is_refused(tmp_path):
             checkpoint.load(path)
 
 
-def test_sizes_that_do_not_fit_into_memory_are_a_one_line_error(tmp_path, monkeypatch):
+def test_sizes_that_do_not_fit_into_memory_cause_a_one_line_error(tmp_path, monkeypatch):
     for flags, part in (
         (["--recipe", "synthetic", "--samples", str(2**32 - 1)], "has 4294967295 samples"),
         (["--pad", str(2**32 - 1), "--augment", "crop-flip"], "too large for this machine"),

@@ -37,7 +37,7 @@ def train(folder: Path, *more: str) -> dict[str, Any]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder that another open file has locked."""
+    """Lock the folder through another open file."""
     lock = FolderLock()
     lock.take(folder, LIMIT)
     try:
@@ -47,7 +47,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def content(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return all files but that of the generation, which is renewed."""
+    """Return the contents and times of all files except the generation's, which is renewed."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
@@ -75,7 +75,7 @@ def test_a_restart_waits_for_the_end_of_the_old_process(tmp_path):
     assert train(tmp_path, "--resume", "auto", "--epochs", "2")["epochs"] == 2
 
 
-def test_the_lock_ends_with_the_run_and_with_an_error(tmp_path, monkeypatch):
+def test_the_lock_is_released_after_the_run_and_after_an_error(tmp_path, monkeypatch):
     train(tmp_path)
     train(tmp_path, "--resume")
     with monkeypatch.context() as patch:
@@ -86,11 +86,11 @@ def test_the_lock_ends_with_the_run_and_with_an_error(tmp_path, monkeypatch):
 
 
 def test_the_lock_is_kept_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    go_on = threading.Event()
+    may_write = threading.Event()
     write = Writer._write
 
     def slow(writer: Writer, *arguments: Any) -> None:
-        go_on.wait(60)
+        may_write.wait(60)
         write(writer, *arguments)
 
     monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.0)
@@ -101,7 +101,7 @@ def test_the_lock_is_kept_while_a_checkpoint_is_written(tmp_path, monkeypatch):
             train(tmp_path)
     with pytest.raises(UserError, match="is used by"):
         train(tmp_path, "--resume", "auto")
-    go_on.set()
+    may_write.set()
     monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 60.0)
     train(tmp_path, "--resume", "auto")
 
@@ -115,7 +115,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     if not child:
         os.close(writer)
         os.write(begun, b"1")
-        os.read(reader, 1)  # until the parent closes it
+        os.read(reader, 1)  # until the parent closes its end
         os._exit(0)
     os.close(reader)
     os.read(started, 1)
@@ -155,13 +155,13 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_lock_that_is_no_regular_file_is_refused(tmp_path, make):
+def test_a_lock_that_is_not_a_regular_file_is_refused(tmp_path, make):
     make(tmp_path / "generation-3")
     with pytest.raises(UserError, match="cannot be written"):
         train(tmp_path, "--resume", "auto")
 
 
-def test_the_process_is_named_as_far_as_it_is_known(tmp_path):
+def test_a_damaged_lock_file_names_no_process(tmp_path):
     for text in ("", "{", "[]", '{"process": 1}', "\xff"):
         with locked(tmp_path):
             path = generation.path_of(tmp_path, generation.newest(tmp_path))
@@ -171,7 +171,7 @@ def test_the_process_is_named_as_far_as_it_is_known(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
-def test_of_many_starts_in_one_folder_one_trains(tmp_path, resume):
+def test_of_many_processes_in_one_folder_only_one_trains(tmp_path, resume):
     expected = train(tmp_path / "alone")["weights_sha256"]
     folder = tmp_path / "run"
     flags = ["--run-dir", str(folder), "--checkpoint-every", "1", *resume]
@@ -186,7 +186,7 @@ def test_of_many_starts_in_one_folder_one_trains(tmp_path, resume):
             assert len(errors) == 1
             assert "is used by" in errors[0] or "holds another run" in errors[0]
         elif end is not trained[0]:
-            assert resume  # this start came after the end, and prints the run's result
+            assert resume  # this process started after the end, and prints the run's result
             assert "nothing is left to train" in end.stdout
     assert json.loads((folder / "summary.json").read_text())["weights_sha256"] == expected
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -49,7 +49,7 @@ def locked(folder: Path) -> FolderLock:
 
 
 def supersede(folder: Path) -> None:
-    """Make the next generation, as a process on another host does after its wait."""
+    """Make the next generation, like a process on another host after its wait."""
     number = generation.newest(folder) + 1
     descriptor = generation.create(folder, number, generation.Owner(7, "elsewhere", 7, "now"))
     assert descriptor is not None
@@ -66,14 +66,14 @@ def released() -> Iterator[None]:
 
 
 def renew(lock: FolderLock, end: threading.Event) -> None:
-    """Renew the file more often than a lock does, so that a busy machine does not delay it too long."""
+    """Renew the lock's file more often than usual, so that a busy machine does not delay the renewal too long."""
     while not end.wait(0.05):
         lock._write(renew=True)
 
 
 @contextmanager
 def renewed(folder: Path) -> Iterator[FolderLock]:
-    """Make a folder that is locked and renewed."""
+    """Lock the folder, and renew the lock's file."""
     lock, end = locked(folder), threading.Event()
     thread = threading.Thread(target=renew, args=(lock, end))
     thread.start()
@@ -124,7 +124,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
         FolderLock().take(tmp_path, LIMIT)
 
 
-def test_a_folder_that_a_person_removes_or_empties_is_not_lost_to_another_process(tmp_path):
+def test_a_folder_that_a_person_removes_or_empties_is_not_taken_over(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     lock = locked(folder)
@@ -151,7 +151,7 @@ def test_a_file_system_without_links_has_generations_too(tmp_path, monkeypatch):
     assert locked(tmp_path).generation == 2
 
 
-def test_a_slow_start_does_not_make_an_older_generation_than_there_is(tmp_path, monkeypatch):
+def test_a_slow_start_does_not_make_an_older_generation_than_the_newest(tmp_path, monkeypatch):
     locked(tmp_path).release()
     create = generation.create
 
@@ -159,7 +159,7 @@ def test_a_slow_start_does_not_make_an_older_generation_than_there_is(tmp_path, 
         monkeypatch.setattr(generation, "create", create)
         supersede(folder)
         supersede(folder)
-        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # makes this start take the process for one on another host
+        monkeypatch.setattr(folder_lock, "identity", lambda: 7)  # as if the process were on another host
         return create(folder, number, owner)
 
     monkeypatch.setattr(generation, "create", slow)
@@ -167,15 +167,15 @@ def test_a_slow_start_does_not_make_an_older_generation_than_there_is(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["generation-4"]
 
 
-def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
-    """They are on two hosts. Each round's process is killed, and so does not leave the folder in good order."""
+def test_of_many_processes_that_start_at_once_only_one_gets_the_folder(tmp_path):
+    """The processes simulate two hosts. They are killed at the end of each round, and so do not release the lock."""
     for number in range(ROUNDS):
         replies, reply = os.pipe()
         started, start = os.pipe()
         ends = {fork(tmp_path, reply, started, index % 2, (replies, start)) for index in range(STARTS)}
         os.close(started)
         os.close(reply)
-        os.close(start)  # all read the end of the file now
+        os.close(start)  # all processes now read the end of the file, and take the lock
         try:
             lines = answers(replies)
         finally:
@@ -188,7 +188,7 @@ def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
 
 
 def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[int, ...]) -> int:
-    """Start a process that locks the folder at the end of ``started``, replies, and lives until it is killed."""
+    """Start a process that waits for the end of ``started``, locks the folder, replies, and runs until it is killed."""
     process = os.fork()
     if process:
         return process
@@ -241,7 +241,7 @@ def test_checkpoints_name_their_generation_and_older_ones_are_read(tmp_path):
 def run_superseded_at(
     folder: Path, number: int, patch: pytest.MonkeyPatch
 ) -> tuple[dict[str, tuple[bytes, int]] | None, UserError | None]:
-    """Train in ``folder``, which another process takes over at this check of the generation.
+    """Train in ``folder``, which another process takes over at check ``number`` of the generation.
 
     Returns:
         The files at that moment, and the error of the run; ``None`` if the run checks less often.
@@ -272,7 +272,7 @@ def run_superseded_at(
 
 
 def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_write(tmp_path):
-    """It is replaced at each of its checks in turn, from the lock of the folder to the summary."""
+    """The process is replaced at each of its checks in turn, from the lock of the folder to the summary."""
     number, begun = 0, tmp_path / "begun"
     train(begun)
     while True:
@@ -294,51 +294,51 @@ def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_wr
     assert read_json(folder / "summary.json")["steps"] == 4
 
 
-#: Prints each change of a file of the run, and whether its thread looked at the generation between it and the one before.
+#: Prints each change of a run's file, and whether the thread has checked the generation since its previous change.
 WATCHED = """
 import os, sys, threading
 from dualtrain.main import main
 from dualtrain.training.folder_lock import FolderLock
 
 last, is_mine = threading.local(), FolderLock.is_mine
-changes = {"open": 0, "os.remove": 0, "os.truncate": 0, "os.rename": 1, "os.link": 1}  # and which argument names the file
+changes = {"open": 0, "os.remove": 0, "os.truncate": 0, "os.rename": 1, "os.link": 1}  # position of the file's argument
 
-def look(lock):
-    last.looked = is_mine(lock)
-    return last.looked
+def check(lock):
+    last.checked = is_mine(lock)
+    return last.checked
 
 def note(event, given):
     if event not in changes or event == "open" and not given[2] & (os.O_CREAT | os.O_TRUNC):
         return
     path = str(given[changes[event]])
     name = os.path.basename(path)
-    # Temporary files are made and removed by one process, and the generation's own file says which one that is.
+    # Ignore temporary files, which only one process uses, and the generation's file, which says who owns the folder.
     if path.startswith(sys.argv[-1]) and not name.endswith(".tmp") and not name.startswith("generation-"):
-        print("changed" if getattr(last, "looked", False) else "changed without a look:", name)
-        last.looked = False
+        print("changed" if getattr(last, "checked", False) else "changed without a check:", name)
+        last.checked = False
 
-FolderLock.is_mine = look
+FolderLock.is_mine = check
 sys.addaudithook(note)
 sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("case", ["begins", "goes on", "goes on from a file", "diverges"])
-def test_each_change_of_a_file_follows_a_look_at_the_generation(tmp_path, case):
+@pytest.mark.parametrize("case", ["begins", "resumes", "resumes from a file", "diverges"])
+def test_each_change_of_a_file_follows_a_check_of_the_generation(tmp_path, case):
     folder = tmp_path / "run"
     more, status = ("--resume", "auto", "--keep", "1", "--checkpoint-every", "1", "--run-dir", str(folder)), 0
     expected = {"config.json", "task.json", "metrics.jsonl", "attempts.jsonl", ".progress"}
-    if case in ("goes on", "goes on from a file"):
+    if case in ("resumes", "resumes from a file"):
         train(folder, "--checkpoint-every", "1", "--epochs", "2")
         (folder / "do-not-restart.json").write_text("{}")
         with (folder / "metrics.jsonl").open("a") as file:
             file.write("no metrics\n")
         expected |= {"metrics.jsonl.aside", "do-not-restart.json"}
-    if case == "goes on from a file":
+    if case == "resumes from a file":
         first = checkpoint.path_of(folder / "checkpoints", 2)
         more = ("--resume", str(first), "--epochs", "3", *more[2:])
         expected |= {"summary.json.aside", "model-best.safetensors.aside", "step-00000003.safetensors.aside"}
-    elif case == "goes on":
+    elif case == "resumes":
         (folder / "model-best.safetensors").unlink()
         more = ("--epochs", "3", *more)
     elif case == "diverges":
@@ -346,14 +346,14 @@ def test_each_change_of_a_file_follows_a_look_at_the_generation(tmp_path, case):
         expected.add("do-not-restart.json")
     end = run(("-c", WATCHED, *FLAGS, *more), tmp_path / "output")
     assert end.returncode == status, end
-    assert "without a look" not in end.stdout, end.stdout
+    assert "without a check" not in end.stdout, end.stdout
     changed = {line.split()[1] for line in end.stdout.splitlines() if line.startswith("changed ")}
     if status == 0:
         expected |= {"summary.json", "model.safetensors", "model-best.safetensors", checkpoint.BEST}
     assert expected <= changed, expected - changed
 
 
-#: The whole program, as on another host, with short renewals.
+#: The program as on the host that its first argument identifies, with frequent renewals.
 PROGRAM = """
 import sys
 import dualtrain.training.folder_lock as folder_lock
@@ -365,7 +365,7 @@ sys.exit(main())
 """
 
 
-def test_a_job_that_was_stopped_and_goes_on_ends_and_changes_nothing(tmp_path):
+def test_a_job_that_continues_after_it_was_replaced_ends_and_changes_nothing(tmp_path):
     folder = tmp_path / "run"
     flags = (*FLAGS, "--run-dir", str(folder), "--checkpoint-every", "1")
     old = [

@@ -1,4 +1,4 @@
-"""The name of a job: its restarts resume by themselves, and another job's start in its folder is refused."""
+"""The name of a job: its restarts resume without a flag, and another job's start in its folder is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(job: str, epochs: int, *more: str, again: bool = True) -> dict[str, An
 
 
 def killed(job: str, epochs: int, steps: int, *more: str) -> None:
-    """Train, and end after this number of steps of this start."""
+    """Train, and interrupt the run after ``steps`` steps of this start."""
     step, done = loop.Run._step, 0
 
     def count(run: loop.Run) -> list[float]:
@@ -60,7 +60,7 @@ def first_line(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.splitlines()[0]
 
 
-def test_a_restart_of_the_same_job_goes_on_by_itself(tmp_path, capsys):
+def test_a_restart_of_the_same_job_resumes_without_a_flag(tmp_path, capsys):
     whole, folder = train("", 3, "--run-dir", str(tmp_path / "whole")), tmp_path / "run"
     flags = "--run-dir", str(folder)
     killed("one", 3, 0, *flags)  # before its first checkpoint
@@ -81,7 +81,7 @@ def test_a_restart_of_the_same_job_goes_on_by_itself(tmp_path, capsys):
 def test_another_job_is_refused_and_changes_nothing(tmp_path, job):
     killed("one", 3, 3, "--run-dir", str(tmp_path))
     before = content(tmp_path)
-    for _ in range(2):  # nor may a restart of it resume
+    for _ in range(2):  # a restart of the refused job is refused too
         with pytest.raises(UserError, match="holds another run: choose a new folder, or resume that run"):
             train(job, 3, "--run-dir", str(tmp_path))
         assert content(tmp_path) == before
@@ -99,7 +99,7 @@ def test_a_resumed_run_belongs_to_the_job_that_resumed_it(tmp_path, capsys):
     train("", 3, *flags, "--resume", "auto")
 
 
-def test_a_run_before_there_were_jobs_is_resumed_and_otherwise_refused(tmp_path):
+def test_a_run_without_a_generation_is_used_only_with_resume(tmp_path):
     train("", 1, "--run-dir", str(tmp_path))
     (tmp_path / "generation-1").unlink()
     with pytest.raises(UserError, match="holds another run"):
@@ -107,21 +107,21 @@ def test_a_run_before_there_were_jobs_is_resumed_and_otherwise_refused(tmp_path)
     assert train("one", 2, "--run-dir", str(tmp_path), "--resume")["steps"] == 4
 
 
-def test_without_a_folder_the_jobs_name_is_in_that_of_the_run(tmp_path, monkeypatch, capsys):
+def test_without_run_dir_the_folder_has_the_jobs_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     killed("one", 2, 3)
     assert os.listdir("runs") == ["digits-convnet-one"]
     train("one", 2)
     assert "restart of job one: resuming from step 2" in capsys.readouterr().out
     train("two", 1)
-    # The second run of a process is no restart of its first run. After a restart it has the same name.
+    # The second run of a process is not a restart of the first. After a restart of the job, it has the same name.
     killed("one", 3, 1)
     train("one", 1, "--seed", "1", again=False)
     assert sorted(os.listdir("runs")) == [f"digits-convnet-{name}" for name in ("one", "one.2", "two")]
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_run_that_began_from_a_file_goes_on_from_its_own_checkpoints(tmp_path, capsys, own):
+def test_a_run_that_began_from_a_file_resumes_from_its_own_checkpoints(tmp_path, capsys, own):
     earlier = tmp_path / "earlier"
     train("", 3, "--run-dir", str(earlier))
     file = checkpoint.path_of(earlier / "checkpoints", 2)
@@ -137,7 +137,7 @@ def test_a_run_that_began_from_a_file_goes_on_from_its_own_checkpoints(tmp_path,
             train("one", 3, *flags)
     killed("one", 3, 0, *flags)
     capsys.readouterr()
-    killed("one", 3, 2, *flags)  # still from the file, which is the newest in that folder
+    killed("one", 3, 2, *flags)  # still from the file: this folder has no newer checkpoint
     said = capsys.readouterr().out
     assert ("restart of job one: resuming from step 2" in said) == own
     killed("one", 3, 1, *flags)
@@ -184,7 +184,7 @@ sys.exit(main())
 """
 
 
-def test_ranks_that_torchrun_restarts_go_on_without_a_flag(tmp_path):
+def test_ranks_that_torchrun_restarts_resume_without_a_flag(tmp_path):
     (tmp_path / "killed").mkdir()
     (tmp_path / "whole").mkdir()
     command = "-c", PROGRAM, *FLAGS, "--epochs", "2"

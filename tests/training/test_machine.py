@@ -1,4 +1,4 @@
-"""What a machine contributes to a run's bits: intra-op threads and the kind of processor, recorded and compared."""
+"""Facts about a machine on which a run's bits depend: intra-op threads and the kind of processor."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_the_default_is_the_smallest_share_of_the_cores_over_all_ranks(monkeypat
 
 
 @pytest.mark.parametrize(("flags", "number"), [((), 2), (("--threads", "3"), 3)])
-def test_the_number_is_set_and_recorded(tmp_path, monkeypatch, flags, number):
+def test_the_number_of_threads_is_set_and_recorded(tmp_path, monkeypatch, flags, number):
     monkeypatch.setattr(loop, "threads", lambda backend: 2)
     summary = train(tmp_path, "--max-steps", "1", *flags)
     assert torch.get_num_threads() == summary["threads"] == number
     assert recorded(tmp_path, "threads") == [number, number]
 
 
-def test_a_resumed_run_has_the_threads_that_it_began_with(tmp_path, one_by_default):
+def test_a_resumed_run_keeps_its_number_of_threads(tmp_path, one_by_default):
     train(tmp_path, "--max-steps", "1", "--threads", "3")
     torch.set_num_threads(1)
     for steps, flags in (("2", ()), ("3", ("--threads", "3"))):
@@ -89,7 +89,7 @@ def test_a_resumed_run_has_the_threads_that_it_began_with(tmp_path, one_by_defau
 
 
 @pytest.mark.parametrize(("flags", "number"), [((), 1), (("--threads", "2"), 2)])
-def test_a_checkpoint_without_the_number_gets_one(tmp_path, one_by_default, flags, number):
+def test_a_checkpoint_without_a_number_of_threads_is_resumed(tmp_path, one_by_default, flags, number):
     folder = shutil.copytree(OLD, tmp_path / "run", ignore=shutil.ignore_patterns("summary.json", "model.safetensors"))
     with connect("local") as backend:
         summary = loop.train(parse([*OLD_FLAGS, "--run-dir", str(folder), "--resume", *flags]), backend)
@@ -97,7 +97,7 @@ def test_a_checkpoint_without_the_number_gets_one(tmp_path, one_by_default, flag
     assert recorded(folder, "threads") == [number, number]
 
 
-def test_virtual_ranks_have_one_thread_and_are_resumed_too(tmp_path, monkeypatch):
+def test_virtual_ranks_use_one_thread_and_their_number_is_resumed(tmp_path, monkeypatch):
     def of_a_machine(backend) -> int:
         raise AssertionError("the result must not depend on the cores of a machine")
 
@@ -115,7 +115,7 @@ MISSING = object()
 
 
 def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str:
-    """Return the refusal of a run's settings by a checkpoint with other settings, or ""."""
+    """Return the error if a run's settings ``given`` do not fit a checkpoint with the settings ``written``, else ""."""
     config = {name: value for name, value in {**PLAIN, **written}.items() if value is not MISSING}
     tree = {"format": checkpoint.FORMAT, "trainer": {}, "cursor": {}, "data": {"samples": 1, "classes": 1}}
     path = folder / "step-00000001.safetensors"
@@ -127,7 +127,7 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
     return ""
 
 
-def test_a_setting_may_be_resumed_fixed_or_both(tmp_path, monkeypatch):
+def test_settings_may_be_resumed_or_fixed_or_both(tmp_path, monkeypatch):
     both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
     monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
     for name in ("threads", "pieces"):
@@ -147,7 +147,7 @@ def test_a_setting_may_be_resumed_fixed_or_both(tmp_path, monkeypatch):
     ("value", "line"),
     [("4", True), ("4,2", True), ("many", True), ("2", False), (" 2,4 ", False), ("", False), (None, False)],
 )
-def test_another_omp_num_threads_is_one_line_of_rank_0(monkeypatch, capsys, value, line):
+def test_another_omp_num_threads_causes_one_line_on_rank_0(monkeypatch, capsys, value, line):
     if value is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert run_threads(2, use_two) == [2, 2]
@@ -166,7 +166,7 @@ def use_two(backend) -> int:
 # ------------------------------------------------------------------------------------------------ kind of processor
 
 
-def test_the_platform_is_recorded_and_an_equal_one_is_no_warning(tmp_path, one_by_default, caplog):
+def test_the_platform_is_recorded_and_an_equal_one_causes_no_warning(tmp_path, one_by_default, caplog):
     train(tmp_path, "--max-steps", "1")
     with connect("local") as backend:
         here = machine.platform_of(backend)
@@ -197,7 +197,7 @@ def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
     return found
 
 
-def test_a_resume_on_another_platform_is_one_warning_of_rank_0(processes, tmp_path):
+def test_a_resume_on_another_platform_causes_one_warning_on_rank_0(processes, tmp_path):
     (line,), *others = processes(resume_elsewhere, str(tmp_path), 1)
     assert others == [[]] * (processes.size - 1)
     assert "CPU capability was AVX2 and is AVX512; GPU was none and is H200; ATEN_CPU_CAPABILITY, ONEDNN_MAX_" in line
@@ -205,7 +205,7 @@ def test_a_resume_on_another_platform_is_one_warning_of_rank_0(processes, tmp_pa
     assert recorded(tmp_path, "platform")[1]["GPU"] == "H200"
 
 
-def test_a_checkpoint_is_compared_by_what_it_has(caplog):
+def test_only_the_facts_that_a_checkpoint_has_are_compared(caplog):
     machine.warn_of_another({}, HERE)
     machine.warn_of_another({"CPU capability": "AVX2"}, HERE)
     assert caplog.messages == []

@@ -1,4 +1,4 @@
-"""Models by name: each is built, learns a step, and loads weights that fit; others are refused by name."""
+"""Models by name: each is built, learns a step, and loads weights that fit; other weights are refused by name."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_each_model_of_images_learns(name, shape):
     assert after < before
 
 
-def test_bert_learns_and_does_not_look_at_padding():
+def test_bert_learns_and_ignores_padding():
     model = build("bert-small", (16,), 50)
     tokens = torch.randint(4, 50, (3, 16))
     tokens[:, 10:] = 0
@@ -127,7 +127,7 @@ def test_pooling_before_the_relu_changes_no_bit(name, amp, layout):
     model = build(name, (1, 28, 28), 10).to(memory_format=layout)
     other = as_in_the_tutorials(copy.deepcopy(model))
     assert [type(layer) for layer in other] != [type(layer) for layer in model]
-    # Few different numbers, so that some windows have several largest numbers, and some none above 0.
+    # Few different numbers: some windows have several equal maxima, and some have no positive number.
     inputs = torch.randint(-2, 3, (16, 1, 28, 28)).float().contiguous(memory_format=layout)
     targets = torch.randint(10, (16,))
     for one in (model, other):
@@ -185,7 +185,7 @@ def test_no_code_of_a_weights_file_runs(tmp_path):
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 @pytest.mark.parametrize("content", [None, b"", b"abc", "list"])
-def test_files_that_are_no_weights_are_refused(tmp_path, name, content):
+def test_files_without_weights_are_refused(tmp_path, name, content):
     file = tmp_path / name
     if content == "list":
         torch.save([1, 2], file)
@@ -196,7 +196,7 @@ def test_files_that_are_no_weights_are_refused(tmp_path, name, content):
     assert "\n" not in str(refusal.value)
 
 
-def test_published_weights_fill_all_but_another_head(hub):
+def test_published_weights_fill_all_layers_but_a_head_of_another_size(hub):
     model = build("resnet18", (3, 32, 32), 10, pretrained=True)
     for name, tensor in hub.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]) or name.startswith("fc.")

@@ -1,4 +1,4 @@
-"""The lines that a run prints first: settings, model, what has no effect; with --verbose all settings and layers."""
+"""The lines that a run prints first: settings, model, settings without effect; with --verbose all settings and layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_model_is_one_line():
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_all_settings_and_with_torchinfo_the_layers(monkeypatch, installed):
+def test_verbose_shows_all_settings_and_with_torchinfo_the_layers(monkeypatch, installed):
     if installed:
         pytest.importorskip("torchinfo", reason="needs torchinfo: pip install torchinfo")
     else:

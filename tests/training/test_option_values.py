@@ -20,9 +20,9 @@ SAME = [
     *(".inf", ".Inf", "-.INF", "+.inf", ".nan", ".NaN", "0:0", "0.9:0.999", "1e-6:50", "0.5:1.2", "0.9:0.95:0.999"),
     *("original", "match_rms_adamw", '"original"', "'original'", '"0.5"', "'0.5'", "a b", "x=y", "'", "5x"),
 ]
-#: Text: (what PyYAML read, what is read now).
+#: Text: (value when PyYAML read it, value now).
 OTHERWISE = {
-    "1:30": (90, (1.0, 30.0)),  # a number to the base of 60
+    "1:30": (90, (1.0, 30.0)),  # sexagesimal
     "010": (8, 10.0),  # octal
     "0o10": ("0o10", 8),
     "None": ("None", None),
@@ -35,7 +35,7 @@ OTHERWISE = {
 
 
 def with_yaml(text):
-    """Return what ``--optimizer-options`` made of a text with PyYAML."""
+    """Return the value of a text when ``--optimizer-options`` used PyYAML."""
     yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install PyYAML")
     value = yaml.safe_load(text)
     if isinstance(value, str):
@@ -52,7 +52,7 @@ def assert_alike(one, other):
 
 
 @pytest.mark.parametrize("text", [text for text in SAME if text not in ("'", "007")])
-def test_a_value_is_what_it_was_with_yaml(text):
+def test_these_values_are_the_same_as_with_yaml(text):
     assert_alike(option_value(text), with_yaml(text))
 
 
@@ -77,7 +77,7 @@ def test_the_default_of_every_option_can_be_written():
         for parameter in list(inspect.signature(kind).parameters.values())[2:]:
             default = parameter.default
             if isinstance(default, tuple) and None in default:
-                continue  # Adafactor's eps: no text stands for it
+                continue  # Adafactor's eps cannot be written as text
             text = ":".join(map(str, default)) if isinstance(default, tuple) else str(default)
             assert option_value(text) == default, f"{kind.__name__}.{parameter.name}"
             seen += 1

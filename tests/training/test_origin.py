@@ -41,7 +41,7 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_commit_is_the_one_of_the_current_folder_and_says_if_files_were_changed(tree, monkeypatch):
+def test_the_commit_is_that_of_the_current_folder_and_marks_changed_files(tree, monkeypatch):
     head = git("rev-parse", "HEAD")
     git("-c", "user.name=a", "-c", "user.email=a@b", "tag", "v1", "--annotate", "--message=t")
     assert origin.commit() == head

@@ -97,7 +97,7 @@ def test_without_log_seconds_and_on_other_ranks_there_are_no_lines(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_time_that_is_left_counts_the_steps_after_the_first(monkeypatch):
+def test_the_remaining_time_is_estimated_without_the_first_step(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("dualtrain.training.progress.time.monotonic", lambda: now[0])
     progress = Progress(1000, 100, shown=False, launcher="none", seconds=0)

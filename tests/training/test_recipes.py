@@ -1,4 +1,4 @@
-"""Every recipe, on small data: it trains, and ends with the same bits if it is interrupted at any step and resumed."""
+"""Every recipe, on small data: it trains, and ends with the same bits if it is interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def flags(case: str, places: dict[str, str], run: Path) -> list[str]:
 
 
 def train(backend, arguments: list[str], stop_after: int | None = None, by: int = signal.SIGTERM) -> dict[str, Any] | str:
-    """Train; return the summary, or the error if a signal on the last rank has ended the run."""
+    """Train; return the summary, or the message of the error if a signal on the last rank ended the run."""
     step = loop.Run._step
 
     def step_and_stop(run: loop.Run) -> list[float]:
@@ -116,7 +116,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(case, places, tmp_path):
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, whole["steps"] + 1))
 
 
-def test_the_frozen_resnet_trains_its_head_alone(tmp_path, monkeypatch):
+def test_the_frozen_resnet_trains_only_its_head(tmp_path, monkeypatch):
     write_cifar(tmp_path, 4)
     name = published("resnet18").url.rpartition("/")[2]
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -131,7 +131,7 @@ def test_the_frozen_resnet_trains_its_head_alone(tmp_path, monkeypatch):
         assert name.startswith("fc.") or torch.equal(tensor, before[name]), name
 
 
-def test_ranks_are_interrupted_together_and_go_on_to_the_same_bits(processes, places, tmp_path):
+def test_ranks_are_interrupted_together_and_resume_to_the_same_bits(processes, places, tmp_path):
     # BatchNorm and dropout: each rank must get its own statistics and random state back.
     whole = processes(train, flags("dropout", places, tmp_path / "whole"))[0]
     part = flags("dropout", places, tmp_path / "part")
@@ -141,7 +141,7 @@ def test_ranks_are_interrupted_together_and_go_on_to_the_same_bits(processes, pl
     assert processes(train, [*part, "--resume"])[0]["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_a_run_goes_on_under_the_other_backend_with_the_same_bits(pool: Pool, places, tmp_path):
+def test_a_run_resumes_on_the_other_backend_with_the_same_bits(pool: Pool, places, tmp_path):
     require_horovod()
     arguments = flags("mnist-convnet", places, tmp_path / "part")
     pool.connect("torch", 2)
@@ -151,8 +151,8 @@ def test_a_run_goes_on_under_the_other_backend_with_the_same_bits(pool: Pool, pl
     assert pool.run(train, [*arguments, "--resume"])[0]["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_a_run_goes_on_at_another_world_size(processes, places, tmp_path):
-    # 300 samples a step, by 1 rank and by more: the same samples in the same batches.
+def test_a_run_resumes_at_another_world_size(processes, places, tmp_path):
+    # 300 samples a step on any number of ranks: the same samples in the same batches.
     arguments = [*flags("digits", places, tmp_path / "part")[:-1], "300"]
     whole = train_alone([*flags("digits", places, tmp_path / "whole")[:-1], "300"])
     assert "after step 4" in train_alone(arguments, stop_after=4)
@@ -266,7 +266,7 @@ def nothing():
     return samples, []
 
 
-def test_sigusr1_saves_and_the_run_goes_on(places, tmp_path):
+def test_sigusr1_saves_and_the_run_continues(places, tmp_path):
     summary = train_alone([*flags("digits", places, tmp_path), "--keep", "9"], 2, signal.SIGUSR1)
     assert summary["steps"] == 16
     assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
@@ -291,7 +291,7 @@ def test_training_stops_early_if_the_metric_does_not_improve(places, tmp_path):
     assert summary["epochs"] < 10
 
 
-def test_a_full_disk_is_reported_and_training_goes_on(places, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_reported_and_training_continues(places, tmp_path, monkeypatch, capsys):
     write, failed = loop.checkpoint.Packed.write, []
 
     def full(packed, path, lock):

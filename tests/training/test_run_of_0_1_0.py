@@ -29,7 +29,7 @@ def test_the_settings_are_those_of_the_same_command_line_today():
     assert Config.of(old) == parse([*FLAGS, "--run-dir", "runs/old"])
 
 
-def test_it_is_resumed_and_ends_as_it_did(tmp_path):
+def test_the_old_run_is_resumed_and_ends_as_before(tmp_path):
     folder = shutil.copytree(OLD, tmp_path / "run", ignore=shutil.ignore_patterns("summary.json", "model.safetensors"))
     with connect("local") as backend:
         summary = loop.train(parse([*FLAGS, "--run-dir", str(folder), "--resume"]), backend)
@@ -49,7 +49,7 @@ def test_it_is_resumed_and_ends_as_it_did(tmp_path):
     assert checkpoint.load(newest)["cursor"].keys() == first["cursor"].keys()
 
 
-def test_it_is_compared_reported_and_used(tmp_path, capsys):
+def test_the_old_run_is_compared_reported_and_used(tmp_path, capsys):
     assert compare.main([str(OLD), str(OLD)]) == 0
     assert "0.2444" in capsys.readouterr().out
     (run,) = read_runs([str(OLD)])
@@ -60,7 +60,7 @@ def test_it_is_compared_reported_and_used(tmp_path, capsys):
     assert 0 < best[1] < 1
 
 
-def test_its_checkpoint_is_a_trainers_state_too():
+def test_the_old_checkpoint_has_a_trainers_state():
     state = checkpoint.load(OLD / "checkpoints" / "step-00000006.safetensors")
     assert {"model", "optimizer", "ranks"} <= state["trainer"].keys()
     assert all(isinstance(value, torch.Tensor) for value in state["trainer"]["model"].values())

@@ -1,4 +1,4 @@
-"""Ranks that were started with different settings or data: all refuse before the first step, and name them."""
+"""Ranks that were started with different settings or data: all refuse before the first step, and name the difference."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def message(call, *args: Any) -> str:
 
 
 def alike(answers: list[Any]) -> Any:
-    """Return the message of all ranks."""
+    """Return the answer of every rank; all must be equal."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
@@ -80,7 +80,7 @@ def alike(answers: list[Any]) -> Any:
 
 
 def other(name: str, value: Any) -> Any:
-    """Return another value of the setting; not ``None``."""
+    """Return a value of the setting that differs from ``value`` and is not ``None``."""
     kind = SETTINGS[name].kind
     if kind is bool:
         return not value
@@ -109,7 +109,7 @@ def test_every_setting_is_compared_or_may_differ_for_a_reason():
             mine, theirs = ("not set" if value is None else repr(value) for value in values)
             line = f"{SETTINGS[name].flag} is {mine} on rank 0 and {theirs} on rank 1; "
             assert text == "the ranks do not have the same settings: " + line + "give every rank the same command line"
-        elif name in ("weights", "resume"):  # there or not is a difference
+        elif name in ("weights", "resume"):  # only whether it is given is compared
             assert f"{SETTINGS[name].flag} is not set on rank 0 and 'given' on rank 1" in text
         else:
             assert text == "", name
@@ -126,7 +126,7 @@ def one_looks_for_the_run(backend) -> str:
     return message(same_run.compare_settings, parse([*resume, "--run-dir", "/run"]).plain(), backend)
 
 
-def test_ranks_that_look_for_the_run_and_ranks_that_name_a_file_differ():
+def test_resume_auto_and_the_name_of_a_file_differ():
     assert "--resume is 'given' on rank 0 and 'auto' on rank 1" in alike(run_threads(2, one_looks_for_the_run))
 
 
@@ -141,7 +141,7 @@ def train_with(backend, arguments: list[list[str]]) -> str:
 @pytest.mark.parametrize("flags", [["--download"], ["--pretrained", "--model", "resnet18"], ["--max-steps", "3"]])
 def test_nothing_is_begun_before_the_comparison(flags, tmp_path, monkeypatch):
     def begun(*args: object) -> None:
-        raise AssertionError("a rank went on")
+        raise AssertionError("a rank continued")
 
     monkeypatch.setattr(loop, "load_task", begun)
     text = alike(run_threads(2, train_with, [["--run-dir", str(tmp_path)], ["--run-dir", str(tmp_path), *flags]]))
@@ -171,7 +171,7 @@ def processors_of_each(backend) -> dict[str, str]:
     return {"CPU capability": ["AVX2", "AVX512"][backend.rank], "GPU": "none"}
 
 
-def test_different_processors_are_one_warning(monkeypatch, caplog):
+def test_different_processors_cause_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(same_run, "processor", processors_of_each)
     run_threads(2, unlike_processors)
     (line,) = caplog.messages
@@ -230,7 +230,7 @@ class Streamed(Source):
 
 
 class Duck:
-    """A source with only what a run needs, not a subclass of Source."""
+    """A source that has only the methods that a run needs, and is not a subclass of Source."""
 
     __len__, stream, close = Streamed.__len__, Streamed.stream, Source.close
     offset = 0
@@ -276,8 +276,8 @@ DATA = {
     ),
     "own, broken on all": (
         lambda rank: wrap(Pairs(broken=19), Pairs()),
-        "",
-    ),  # the run raises the error if it reaches that sample
+        "",  # the run raises the error if it reaches that sample
+    ),
     "streamed, equal": (lambda rank: task_of(Streamed(0)), ""),
     "streamed, other": (lambda rank: task_of(Streamed(rank)), "checksum of training sample 0 is '"),
     "nearly a source": (lambda rank: task_of([Streamed(0), Duck()][rank]), ""),
@@ -302,7 +302,7 @@ def test_data_are_compared(tmp_path):
     assert "checksum of training sample 19 is '" in other_file
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+def test_reading_a_fifo_in_place_of_a_file_does_not_block(tmp_path):
     import os
 
     os.mkfifo(tmp_path / "0.jpg")
@@ -348,7 +348,7 @@ def test_a_slow_rank_compares_fewer_samples(monkeypatch):
     assert alike(run_threads(2, slow_rank)) == ""
 
 
-def test_the_samples_are_spread_from_the_first_to_the_last_and_nothing_is_drawn():
+def test_samples_are_spread_from_first_to_last_and_no_random_number_is_drawn():
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     for size, numbers in ((1, [0]), (3, [0, 1, 2]), (16, [*range(16)]), (31, [*range(0, 31, 2)])):
         names = same_run._checksums("training", numbered(size))
@@ -363,7 +363,7 @@ def test_the_samples_are_spread_from_the_first_to_the_last_and_nothing_is_drawn(
     assert next(iter(Streamed(0).stream([Batch(torch.tensor([5]))], torch.device("cpu"))))[0].item() == 5
 
 
-def test_what_one_rank_lacks_for_its_trainer_is_an_error_on_all(tmp_path, monkeypatch):
+def test_a_package_that_one_rank_lacks_causes_an_error_on_all(tmp_path, monkeypatch):
     def lacking(output) -> None:
         if output.log_every == 3:
             raise UserError("no TensorBoard here")
@@ -384,7 +384,7 @@ def missing_on_one_host(backend, files: list[str]) -> str:
     return "loaded"
 
 
-def test_data_that_one_host_lacks_are_an_error_on_all(tmp_path):
+def test_data_that_one_host_lacks_cause_an_error_on_all(tmp_path):
     file = tmp_path / "words.txt"
     file.write_text("one two three " * 500)
     text = alike(run_threads(2, missing_on_one_host, [str(file), str(tmp_path / "missing")]))

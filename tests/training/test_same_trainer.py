@@ -1,4 +1,4 @@
-"""Trainers with other arguments on one rank are refused on all ranks; equal arguments in another form are accepted."""
+"""Trainers whose arguments differ between ranks are refused on all ranks; equal arguments are accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def net(p: float = 0.1) -> nn.Sequential:
 
 
 class Scaled(nn.Module):
-    """A model with settings of every kind as attributes."""
+    """A model with the given settings as attributes."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Loss:
 
 
 class Penalty(nn.Module):
-    """A loss with its own weights and a reference to the model, whose weights may still differ."""
+    """A loss with its own weights and a reference to the model, whose weights may still differ between ranks."""
 
     def __init__(self, model: nn.Module, own: float) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def sequential(optimizer: torch.optim.Optimizer, drop: int) -> lr_scheduler.LRSc
     return lr_scheduler.SequentialLR(optimizer, parts, [2])
 
 
-#: The arguments of rank r, and the expected refusal; "" for none.
+#: The arguments of rank r, and a part of the expected refusal; "" if they are accepted.
 CASES: dict[str, tuple[Any, str]] = {
     "the same": (lambda r: given(), ""),
     "lr": (
@@ -145,7 +145,7 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda r: given(Scaled(kind=["a", "b"][r])),
         "model.kind is 'a' on rank 0 and 'b' on rank 1",
     ),
-    "what a model may know": (
+    "attributes of a model that may differ": (
         lambda r: given(Scaled(rank=r, device=f"cuda:{r}", path=f"/host/{r}", _calls=r, log=SimpleNamespace(number=r))),
         "",
     ),
@@ -185,7 +185,7 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda r: given(loss=[Loss().method, Loss().__call__][r]),
         "loss is tests.training.test_same_trainer.Loss.m",
     ),
-    "what a loss may know": (lambda r: given(loss=Loss(rank=r, local_rank=r, _file=r, log=object())), ""),
+    "attributes of a loss that may differ": (lambda r: given(loss=Loss(rank=r, local_rank=r, _file=r, log=object())), ""),
     "arguments that a function uses": (
         lambda r: given(loss=configured(SimpleNamespace(smoothing=r / 4, gpu=r, port=r), {})),
         "loss.args.smoothing is 0.0 on rank 0 and 0.25 on rank 1; give",
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda r: given(loss=configured(SimpleNamespace(smoothing=0), {"weight": r, "local_rank": r, "port": r})),
         "loss.table['weight'] is 0 on rank 0 and 1 on rank 1; give",
     ),
-    "arguments that it does not use": (
+    "arguments that a function does not use": (
         lambda r: given(loss=configured(SimpleNamespace(smoothing=0, gpu=r, port=r), {"weight": 1, "port": r})),
         "",
     ),
@@ -301,7 +301,7 @@ def test_ranks_with_other_epochs_do_not_wait_for_each_other():
         (object(), "builtins.object"),
     ],
 )
-def test_descriptions_hold_no_addresses_and_no_order(value, text):
+def test_descriptions_contain_no_addresses_and_no_order_of_sets(value, text):
     assert describe(value) == text
 
 

@@ -46,7 +46,7 @@ def test_a_save_is_due_after_the_seconds_and_costs_are_added_up(monkeypatch):
 
 
 def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict[str, Any]:
-    """Train with clocks that are always or never ``due``, on rank 0 and on the others; return what was saved."""
+    """Train with clocks that are always or never due: ``due`` is for rank 0, and for all others. Return what was saved."""
     saved: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveClock, "due", due[min(backend.rank, 1)])
@@ -81,7 +81,7 @@ def test_a_save_by_time_does_not_wait_for_the_write_before_it(tmp_path, monkeypa
     assert steps_of(tmp_path) == [1, 8]
 
 
-def test_a_run_of_a_minute_saves(tmp_path, monkeypatch):
+def test_by_default_a_run_saves_once_a_minute(tmp_path, monkeypatch):
     clock = Time()
     monkeypatch.setattr(save_clock, "time", clock)
     monkeypatch.setattr(Writer, "busy", property(lambda writer: False))

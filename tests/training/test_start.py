@@ -1,4 +1,4 @@
-"""``--resume auto``: one command line for the start, the restarts and the end of a run, on common or separate disks."""
+"""``--resume auto``: one command line for the start, the restarts and the end of a run, on shared or separate disks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def files_of(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
 
 
-def test_it_begins_then_resumes_then_does_not_train_again(tmp_path, capsys, monkeypatch):
+def test_a_run_begins_then_resumes_then_does_not_train_again(tmp_path, capsys, monkeypatch):
     whole, folder = alone(tmp_path / "whole", 3), tmp_path / "run"
     trained = steps_trained(monkeypatch)
     capsys.readouterr()
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_passed_over(tmp_p
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
 
-def test_the_best_checkpoint_is_used_where_it_is_the_only_good_one(tmp_path, capsys):
+def test_the_best_checkpoint_is_used_if_no_other_is_good(tmp_path, capsys):
     alone(tmp_path, 1)
     path = checkpoint.path_of(tmp_path / "checkpoints", 2)
     path.unlink()
@@ -171,7 +171,7 @@ def test_results_that_are_missing_are_written(tmp_path, monkeypatch, missing):
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 
-def test_a_summary_of_an_earlier_end_does_not_end_a_longer_run(tmp_path, monkeypatch):
+def test_the_summary_of_a_shorter_run_does_not_end_a_longer_run(tmp_path, monkeypatch):
     alone(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(loop.Run, "_step", lambda run: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -216,11 +216,11 @@ def test_the_rank_that_has_the_newest_checkpoint_sends_it(processes, tmp_path):
     assert [len(texts) for texts in warnings] == [1, *[0] * (len(found) - 1)]
     assert checkpoint.step_in(rank_0 / "checkpoints" / "step-00000004.safetensors") == 4
     assert not list(rank_1.glob("summary.json"))
-    # Both folders have checkpoints now, and one of them a summary: no rank trains.
+    # Both folders have checkpoints now, and one has a summary: no rank trains.
     assert {one["steps"] for one, _ in processes(by_disk, str(tmp_path), "3")} == {6}
 
 
-def unlike_disks(backend, folder: str) -> str:
+def other_run_on_a_disk(backend, folder: str) -> str:
     with pytest.raises(UserError) as caught:
         by_disk(backend, folder, "1")
     return str(caught.value)
@@ -228,6 +228,6 @@ def unlike_disks(backend, folder: str) -> str:
 
 def test_a_rank_whose_folder_holds_another_run_is_named(processes, tmp_path):
     alone(tmp_path / "1", 1, "--seed", "5")
-    for text in processes(unlike_disks, str(tmp_path)):
+    for text in processes(other_run_on_a_disk, str(tmp_path)):
         assert "on rank 1 of" in text
         assert "it holds a run with --seed 5, and this run has --seed 0" in text

@@ -49,7 +49,7 @@ def part_of(backend, tensors, uneven: bool = True):
 def steps_of(
     model: nn.Module, optimizer, steps: int, change=lambda model: None, loss=functional.cross_entropy
 ) -> nn.Module:
-    """Return the weights of one process that takes all samples at once."""
+    """Train ``model`` in one process with all samples in each step, and return it."""
     inputs, targets = data()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -85,7 +85,7 @@ def unequal_shares(backend) -> None:
     close(alone, model)
 
 
-def test_unequal_shares_and_several_passes_give_one_process_clipped_step(spmd):
+def test_unequal_shares_and_several_passes_give_the_clipped_step_of_one_process(spmd):
     spmd(unequal_shares)
 
 
@@ -261,7 +261,7 @@ def own_objective(backend) -> tuple[list[float], dict[str, float]]:
     return done.totals, trainer.evaluate([batch])
 
 
-def test_an_objective_of_any_class_is_recognized_by_the_pair_that_it_returns(spmd):
+def test_an_objective_of_any_class_is_recognized_by_its_pair_of_results(spmd):
     inputs, targets = data()
     loss, sums = Margin()(net()(inputs), targets)
     for totals, values in spmd(own_objective):
@@ -464,7 +464,7 @@ def trains_compiled_as_plain(tmp_path):
 
 
 def in_segments(backend, reentrant):
-    """A model whose trained layers are all in checkpointed segments."""
+    """Train a model of checkpointed segments; return the numbers of samples and the weights."""
     layers = [seeded(nn.Linear(6, 6), number) for number in range(4)]
 
     def forward(x):
@@ -512,7 +512,7 @@ def refuses_what_cannot_be_compiled():
     assert str(refusal.value) == f"--compile does not work with this model here ({cause}): leave it out"
 
 
-# Without code generation, which tests/launch/test_compile.py has: it takes seconds.
+# Without code generation, which takes seconds: tests/launch/test_compile.py has it.
 COMPILED = """
 import sys
 from pathlib import Path

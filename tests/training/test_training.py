@@ -29,7 +29,7 @@ SUMMARY_KEYS = {
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread: on a busy machine, two threads of a tiny batch mostly wait for each other."""
+    """Use one thread: on a busy machine, two threads mostly wait for each other."""
     monkeypatch.setattr(loop, "threads", lambda backend: 1)
 
 
@@ -70,14 +70,13 @@ def test_every_rank_gives_the_same_summary(processes, tmp_path):
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize(
-    "batch", ["60", "50"]
-)  # 60 can be split evenly over ranks, 50 only over some numbers of them; the last batch of an epoch is short
+# 60 can be split evenly over 2 or 3 ranks, 50 only over 2. The last batch of an epoch is smaller.
+@pytest.mark.parametrize("batch", ["60", "50"])
 def test_the_world_size_does_not_change_the_training(processes, tmp_path, batch):
     flags = ("--max-steps", "40", "--global-batch-size", batch)
     alone = train_alone(*flags, "--run-dir", str(tmp_path / "alone"))
-    together_ = processes(train, *flags, "--run-dir", str(tmp_path / "many"))[0]
-    assert together_["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-4)
+    many = processes(train, *flags, "--run-dir", str(tmp_path / "many"))[0]
+    assert many["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-4)
     for name, tensor in weights(tmp_path / "alone").items():
         torch.testing.assert_close(weights(tmp_path / "many")[name], tensor, atol=1e-4, rtol=0)
 
@@ -150,9 +149,8 @@ def test_an_earlier_checkpoint_can_be_resumed(tmp_path):
     again = train_alone("--max-steps", "6", "--resume", str(earlier), "--run-dir", str(tmp_path))
     assert again["weights_sha256"] == first["weights_sha256"]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert [
-        name for name in names if name.endswith(".aside")
-    ]  # checkpoints of the earlier attempt are kept, and never resumed
+    # Checkpoints of the earlier attempt are kept, but never resumed.
+    assert [name for name in names if name.endswith(".aside")]
     assert names[-1].startswith("step-00000006")
     with pytest.raises(UserError, match="holds another run"):
         train_alone("--max-steps", "6", "--resume", str(earlier), "--run-dir", str(train_into(tmp_path / "other")))
@@ -163,7 +161,7 @@ def train_into(folder: Path) -> Path:
     return folder
 
 
-def test_weights_or_validation_that_are_not_finite_end_the_run_too(tmp_path):
+def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path):
     with pytest.raises(DivergedError, match="validation loss became infinite or not a number in step 1"):
         train_alone("--lr", "1e30", "--max-steps", "1", "--run-dir", str(tmp_path))
     assert not (tmp_path / "summary.json").exists()
@@ -236,7 +234,7 @@ def refuse_on(backend, rank: int) -> str:
         return str(error) if error.shared else "not shared"
 
 
-def test_what_fails_on_one_rank_is_raised_on_all(spmd):
+def test_an_error_on_one_rank_is_raised_on_all(spmd):
     last = spmd.size - 1
     answers = spmd(refuse_on, last)
     assert set(answers) == {f"rank {last}: no such file" if spmd.size > 1 else "no such file"}

@@ -23,7 +23,7 @@ ALL = tuple(CASES)
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return the hashes of the trainings on one rank."""
+    """Return the hash of each training on one rank."""
     with connect("local") as backend:
         return trained(backend, ALL)
 
@@ -83,7 +83,7 @@ def drawn():
 
 
 def draws(backend):
-    """Return the random numbers of forward by step and shard, and those that the program draws between steps."""
+    """Return the random numbers that forward draws, by step and shard, and those that the program draws between steps."""
     case, found, between = CASES["drawing"], {}, []
     trainer = trainer_of(backend, case)
     seen = []
@@ -231,7 +231,7 @@ def test_one_of_100_shards_cannot_change_a_counter_by_another_amount(different, 
 
 
 def unequal_on_every_rank(backend):
-    """Take a step whose shards change a counter by unequal amounts in a pass: every rank must raise."""
+    """Take a step whose shards change a counter by unequal amounts: every rank must raise."""
 
     def change(model, x):
         model.samples += len(x)
@@ -251,7 +251,7 @@ def test_a_counter_without_a_common_value_is_refused_on_every_rank(size):
 
 
 def average_of_weights(backend):
-    """Return a buffer that every forward pass changes, of the averaged weights, after steps and evaluations."""
+    """Return a buffer of the averaged weights after steps and evaluations. Every forward pass changes this buffer."""
 
     def change(model, x):
         model.calls += 1.0
@@ -267,7 +267,7 @@ def average_of_weights(backend):
     return trainer.evaluated.calls.item()
 
 
-def test_an_evaluation_leaves_the_buffers_of_averaged_weights():
+def test_an_evaluation_does_not_change_the_buffers_of_averaged_weights():
     for size in (1, 2, 4):
         assert run_threads(size, average_of_weights) == [2.0] * size
 
@@ -283,7 +283,7 @@ def test_a_double_precision_buffer_beside_single_precision_weights_is_refused_if
         trainer.close()
 
 
-def test_expanded_and_undefined_constants_stay():
+def test_expanded_constants_and_constants_with_nan_are_kept():
     constants = {"ones": torch.ones(1, 4).expand(3, 4), "gap": torch.tensor([1.0, float("nan")], dtype=torch.float64)}
     with connect("local") as backend:
         model = Buffers(lambda model, x: None, **constants)
@@ -308,6 +308,6 @@ def counted_evaluations(backend):
     return model.calls.item()
 
 
-def test_evaluation_leaves_buffers_alone():
+def test_an_evaluation_does_not_change_buffers():
     for size in (1, 2, 4):
         assert run_threads(size, counted_evaluations) == [0.0] * size

@@ -59,7 +59,7 @@ def arguments(name, texts, folder):
 
 
 def train(backend, flags, stop_after=None):
-    """Train, at most until the last rank gets SIGTERM; return the weights' hash, or the message of that end."""
+    """Train; return the weights' hash, or the message of the error if a signal on the last rank ended the run."""
     step = loop.Run._step
 
     def step_and_stop(run):
@@ -77,7 +77,7 @@ def train(backend, flags, stop_after=None):
 
 
 def result(folder):
-    """Return what a run leaves, without times and places: metrics, summary, and the last checkpoint."""
+    """Return the result of a run without times and paths: metrics, summary, and the hash of the last checkpoint."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     records = [{k: v for k, v in line.items() if k not in ("samples_per_second", "time")} for line in lines]
@@ -93,7 +93,7 @@ def train_alone(flags, stop_after=None):
 
 @pytest.fixture(scope="module")
 def alone(texts, tmp_path_factory):
-    """Return what each run leaves on one rank."""
+    """Return the result of each run on one rank."""
     found = {}
     for name in RUNS:
         folder = tmp_path_factory.mktemp("alone") / "run"
@@ -114,7 +114,7 @@ CHAIN = [("torch", 4), ("local", 1), ("horovod", 3), ("shm", 2)]
 
 
 @pytest.mark.parametrize("name", ["digits", "text"])
-def test_an_interrupted_run_goes_on_anywhere(name, pool, texts, tmp_path, alone):
+def test_an_interrupted_run_resumes_in_any_world(name, pool, texts, tmp_path, alone):
     """The signal goes to the last rank, which owns no shard in a world of four ranks with three shards."""
     require_horovod()
     flags = arguments(name, texts, tmp_path)

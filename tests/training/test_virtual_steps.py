@@ -33,7 +33,7 @@ def trainer_with(model, backend, shards=4, **options):
 # -- steps that fail --------------------------------------------------------------------------------------------------
 
 
-class Stumbling(nn.Module):
+class Failing(nn.Module):
     """Model whose forward raises if the first input is 99."""
 
     def __init__(self):
@@ -48,8 +48,8 @@ class Stumbling(nn.Module):
 
 
 def tried(backend, bad, value, error):
-    """Fail in shard ``bad`` of four, then take the step with good samples; return the hash of all state."""
-    model = seeded(Stumbling())
+    """Fail in each shard of ``bad`` in turn, then take the step with good samples; return the hash of all state."""
+    model = seeded(Failing())
     with small_buckets((1 << 3, 1 << 4)):
         trainer = trainer_with(model, backend)
         trainer.step(trainer.split(samples()), 12.0)
@@ -68,18 +68,18 @@ def tried(backend, bad, value, error):
 def test_a_step_whose_forward_raised_can_be_repeated():
     error = RuntimeError("this sample is bad")
     with connect("local") as backend:
-        untroubled = tried(backend, [], 0, error)
+        undisturbed = tried(backend, [], 0, error)
         for shard in range(4):
-            assert tried(backend, [shard, shard], 99, error) == untroubled
+            assert tried(backend, [shard, shard], 99, error) == undisturbed
 
 
 @pytest.mark.parametrize("shard", range(4))
 def test_a_loss_that_is_not_finite_changes_no_state_and_names_the_rank(shard):
-    untroubled = run_threads(1, tried, [], 0, None)[0]
+    undisturbed = run_threads(1, tried, [], 0, None)[0]
     for size in (1, 2, 3, 5):
         rank = {1: [0, 0, 0, 0], 2: [0, 0, 1, 1], 3: [0, 0, 1, 2], 5: [0, 1, 2, 3]}[size][shard]
         error = DivergedError(rf"infinite or not a number on (rank {rank}$|all ranks)")
-        assert run_threads(size, tried, [shard], math.inf, error) == [untroubled] * size
+        assert run_threads(size, tried, [shard], math.inf, error) == [undisturbed] * size
 
 
 def partly_sent(backend):
@@ -90,16 +90,18 @@ def partly_sent(backend):
         trainer.step(trainer.split(samples()), 12.0)
         seen = []
 
-        def stumble(gradient):
+        def fail_in_last_shard(gradient):
             seen.append(gradient)
             if len(seen) == 4:
                 raise RuntimeError("backward is bad")
 
-        handle = model[0].weight.register_hook(stumble)
+        handle = model[0].weight.register_hook(fail_in_last_shard)
         with pytest.raises(RuntimeError, match="backward is bad"):
             trainer.step(trainer.split(samples()), 12.0)
         handle.remove()
-        model.register_forward_hook(lambda *_: pytest.fail("a shard was computed, whose sums would be in the buffers"))
+        model.register_forward_hook(
+            lambda *_: pytest.fail("a shard was computed, though the buffers have sums of the failed step")
+        )
         with pytest.raises(BackendError, match="after some of its gradients had been sent"):
             trainer.step(trainer.split(samples()), 12.0)
     trainer.close()
@@ -183,7 +185,7 @@ def test_ranks_with_other_numbers_of_threads_are_refused(monkeypatch):
     run_threads(2, lambda backend: (RANK.set(backend.rank), other_threads(backend)))
 
 
-def test_a_state_of_another_number_of_threads_is_a_warning(monkeypatch, caplog):
+def test_a_state_of_another_number_of_threads_causes_a_warning(monkeypatch, caplog):
     with connect("local") as backend:
         trainer = trainer_with(perceptron(), backend)
         state = trainer.state_dict()
@@ -209,7 +211,7 @@ def test_sparse_gradients_are_refused(size):
 
 
 def loaded(backend, kind):
-    """Train with the batches of a loader, which are lists; or with those of ``split``."""
+    """Train with the batches of a loader, which are lists, or with the pairs of ``split``."""
     trainer = trainer_with(perceptron(), backend, shards=2)
     inputs, targets = samples(4)
     batches = trainer.split((inputs, targets))
@@ -265,7 +267,7 @@ def test_synchronized_statistics_need_a_rank_for_each_shard():
 
 
 def continued(backend, path, first, steps):
-    """Resume from ``path``, except at the start; save the state there; return the hash of all state."""
+    """Resume from ``path`` unless ``first`` is 0, take the steps, save to ``path``; return the hash of all state."""
     case = CASES["narrow"]
     trainer = trainer_of(backend, case)
     if first:

@@ -47,7 +47,7 @@ class Statistics(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = functional.dropout(self.linear(x.flatten(1)), self.dropout, self.training)
-        # A shard of one sample has no variance: BatchNorm refuses it.
+        # BatchNorm refuses a shard of one sample, which has no variance: add a row for each sample.
         return self.norm(torch.cat([hidden, hidden.square()]))[: len(x)]
 
 
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
         self.head = nn.Linear(8, tokens, bias=False)
         self.head.weight = self.embedding.weight
-        # Its mean over three shards is not always itself.
+        # The rounded mean of three equal values is not always that value.
         self.register_buffer("position", torch.linspace(0.1, 1.7, length * 8).view(length, 8), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def relative(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Model of vectors (n, 4) with a running mean; one layer is frozen, one used in some shards only, one never."""
+    """Model of vectors (n, 4) with a running mean; one layer is frozen, one rarely used, one never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def trainer_of(backend: Any, case: Case, **options: Any) -> Trainer:
 
 
 def step(trainer: Trainer, case: Case, number: int) -> list[float]:
-    """Take one step on its global batch; return the totals."""
+    """Take step ``number``; return the totals."""
     samples = SIZES[number % len(SIZES)]
     parts = [passes(shard, case.accumulate) for shard in trainer.split(batch(case, number, samples))]
     return trainer.step(parts, float(samples)).totals
@@ -220,14 +220,14 @@ def hash_of(*values: Any) -> str:
 
 
 def digest(trainer: Trainer, *more: Any) -> str:
-    """Hash all state that a training leaves: parameters, buffers, optimizer, averages, and ``more``."""
+    """Hash the state of a trainer: parameters, buffers, optimizer, averages, and ``more``."""
     state = trainer.state_dict()
     kept = {name: state[name] for name in ("optimizer", "scaler", "ema")}
     return hash_of(dict(trainer.model.named_parameters()), dict(trainer.model.named_buffers()), kept, more)
 
 
 def trained(backend: Any, names: tuple[str, ...]) -> dict[str, str]:
-    """Return a hash of everything that the training of each case leaves, including its metrics."""
+    """Train each case; return the hash of its state and its metrics."""
     results = {}
     for name in names:
         case = CASES[name]

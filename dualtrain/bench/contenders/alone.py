@@ -1,7 +1,7 @@
 """Training without communication: every rank trains its own model. This is the upper limit for all contenders.
 
-A barrier before each workload makes all ranks run at the same time. One rank alone would have all caches and memory
-bandwidth, which would give a limit that no distributed run can reach.
+A barrier before each workload makes all ranks run at the same time. A rank that runs alone has all caches and memory
+bandwidth, and a speed that no distributed run can reach.
 """
 
 from __future__ import annotations
