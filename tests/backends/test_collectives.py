@@ -1,7 +1,7 @@
-"""The contract of the collective calls, on every world, against an oracle that knows all ranks' inputs.
+"""Contract of the collective calls on every kind of world, compared with an oracle that knows all ranks' inputs.
 
-Inputs are a pure function of rank and seed, so that every rank can compute what the result must be. They are small
-whole numbers: their sums and products are exact in every dtype and in any order.
+Inputs are a pure function of rank and seed, so every rank can compute the expected result. Most are small whole numbers,
+whose sums and products are exact in every dtype and in any order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
 MOVABLE = [*DTYPES, torch.uint16, torch.uint32, torch.uint64, torch.complex128, torch.float8_e4m3fn]
 OPS = list(ReduceOp)
-ALIKE = {"rtol": 0, "atol": 0, "equal_nan": True}
+EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
 def data(rank, *shape, dtype=torch.float32, seed=0):
@@ -97,10 +97,10 @@ def allreduce_all(backend, dtype):
         expected = reduced([data(rank, 3, 5, dtype=dtype) for rank in range(backend.size)], op)
         result = backend.allreduce(mine, op, "x")
         check(result, expected)
-        check(mine, before, **ALIKE)
+        check(mine, before, **EXACT)
         assert result.data_ptr() != mine.data_ptr()
         assert backend.allreduce_(mine, op) is mine
-        check(mine, result, **ALIKE)
+        check(mine, result, **EXACT)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,7 +162,7 @@ def allreduce_inside_a_larger_tensor(backend):
     whole = data(backend.rank, 4, 6)
     untouched = whole[:, ::2].clone()
     backend.allreduce_(whole[:, 1::2], "max")
-    check(whole[:, ::2].contiguous(), untouched, **ALIKE)
+    check(whole[:, ::2].contiguous(), untouched, **EXACT)
     expected = reduced([data(rank, 4, 6)[:, 1::2] for rank in range(backend.size)], ReduceOp.MAX)
     torch.testing.assert_close(whole[:, 1::2], expected)
 
@@ -174,7 +174,7 @@ def test_allreduce_in_place_changes_only_the_view(spmd):
 def allreduce_expanded(backend):
     mine = data(backend.rank, 3, 1).expand(3, 4)
     check(backend.allreduce(mine, "sum"), reduced([data(r, 3, 1).expand(3, 4) for r in range(backend.size)], ReduceOp.SUM))
-    check(mine.contiguous(), data(backend.rank, 3, 1).expand(3, 4).contiguous(), **ALIKE)
+    check(mine.contiguous(), data(backend.rank, 3, 1).expand(3, 4).contiguous(), **EXACT)
 
 
 def test_allreduce_of_an_expanded_input(spmd):
@@ -255,12 +255,12 @@ def test_all_ranks_get_the_same_bits(spmd):
 
 
 def check_reducescatter(backend, rows, op, dtype=torch.float32):
-    share = [rows // backend.size + (rank < rows % backend.size) for rank in range(backend.size)]
-    start = sum(share[: backend.rank])
+    lengths = [rows // backend.size + (rank < rows % backend.size) for rank in range(backend.size)]
+    start = sum(lengths[: backend.rank])
     mine = data(backend.rank, rows, 2, dtype=dtype)
     whole = reduced([data(rank, rows, 2, dtype=dtype) for rank in range(backend.size)], op)
-    check(backend.reducescatter(mine, op), whole[start : start + share[backend.rank]])
-    check(mine, data(backend.rank, rows, 2, dtype=dtype), **ALIKE)
+    check(backend.reducescatter(mine, op), whole[start : start + lengths[backend.rank]])
+    check(mine, data(backend.rank, rows, 2, dtype=dtype), **EXACT)
 
 
 def reducescatter_rows(backend):
@@ -320,9 +320,9 @@ def test_broadcast_is_exact_to_the_bit(typical, dtype):
 def broadcast_from_all(backend):
     for root in range(backend.size):
         mine = data(backend.rank, 4)
-        check(backend.broadcast(mine, root), data(root, 4), **ALIKE)
+        check(backend.broadcast(mine, root), data(root, 4), **EXACT)
         assert backend.broadcast_(mine, root) is mine
-        check(mine, data(root, 4), **ALIKE)
+        check(mine, data(root, 4), **EXACT)
 
 
 def test_broadcast_from_every_root(spmd):
@@ -333,9 +333,9 @@ def broadcast_layouts(backend):
     root = backend.size - 1
     for kind, mine in layouts(backend.rank).items():
         expected = layouts(root)[kind]
-        check(backend.broadcast(mine, root), expected.resolve_conj().resolve_neg().contiguous(), **ALIKE)
+        check(backend.broadcast(mine, root), expected.resolve_conj().resolve_neg().contiguous(), **EXACT)
         assert backend.broadcast_(mine, root) is mine
-        torch.testing.assert_close(mine, expected, **ALIKE)
+        torch.testing.assert_close(mine, expected, **EXACT)
 
 
 def test_broadcast_of_any_layout(spmd):
@@ -377,7 +377,7 @@ def allgather_layouts(backend):
     everyone = [layouts(rank) for rank in range(backend.size)]
     for kind, mine in layouts(backend.rank).items():
         expected = torch.cat([each[kind].reshape(1) if each[kind].dim() == 0 else each[kind] for each in everyone])
-        check(backend.allgather(mine), expected.contiguous(), **ALIKE)
+        check(backend.allgather(mine), expected.contiguous(), **EXACT)
 
 
 def test_allgather_of_any_layout_and_of_scalars(spmd):
@@ -402,8 +402,8 @@ def test_alltoall_without_splits_sends_equally_many_rows(typical, dtype):
 
 def alltoall_by_splits(backend):
     splits = [[(source + target) % 3 for target in range(backend.size)] for source in range(backend.size)]
-    for spare in (0, 2):
-        everyone = [data(rank, sum(splits[rank]) + spare, 2) for rank in range(backend.size)]
+    for unsent in (0, 2):
+        everyone = [data(rank, sum(splits[rank]) + unsent, 2) for rank in range(backend.size)]
         parts = [each[: sum(s)].split(s)[backend.rank] for each, s in zip(everyone, splits, strict=True)]
         mine = splits[backend.rank]
         for given in (mine, tuple(mine), torch.tensor(mine), torch.tensor(mine, dtype=torch.int32)):
@@ -554,7 +554,7 @@ def value(rank):
 def check_value(actual, rank):
     expected = value(rank)
     for key in ("tensor", 3):
-        torch.testing.assert_close(actual.pop(key), expected.pop(key), **ALIKE)
+        torch.testing.assert_close(actual.pop(key), expected.pop(key), **EXACT)
     assert actual == expected
 
 
@@ -664,7 +664,7 @@ def done_by_itself(backend):
     work = backend.allreduce_async(torch.ones(1000), "sum")
     await_done(work)
     check(work.wait(), torch.full((1000,), float(backend.size)))
-    # Each rank waits for the calls in an order of its own.
+    # Each rank waits for the calls in a different order.
     works = [backend.allreduce_async(torch.full((3,), float(n)), "sum") for n in range(8)]
     for n in sorted(range(8), key=lambda n: (n * (backend.rank + 3)) % 11):
         check(works[n].wait(), torch.full((3,), float(n * backend.size)))
@@ -677,7 +677,7 @@ def test_done_becomes_true_without_a_wait_and_waits_may_be_in_any_order(spmd):
 def primitives(backend):
     tensors = [data(backend.rank, 5, seed=n) for n in range(4)]
     works = [backend.start_allreduce(tensor, ReduceOp.SUM, f"p{n}") for n, tensor in enumerate(tensors)]
-    backend.barrier()  # calls are compared apart from the data, so the barrier may overtake the primitives
+    backend.barrier()  # needs no data channel, so it may return before the primitives have ended
     await_done(works[0])
     for n, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         assert work.wait() is None
@@ -728,14 +728,14 @@ def disagree(backend, what):
         "alltoall": (lambda: backend.alltoall(torch.zeros(backend.size, 1 + odd)), "any×1)", "any×2)"),
         "reducescatter": (lambda: backend.reducescatter(torch.zeros(5 + odd)), "average) (float32, 5)", "(float32, 6)"),
     }
-    call, wanted, differently = calls[what]
+    call, expected_first, expected_second = calls[what]
     with pytest.raises(BackendError) as caught:
         call()
     first, _, second = str(caught.value).partition("; ")
     assert f"rank{'s' * (backend.size > 2)} {', '.join(map(str, range(backend.size - 1)))}: " in first
-    assert wanted in first
+    assert expected_first in first
     assert second.startswith(f"rank {backend.size - 1}: ")
-    assert differently in second
+    assert expected_second in second
     assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
 
 
@@ -748,7 +748,7 @@ def test_a_mismatch_is_raised_on_every_rank_and_names_the_call_of_each(many, wha
     many(disagree, what)
 
 
-# -- places -------------------------------------------------------------------------------------------------------
+# -- local ranks --------------------------------------------------------------------------------------------------
 
 
 def describe(backend):
@@ -761,7 +761,7 @@ def test_local_and_cross_ranks_on_one_host(spmd):
     assert spmd(describe) == [(name, rank, rank, spmd.size, 0, 1) for rank in range(spmd.size)]
 
 
-# -- what is wrong on one rank alone ------------------------------------------------------------------------------
+# -- mistakes of one rank -----------------------------------------------------------------------------------------
 
 MISTAKES = {
     "no average of bool": lambda b: b.allreduce(torch.ones(2, dtype=torch.bool if b.rank else torch.float32)),
@@ -772,7 +772,7 @@ MISTAKES = {
 }
 
 
-def one_mistakes(backend, which):
+def mistake_of_one_rank(backend, which):
     with pytest.raises(BackendError, match="refused since") as caught:
         MISTAKES[which](backend)
     assert "rank 0: " in str(caught.value)
@@ -781,7 +781,7 @@ def one_mistakes(backend, which):
 
 @pytest.mark.parametrize("which", MISTAKES)
 def test_a_mistake_of_one_rank_is_an_error_on_all_ranks_and_no_rank_waits(many, which):
-    many(one_mistakes, which)
+    many(mistake_of_one_rank, which)
 
 
 def checks_behind_pending_calls(backend):

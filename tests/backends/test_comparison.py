@@ -37,7 +37,7 @@ CASES = [
         ["new is missing on rank 0 and 1 on rank 1", "newer is missing on rank 0 and 2 on rank 1"],
     ),
     ([{"a": "caf\udce9\x1b[31m"}, {"a": "b"}], [r"a is 'caf\udce9\x1b[31m' on rank 0 and 'b' on rank 1"]),
-    # A part of a value is not mistaken for a name.
+    # A NUL inside a name does not split the name in two.
     ([{"a": 1, "b": 2}, {"a'\0'b": 2}], 3),
     ([{"a": 1}, UserError("no such file")], "rank 1: no such file"),
     ([UserError("no such file"), {"a": 1}], "rank 0: no such file"),
@@ -46,18 +46,18 @@ CASES = [
 ]
 
 
-def both(backend) -> list[list[str] | str]:
+def all_cases(backend) -> list[list[str] | str]:
     return [found(backend, values) for values, _ in CASES]
 
 
-def test_every_rank_learns_what_differs_or_failed(spmd):
-    """All cases run in one world, since each leaves it usable for the next."""
+def test_every_rank_gets_the_differences_or_the_failure(spmd):
+    """All cases run in one world, because no case makes the world unusable."""
     if spmd.size != 2:
         values = [{"a": rank // 2} for rank in range(spmd.size)]
         expected = [] if spmd.size == 1 else ["a is 0 on ranks 0, 1 and 1 on rank 2"]
         assert spmd(found, values) == [expected] * spmd.size
         return
-    answers = spmd(both)
+    answers = spmd(all_cases)
     assert answers[0] == answers[1]
     for answer, (values, expected) in zip(answers[0], CASES, strict=True):
         if isinstance(expected, str):

@@ -1,4 +1,4 @@
-"""Joining a world, refusing a world that is not the launched one, and leaving it."""
+"""Joining and leaving a world; refusing a world that differs from the launcher's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_connect_leaves_the_environment_and_the_signals_as_they_are(name):
     assert state() == before
 
 
-def test_close_removes_the_hooks_for_the_end_of_the_process(monkeypatch):
+def test_close_removes_the_exit_handler_and_the_excepthook(monkeypatch):
     handlers = []
     monkeypatch.setattr(atexit, "register", handlers.append)
     monkeypatch.setattr(atexit, "unregister", handlers.remove)
@@ -159,7 +159,7 @@ def refusal(name, world):
 
 
 # Horovod cannot be unloaded, so these three cases run one after another in a separate process.
-HOROVODS = """
+HOROVOD_CASES = """
 import json, os, sys
 from importlib.util import find_spec
 os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
@@ -190,9 +190,9 @@ def busy_port():
 
 
 @pytest.fixture(scope="module")
-def horovods(busy_port):
-    """The errors of a new process in which Horovod is missing, the port is in use, and Horovod's world has another size."""
-    command = [sys.executable, "-c", HOROVODS, str(busy_port)]
+def horovod_errors(busy_port):
+    """Errors of one new process: Horovod is missing, the port is in use, Horovod's world has another size."""
+    command = [sys.executable, "-c", HOROVOD_CASES, str(busy_port)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -202,7 +202,7 @@ def horovods(busy_port):
 def test_a_port_in_use_is_named(name, busy_port, request):
     if name == "horovod":
         require_horovod()
-        said = request.getfixturevalue("horovods")["port"]
+        said = request.getfixturevalue("horovod_errors")["port"]
     else:
         said = refusal("torch", World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", busy_port)))
     assert f"port {busy_port} on 127.0.0.1 is in use by another program, or by another rank 0: set MASTER_PORT" in said
@@ -215,8 +215,8 @@ def test_a_rendezvous_without_a_server_is_named():
         connect("torch", world=world, timeout=1.0)
 
 
-def test_a_missing_horovod_is_reported_with_the_cure(horovods):
-    said = horovods["missing"]
+def test_a_missing_horovod_is_reported_with_the_cure(horovod_errors):
+    said = horovod_errors["missing"]
     assert "No module named 'horovod" in said
     assert "bash launch/setup.sh" in said
     assert "--backend torch" in said
@@ -239,7 +239,7 @@ def test_a_missing_mpi4py_is_named(monkeypatch):
 def test_a_world_of_another_size_than_the_launchers_is_refused(name, request):
     if name == "horovod":
         require_horovod()
-        said = request.getfixturevalue("horovods")["found"]
+        said = request.getfixturevalue("horovod_errors")["found"]
     else:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         try:
@@ -249,8 +249,8 @@ def test_a_world_of_another_size_than_the_launchers_is_refused(name, request):
     assert f"the {name} backend is rank 0 of 1, but srun started this process as rank 1 of 2" in said
 
 
-class Seen:
-    """Stand-in for a backend that has just joined; ``exchange`` returns ``rows``, in which this rank's replaces None."""
+class FakeBackend:
+    """Fake of a backend that has just joined; ``exchange`` returns ``rows``, with this rank's vector in place of None."""
 
     transport = "nccl"
 
@@ -287,34 +287,34 @@ def test_the_ranks_of_a_host_use_its_gpus_in_turn(hosts, numbers, gpus):
     for rank, number in enumerate(numbers):
         rows = [[other, 0] for other in range(len(hosts))]
         rows[rank] = None
-        backend = Seen(rank, hosts, rows, "cuda")
+        backend = FakeBackend(rank, hosts, rows, "cuda")
         _take_device(backend)
         assert backend.device == torch.device("cuda", number)
-        backend = Seen(rank, hosts, rows, "cuda:1")
+        backend = FakeBackend(rank, hosts, rows, "cuda:1")
         _take_device(backend)
         assert backend.device == torch.device("cuda", 1)
 
 
 def test_two_ranks_with_the_same_gpu_are_refused_for_nccl(gpus):
-    gpus(3)  # each rank sees one GPU only: number 0 for all of them
+    gpus(3)  # each rank sees only one GPU, with index 0
     for hosts, refused in (("aa", True), ("ab", False)):
-        backend = Seen(0, hosts, [None, None], "cuda")
+        backend = FakeBackend(0, hosts, [None, None], "cuda")
         if refused:
             with pytest.raises(UserError, match=r"ranks 0 and 1 of this host have the same GPU, cuda:0"):
                 _take_device(backend)
         else:
             _take_device(backend)
         assert backend.left == refused
-    backend = Seen(0, "aa", [None, [7, 7]], "cuda")  # another GPU with the same index
+    backend = FakeBackend(0, "aa", [None, [7, 7]], "cuda")  # another GPU with the same index
     _take_device(backend)
-    backend = Seen(0, "aa", [None, None], "cuda")
+    backend = FakeBackend(0, "aa", [None, None], "cuda")
     backend.transport = "gloo"
     _take_device(backend)
 
 
-def test_ranks_with_other_versions_are_named():
+def test_ranks_with_different_versions_are_named():
     rows = [[1, *_as_numbers(version)] for version in ("0.1.0", "0.1.0", "0.2.0rc1", "0.3")]
-    backend = Seen(0, "aaaa", rows)
+    backend = FakeBackend(0, "aaaa", rows)
     with pytest.raises(UserError, match=r"rank 0 runs dualtrain 0.1.0, and rank 2, 3 dualtrain 0.2.0rc1, 0.3: install the"):
         _locate(backend)
     assert backend.left
@@ -333,13 +333,13 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("what", UNLIKE)
-def test_ranks_with_other_devices_or_transports_are_named(what):
+def test_ranks_with_different_devices_or_transports_are_named(what):
     rows, said = UNLIKE[what]
-    backend = Seen(0, "aaa", rows)
+    backend = FakeBackend(0, "aaa", rows)
     with pytest.raises(UserError, match=f"the ranks do not have the same {said}"):
         _compare_choices(backend, "auto")
     assert backend.left
-    backend = Seen(1, "aaa", [[1, 2], None, None], "cuda")
+    backend = FakeBackend(1, "aaa", [[1, 2], None, None], "cuda")
     _compare_choices(backend, "native")
     assert not backend.left
 
@@ -390,7 +390,7 @@ def test_the_default_process_group_is_made_only_on_request():
 
 
 def free_of_the_default_group(backend, port):
-    """Make the program's own default group, which has no backend for CPU tensors, after one world and before another."""
+    """Make a default group without a backend for CPU tensors after one world is opened and before the next one is."""
     dist = torch.distributed
     there = {"rank": backend.rank, "world_size": backend.size, "init_method": f"tcp://127.0.0.1:{port}"}
     again = replace(backend.world, rendezvous=("127.0.0.1", port))
@@ -442,7 +442,7 @@ def threads_of(backend):
     group.close()
     backend.barrier()
     deadline = time.monotonic() + 20
-    # There may be fewer than before, if the first group's threads were still ending then.
+    # The counts may be lower than `before`: threads of the first group may have been ending when it was read.
     while any(now > then for now, then in zip(held(), before, strict=True)):
         assert time.monotonic() < deadline, (held(), before)
         time.sleep(0.01)

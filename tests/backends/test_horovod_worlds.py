@@ -1,4 +1,4 @@
-"""An operation that Horovod has kept from an earlier world of the process does not take part in the next one."""
+"""An operation that Horovod keeps from an earlier world of the process is not matched with the next world's operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def exchange(backend):
 
 
 def name_of_an_exchange(backend):
-    """Keep the name that Horovod gets for an exchange, until the next world."""
+    """Exchange, and record the name that Horovod gets for the exchange, for use in the next world."""
     gather = backend.library.allgather_async
 
     def record(tensor, name, **options):
@@ -30,7 +30,7 @@ def name_of_an_exchange(backend):
 
 
 def exchange_after_a_kept_operation(backend):
-    """Start on rank 1 alone, before anything else, what Horovod keeps if it shuts down while an exchange begins."""
+    """On rank 1, first start the operation that Horovod keeps if it shuts down while an exchange begins."""
     if backend.rank == 1:
         backend.library.allgather_async(torch.full((1, 2), -5), name=_kept.pop())
     return exchange(backend)

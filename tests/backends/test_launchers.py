@@ -115,7 +115,7 @@ def test_a_rank_of_spark_or_ray_reads_what_its_engine_wrote():
     for world, launcher in ((spark, "spark"), (ray, "ray")):
         assert (world.launcher, world.rank, world.size, world.local_rank, world.local_size) == (launcher, 3, 4, 1, 2)
         assert (world.rendezvous, world.secret, world.job, world.single_host) == (("node1", 4000), "s", "j", False)
-    # Of Ray's actors, rank 0 serves the store; of Spark's ranks, the task that has started rank 0.
+    # `served` is False if rank 0 itself serves the store, as with Ray; with Spark, the task that started rank 0 serves it.
     assert (spark.served, ray.served, detect_world(SPAWN).served, detect_world(TORCHRUN).served) == (
         True,
         False,
@@ -124,7 +124,7 @@ def test_a_rank_of_spark_or_ray_reads_what_its_engine_wrote():
     )
 
 
-def test_a_worker_of_ray_train_is_recognised_inside_slurm_too_but_not_what_it_starts():
+def test_a_ray_train_worker_is_recognised_inside_slurm_but_a_launcher_that_it_starts_wins():
     assert detect_world(RAY_TRAIN).launcher == detect_world({**SRUN, **RAY_TRAIN}).launcher == "ray"
     assert detect_world({**RAY_TRAIN, **SPAWN}).launcher == "spawn"
     assert detect_world({**RAY_TRAIN, **TORCHRUN}).launcher == "torchrun"
@@ -265,9 +265,9 @@ def test_local_and_cross_ranks_follow_from_the_hosts(hosts):
     for rank, world in enumerate(worlds):
         assert (world.rank, world.size, world.launcher) == (rank, size, "mpirun")
         # Local ranks number the ranks of a host, from 0, in rank order.
-        mates = [other for other in worlds if hosts[other.rank] == hosts[rank]]
-        assert [mate.local_rank for mate in mates] == list(range(len(mates)))
-        assert world.local_size == len(mates)
+        neighbours = [other for other in worlds if hosts[other.rank] == hosts[rank]]
+        assert [neighbour.local_rank for neighbour in neighbours] == list(range(len(neighbours)))
+        assert world.local_size == len(neighbours)
         # Cross ranks number the ranks with the same local rank, which are on different hosts, from 0.
         peers = [other for other in worlds if other.local_rank == world.local_rank]
         assert sorted(peer.cross_rank for peer in peers) == list(range(len(peers)))

@@ -1,4 +1,4 @@
-"""Jobs that cannot start: the ranks concerned print one clear line and exit with status 2."""
+"""Jobs that cannot start: each rank that detects the reason prints one clear line and exits with status 2."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ print([main(["--backend", backend]) for backend in ("torch", "horovod")])
 """
 
 
-def test_hosts_with_other_versions_are_refused(tmp_path):
+def test_ranks_with_different_versions_are_refused(tmp_path):
     require_horovod()
     for end in run_ranks(2, ("-c", VERSIONS), tmp_path, env=ENV):
         assert end.stdout == "[2, 2]\n"
@@ -154,7 +154,7 @@ LAUNCHED = {
 
 @contextmanager
 def horovodrun(size):
-    """Run horovodrun's key-value server, and yield each rank's variables as ``horovodrun --gloo`` sets them on loopback."""
+    """Run a fake of horovodrun's key-value server; yield, per rank, the variables of ``horovodrun --gloo`` on loopback."""
     server = KeyValueServer()
     place = {"LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1, "HOSTNAME": "localhost", "SIZE": size}
     place |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": server.server_port, "CONTROLLER": "gloo"}
@@ -196,7 +196,7 @@ class KeyValueHandler(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
 @pytest.mark.parametrize("shift", [0, 1])
-def test_ranks_with_other_backends_are_named_by_all(launcher, shift, tmp_path):
+def test_every_rank_names_the_ranks_with_each_backend(launcher, shift, tmp_path):
     require_horovod()
     with LAUNCHED[launcher]() as ranks:
         ends = run_ranks(ranks, ("-c", MIXED, str(shift)), tmp_path, env=ENV)
@@ -216,10 +216,10 @@ def test_a_rank_that_does_not_reach_horovodruns_server_is_named(tmp_path):
 
 
 def test_a_call_without_a_timeout_gets_one():
-    let_go = threading.Event()
+    released = threading.Event()
     with pytest.raises(UserError, match=r"MPI did not start within 0.01 s: .*give the same --backend to all"):
-        within(0.01, let_go.wait, "MPI did not start")
-    let_go.set()
+        within(0.01, released.wait, "MPI did not start")
+    released.set()
     assert within(60, lambda: 1, "it") == 1
     for error in (TimeoutError("its own"), UserError("no"), SystemExit(3)):
         with pytest.raises(type(error)) as caught:
@@ -262,10 +262,10 @@ def test_a_job_on_one_host_listens_on_the_loopback_interface_alone(backend, tmp_
         assert job.poll() is None, job.errors
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         assert len(children) == 2
-        # The ranks' libraries still listen; the process that served the store does not.
+        # The ranks' libraries may still listen; the process that served the store does not.
         found = set(listening(children))
         assert found <= {"0100007F"}
-        assert found or backend == "horovod"  # Horovod closes its ports again
+        assert found or backend == "horovod"  # Horovod has closed its ports
         assert listening([job.pid]) == []
     finally:
         job.kill()

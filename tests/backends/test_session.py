@@ -1,4 +1,4 @@
-"""Agreement on a session, in a store that still has the keys of dead attempts."""
+"""Agreement of the ranks on a session, in a store that still has the keys of failed attempts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def attempt(store, size):
         return list(executor.map(lambda rank: agree_on_session(store, rank, size, limit()), range(size)))
 
 
-def dies(store, rank, size):
-    """Run a process that ends before all ranks have joined."""
+def times_out(store, rank, size):
+    """Run a rank that times out before all ranks have joined."""
     with pytest.raises(UserError, match=r"within 0\.1 s"):
         agree_on_session(store, rank, size, limit(0.1))
 
@@ -38,11 +38,11 @@ def test_every_attempt_has_a_session_of_its_own(size):
 
 
 @pytest.mark.parametrize("left", [[0], [1], [2], [0, 1], [1, 2]], ids=str)
-def test_keys_that_dead_processes_have_left_are_not_used(left):
+def test_keys_of_failed_attempts_are_not_used(left):
     store = dist.HashStore()
     before = set(attempt(store, 3))
     with ThreadPoolExecutor(3) as executor:
-        list(executor.map(lambda rank: dies(store, rank, 3), left))
+        list(executor.map(lambda rank: times_out(store, rank, 3), left))
     sessions = set(attempt(store, 3))
     assert len(sessions) == 1
     assert not sessions & before
@@ -50,8 +50,8 @@ def test_keys_that_dead_processes_have_left_are_not_used(left):
 
 def test_an_attempt_of_another_size_is_not_joined():
     store = dist.HashStore()
-    dies(store, 1, 4)
-    dies(store, 0, 4)
+    times_out(store, 1, 4)
+    times_out(store, 0, 4)
     assert len(set(attempt(store, 2))) == 1
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_join_is_named():
 
 
 def test_an_older_rank_0_that_still_runs_is_refused():
-    """The other ranks go on with the new rank 0, even if the older rank 0 has answered them first."""
+    """The other ranks use the new rank 0's session, even if the older rank 0 answered first."""
     store, old = dist.HashStore(), []
 
     def older():
@@ -107,5 +107,5 @@ def test_only_one_of_two_processes_with_one_rank_joins():
             except UserError as error:
                 errors.append(str(error))
         assert sessions == {leader.result()}
-    assert len(errors) <= 1  # "did not answer" if the other process starts when all ranks have joined
+    assert len(errors) <= 1  # "did not answer" if that process starts after all ranks have joined
     assert all("rank 1 of 2 has joined already" in error or "did not answer" in error for error in errors)

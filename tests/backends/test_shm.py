@@ -1,4 +1,4 @@
-"""Reductions through shared memory: values, order, failures, and that nothing stays behind."""
+"""Reductions through shared memory: values, order of the sum, failures, freed memory."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def values(rank, count, dtype):
     return torch.randint(-9, 9, (count,), generator=generator, dtype=dtype)
 
 
-def shares(backend, hosts):
-    """Return a shared-memory backend over threads of this process, as if these were on the given hosts."""
+def share_memory(backend, hosts):
+    """Return a shared-memory backend over threads of this process, as if the threads were on the given hosts."""
     backend.hosts = hosts
     backend.world = backend.world.placed(backend.rank, hosts)
     shared = factory._share_memory(backend, "shm")
@@ -50,9 +50,9 @@ def expected(backend, hosts, op, count, dtype):
     return reduce(FOLD[op], inside)
 
 
-def reduces(backend, hosts, op, dtype):
+def check_reductions(backend, hosts, op, dtype):
     if backend.name == "threads":
-        backend = shares(backend, hosts)
+        backend = share_memory(backend, hosts)
     for count, factor, tail in itertools.product(SIZES, (1.0, 0.25), (0, 1)):
         if factor != 1 and not dtype.is_floating_point:
             continue
@@ -72,13 +72,13 @@ def reduces(backend, hosts, op, dtype):
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS.keys())
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN])
 def test_reductions_are_in_rank_order(hosts, op):
-    run_threads(len(hosts), reduces, hosts, op, torch.float32)
+    run_threads(len(hosts), check_reductions, hosts, op, torch.float32)
 
 
 @pytest.mark.parametrize("op", FOLD)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.int64, torch.float16, torch.bfloat16])
 def test_every_operation_on_every_dtype(shared, op, dtype):
-    shared(reduces, (0,) * shared.size, op, dtype)
+    shared(check_reductions, (0,) * shared.size, op, dtype)
 
 
 def bits_of(backend):
@@ -98,7 +98,7 @@ def test_two_ranks_get_the_same_bits_as_over_gloo(pool):
 
 
 def interleaved(backend):
-    """Several operations at once, in place and not; each rank waits in its own order, and exchanges vectors between."""
+    """Run several operations at once, in shared and in other memory; each rank waits in a different order."""
     generator = torch.Generator().manual_seed(backend.rank)
     buffers = [backend.new_buffer(1000 + n, torch.float32, CPU) for n in range(4)]
     for step in range(30):
@@ -126,7 +126,7 @@ def test_ranks_may_wait_for_operations_in_any_order(shared):
 
 
 def threads_interleave(backend):
-    backend = shares(backend, (0, 0, 1, 1))
+    backend = share_memory(backend, (0, 0, 1, 1))
     interleaved(backend)
 
 
@@ -140,7 +140,7 @@ def held(kind):
     return sum("memfd:dualtrain" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def lets_go(backend):
+def frees_memory(backend):
     before = held("maps"), len(held("descriptors"))
     buffers = [backend.new_buffer(1000, torch.float32, CPU) for _ in range(3)]
     assert (held("maps"), len(held("descriptors"))) == (before[0] + 3, before[1])
@@ -154,7 +154,7 @@ def lets_go(backend):
 
 
 def test_memory_is_freed_and_has_no_name(shared):
-    assert shared(lets_go) == [[]] * shared.size
+    assert shared(frees_memory) == [[]] * shared.size
 
 
 def late(backend):
@@ -176,7 +176,7 @@ def late(backend):
 
 
 def threads_late(backend):
-    backend = shares(backend, (0,) * backend.size)
+    backend = share_memory(backend, (0,) * backend.size)
     late(backend)
 
 
@@ -185,7 +185,7 @@ def test_a_rank_that_does_not_start_the_sum_is_named_after_the_timeout():
 
 
 def late_for_rows(backend):
-    backend = shares(backend, (0,) * backend.size)
+    backend = share_memory(backend, (0,) * backend.size)
     backend.timeout = 1.0
     if backend.rank == 0:
         time.sleep(2.0)
@@ -217,8 +217,8 @@ def test_reductions_work_inside_and_outside_of_inference_mode(shared):
     shared(in_any_mode)
 
 
-def here_a_buffer(backend):
-    """Only on rank 0, the tensor of a public call is a part of a shared buffer."""
+def buffer_on_rank_zero(backend):
+    """Reduce a tensor that is part of a shared buffer on rank 0 alone."""
     buffer = backend.new_buffer(1000, torch.float32, CPU)
     tensor = buffer[:3] if backend.rank == 0 else torch.empty(3)
     tensor.fill_(backend.rank + 1)
@@ -227,7 +227,7 @@ def here_a_buffer(backend):
 
 
 def test_public_calls_treat_a_part_of_a_buffer_as_any_tensor(shared):
-    shared(here_a_buffer)
+    shared(buffer_on_rank_zero)
 
 
 def other_calls(backend):
@@ -242,9 +242,9 @@ def test_different_calls_are_an_error_on_all_ranks_and_the_backend_stays_usable(
     shared(other_calls)
 
 
-def sums_another(backend, name, count):
-    """One rank starts another sum than the others."""
-    backend = shares(backend, (0,) * backend.size)
+def different_sum(backend, name, count):
+    """Start a different sum on the last rank."""
+    backend = share_memory(backend, (0,) * backend.size)
     mine = backend.rank == backend.size - 1
     tensor = torch.ones(count if mine else 3)
     with pytest.raises(BackendError) as caught:
@@ -255,15 +255,15 @@ def sums_another(backend, name, count):
 
 
 @pytest.mark.parametrize(("name", "count"), [("u", 3), ("t", 4)])
-def test_a_rank_that_starts_another_sum_is_an_error_on_every_rank(name, count):
-    for said in run_threads(3, sums_another, name, count):
+def test_a_different_sum_on_one_rank_is_an_error_on_every_rank(name, count):
+    for said in run_threads(3, different_sum, name, count):
         assert (
             f"(rank 0: sum of 't' (float32, 3); rank 1: sum of 't' (float32, 3); rank 2: sum of '{name}' (float32" in said
         )
 
 
-def many_under_way(backend):
-    backend = shares(backend, (0,) * backend.size)
+def many_pending(backend):
+    backend = share_memory(backend, (0,) * backend.size)
     buffers = [backend.new_buffer(2, torch.float32, CPU) for _ in range(150)]
     for buffer in buffers:
         buffer.fill_(1.0)
@@ -273,12 +273,12 @@ def many_under_way(backend):
     assert all(buffer.tolist() == [backend.size] * 2 for buffer in buffers)
 
 
-def test_more_operations_may_be_pending_than_there_are_tags():
-    run_threads(2, many_under_way)
+def test_more_operations_than_tags_may_be_pending():
+    run_threads(2, many_pending)
 
 
 def group_between(backend):
-    """One rank waits for the sum before its group's call, the others after it."""
+    """Rank 0 waits for the sum before it makes the group's call, the other ranks after it."""
     group = backend.group(range(backend.size))
     tensor = torch.ones(5)
     work = backend.start_sum(tensor, "t")
@@ -295,7 +295,7 @@ def test_a_groups_call_does_not_block_a_sum(shared):
 
 
 def closes(backend):
-    backend = shares(backend, (0,) * backend.size)
+    backend = share_memory(backend, (0,) * backend.size)
     backend.memory.close()
     with pytest.raises(BackendError, match=r"sum of 't' cannot be done .*this backend is closed"):
         backend.start_sum(torch.ones(3), "t")
@@ -315,15 +315,15 @@ def dies(backend):
     with pytest.raises(PeerFailedError, match="after an earlier failure") as caught:
         backend.start_sum(torch.ones(3), "after it")
     assert caught.value.failure.rank == 0
-    assert time.monotonic() - began < backend.timeout / 2  # long before the timeout
-    raise BackendError("as it should be")
+    assert time.monotonic() - began < backend.timeout / 2
+    raise BackendError("the expected failure")
 
 
 def test_a_rank_that_dies_is_reported_by_the_others(shared, pool):
     pool.connect(shared.name, shared.size)
     outcomes = pool.outcomes(dies)
     assert "died with exit code -9" in outcomes[0].error
-    assert all("as it should be" in outcome.error for outcome in outcomes[1:])
+    assert all("the expected failure" in outcome.error for outcome in outcomes[1:])
 
 
 FAULTS = {
@@ -351,7 +351,7 @@ def falls_back(backend, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_shared_memory_reductions_use_the_library_and_one_warning_says_so(monkeypatch, caplog, fault):
+def test_without_shared_memory_reductions_use_the_library_and_one_warning_gives_the_reason(monkeypatch, caplog, fault):
     name, result, said = FAULTS[fault]
 
     def fails(*_):
@@ -366,7 +366,7 @@ def test_without_shared_memory_reductions_use_the_library_and_one_warning_says_s
     assert said in lines[0]
 
 
-def stops_meanwhile(backend):
+def fails_while_sharing(backend):
     if backend.rank == 1:
         backend.abort("RuntimeError: boom")
     else:
@@ -375,7 +375,7 @@ def stops_meanwhile(backend):
 
 
 def test_a_rank_that_fails_while_memory_is_mapped_is_named(caplog):
-    run_threads(2, stops_meanwhile)
+    run_threads(2, fails_while_sharing)
     assert "cannot be used" not in caplog.text
 
 
@@ -390,11 +390,11 @@ def test_hosts_with_unequal_numbers_of_ranks_use_the_library(caplog):
     assert "the hosts do not have equally many ranks" in caplog.text
 
 
-def short(backend):
-    backend = shares(backend, (0, 0))
+def memory_runs_out(backend):
+    backend = share_memory(backend, (0, 0))
     with pytest.MonkeyPatch.context() as patch:
         if backend.rank == 0:
-            patch.setattr(SharedMemory, "_new_region", refuses)
+            patch.setattr(SharedMemory, "_new_region", fails_to_share)
         backend.barrier()
         buffer = backend.new_buffer(1000, torch.float32, CPU)
         backend.barrier()
@@ -403,10 +403,10 @@ def short(backend):
     assert buffer.tolist() == [2.0] * 1000
 
 
-def refuses(memory, nbytes):
+def fails_to_share(memory, nbytes):
     raise UnsharedError("rank 1: no more")
 
 
 def test_a_buffer_that_cannot_be_shared_is_copied(caplog):
-    run_threads(2, short)
+    run_threads(2, memory_runs_out)
     assert "no more memory can be shared (rank 1: no more)" in caplog.text

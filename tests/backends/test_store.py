@@ -26,7 +26,7 @@ LOCAL = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch):
-    """Give each call another process id, as if another process made it."""
+    """Give each call a different process id, as if each were made by another process."""
     monkeypatch.setattr(store, "_process", lambda: secrets.token_hex(8))
 
 
@@ -52,25 +52,25 @@ def join():
         each.close()
 
 
-def answers(port):
+def is_open(port):
     """Return whether a server listens at ``port``."""
     try:
         socket.create_connection((LOCAL, port), 1.0).close()
-    except (ConnectionRefusedError, ConnectionResetError):  # closed, or closed while this connection was made
+    except (ConnectionRefusedError, ConnectionResetError):  # closed before or during this connection attempt
         return False
     return True
 
 
-def falls_silent(port):
-    """Return whether the port is closed soon. The last rank's join may return before the server has closed the port."""
+def closes(port):
+    """Wait until the port is closed; return whether it is. The server may close it after the last rank's join returns."""
     deadline = time.monotonic() + 20.0
-    while answers(port) and time.monotonic() < deadline:
+    while is_open(port) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not answers(port)
+    return not is_open(port)
 
 
 @pytest.mark.parametrize("end", ["server", "client"])
-def test_the_store_behaves_as_torchs_own(job, end, join):
+def test_the_store_behaves_like_torchs_own(job, end, join):
     server, port = job
     end_of = server if end == "server" else join([port], 1)
     ours, theirs = _JobStore(end_of, 5.0), dist.HashStore()
@@ -100,14 +100,14 @@ def test_a_wait_ends_when_another_process_sets_the_key(job, join):
     setter = threading.Timer(0.2, clients[0].call, ("set", "late", "here"))
     setter.start()
     assert clients[1].call("get", "late", wait=20.0) == "here"
-    setter.join()  # the setter receives its answer a little later
+    setter.join()  # the setter's call may return a little later
 
 
 def test_the_port_is_closed_when_all_ranks_have_joined(job, join):
     server, port = job
-    assert answers(port)
+    assert is_open(port)
     clients = [join([port], rank) for rank in (1, 2)]
-    assert falls_silent(port)
+    assert closes(port)
     clients[0].call("set", "still", "works")
     assert clients[1].call("get", "still", wait=5.0) == server.call("get", "still") == "works"
 
@@ -117,11 +117,11 @@ def test_another_secret_is_refused_at_both_ends(job, join):
     with pytest.raises(UserError, match=rf"rank 1 .*{LOCAL}:{port} .*not of this job, or has another DUALTRAIN_SECRET"):
         join([port], 1, "a guess")
     assert server.call("count") == 0
-    assert isinstance(join([port], 1), StoreClient)  # the guess has not used up the rank
+    assert isinstance(join([port], 1), StoreClient)  # rank 1 can still join
 
 
 def test_the_secret_is_not_sent(job, join):
-    """A false server cannot use what a rank has sent it to join the job's own server."""
+    """A false server cannot join the job's server with the bytes that a rank has sent."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
         said = []
@@ -190,11 +190,11 @@ def test_a_rank_may_join_in_two_worlds(job, join):
     _, port = job
     for world in ("0-1", "2-3"):
         join([port], 1, world=world)
-    assert falls_silent(port)
+    assert closes(port)
 
 
 def test_a_relay_at_another_port_is_detected(job, join):
-    """A process without the secret relays messages between a rank and its server: neither accepts the other's proof."""
+    """A process without the secret relays messages between a rank and the server; the rank refuses the proof."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
 
@@ -210,7 +210,7 @@ def test_a_relay_at_another_port_is_detected(job, join):
         with pytest.raises(UserError, match="not of this job"):
             join([false.getsockname()[1]], 1, timeout=1.0)
         thread.join()
-    join([port], 1)  # the rank is still free
+    join([port], 1)  # rank 1 can still join
 
 
 def test_a_rank_outside_the_size_is_refused(job, join):

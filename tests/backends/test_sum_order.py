@@ -1,4 +1,4 @@
-"""The fixed order of sums: the tree, what ranks add up alone, and the sum over every kind of world."""
+"""The fixed order of sums: the tree, each rank's partial sums, and the whole sum on every kind of world."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ COUNTS = (1, 2, 3, 4, 5, 7, 8, 13)
 
 
 def numbers(shards, numel):
-    """Return numbers of each shard whose sum depends on the order, float32, (shards, numel)."""
+    """Return float32 numbers of shape (shards, numel). Their sum over the shards depends on the order."""
     generator = numpy.random.default_rng(shards * 1000 + numel)
     magnitudes = generator.integers(-3, 4, (shards, numel))
     return (generator.standard_normal((shards, numel)) * 10.0**magnitudes).astype(numpy.float32)
 
 
 def tree(rows):
-    """Compute the tree of RFC 6962 over ``rows``, with NumPy."""
+    """Add ``rows`` with NumPy, in the order of the tree of RFC 6962."""
     if len(rows) == 1:
         return rows[0]
     half = 1
@@ -40,7 +40,7 @@ def sums(backend, cases):
         order, rows = sum_order(shards, backend.size), torch.from_numpy(numbers(shards, numel))
         wire = backend.new_buffer(numel, torch.float32, torch.device("cpu"))
         partial = ShardSums(backend, wire, order)
-        for _ in range(2):  # buffers are used again
+        for _ in range(2):  # the second time, buffers are reused
             mine = order.ranges[backend.rank]
             for shard in mine:
                 if shard != mine[-1]:
@@ -85,7 +85,7 @@ def test_every_library_and_transport_has_the_bits_of_the_tree(real):
 
 
 def rank_order(backend, cases):
-    """Return what an ordinary all-reduce gives in place of the tree."""
+    """Return the sums of an ordinary all-reduce, which adds in rank order."""
     results = []
     for shards, numel in cases:
         wire = torch.from_numpy(numbers(shards, numel))[backend.rank].clone()
@@ -95,8 +95,8 @@ def rank_order(backend, cases):
     return results
 
 
-def test_a_sum_in_rank_order_has_other_bits():
-    """The numbers of these tests are such that another order gives other bits."""
+def test_a_sum_in_rank_order_has_different_bits():
+    """The numbers of these tests distinguish orders of the sum."""
     cases = [(4, 1000)]
     with pytest.raises(AssertionError):
         assert_equal(run_threads(4, rank_order, cases), cases)

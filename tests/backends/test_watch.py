@@ -1,4 +1,4 @@
-"""A rank that has failed: the others report which rank it is, and why, without waiting for a timeout."""
+"""Failed ranks: the other ranks report the failed rank's number and the reason, without waiting for a timeout."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.short_waits import short_waits
 from tests.test_pool import await_end
 from tests.threads import run_threads
 
-CONTRACT_SECONDS = 30.0  # half of the timeout of a call that never ends
+CONTRACT_SECONDS = 30.0  # half of the timeout of the pool's calls
 
 
 @pytest.fixture
-def doomed(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """A world of three new processes, none of which is left behind."""
+def new_world(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """A world of three new processes, all of which end with the test."""
     if request.param == "horovod":
         require_horovod()
     pool = Pool(3)
@@ -41,8 +41,8 @@ def doomed(request: pytest.FixtureRequest) -> Iterator[Pool]:
     assert await_end(pids, 0)
 
 
-def survive(backend, call):
-    """Repeat ``call`` until it fails; return the error, the seconds that it took, and the seconds of one more call."""
+def call_until_failure(backend, call):
+    """Repeat ``call`` until it fails; return the error, and the seconds of the failed call and of one more call."""
     success = time.monotonic()
     with pytest.raises(BackendError) as caught:  # noqa: PT012 - any of the calls may be the first to fail
         for _ in range(100_000):
@@ -54,13 +54,13 @@ def survive(backend, call):
     return str(caught.value), failure - success, time.monotonic() - failure
 
 
-def killed_on_the_way(backend, victim):
+def killed_between_calls(backend, victim):
     if backend.rank == victim:
         for _ in range(20):
             backend.allreduce(torch.ones(1000))
         os.kill(os.getpid(), signal.SIGKILL)
-    # A call that has ended on the victim may not have ended here, and fails then.
-    return survive(backend, lambda: backend.allreduce(torch.ones(1000)))
+    # A call that has returned on the victim may still run here, and then it fails.
+    return call_until_failure(backend, lambda: backend.allreduce(torch.ones(1000)))
 
 
 def aborts(backend, victim):
@@ -68,15 +68,15 @@ def aborts(backend, victim):
         backend.barrier()
         backend.abort("ValueError: boom")
         os._exit(1)
-    return survive(backend, backend.barrier)  # the barrier that has ended on the victim may fail here
+    return call_until_failure(backend, backend.barrier)  # a barrier that has returned on the victim may fail here
 
 
 KILLED = [("torch", 0), ("torch", 1), ("horovod", 1)]
 
 
-@pytest.mark.parametrize(("doomed", "victim"), KILLED, indirect=["doomed"])
-def test_the_other_ranks_name_a_killed_rank(doomed, victim):
-    outcomes = doomed.outcomes(killed_on_the_way, victim)
+@pytest.mark.parametrize(("new_world", "victim"), KILLED, indirect=["new_world"])
+def test_the_other_ranks_name_a_killed_rank(new_world, victim):
+    outcomes = new_world.outcomes(killed_between_calls, victim)
     assert "exit code -9" in outcomes.pop(victim).error
     for outcome in outcomes:
         assert outcome.error is None, outcome.error
@@ -86,10 +86,10 @@ def test_the_other_ranks_name_a_killed_rank(doomed, victim):
         assert second < CONTRACT_SECONDS
 
 
-@pytest.mark.parametrize("doomed", ["torch", "horovod"], indirect=True)
-def test_the_reason_of_a_rank_that_aborts_reaches_the_others(doomed):
-    victim = doomed.processes - 1
-    outcomes = doomed.outcomes(aborts, victim)
+@pytest.mark.parametrize("new_world", ["torch", "horovod"], indirect=True)
+def test_the_reason_of_a_rank_that_aborts_reaches_the_others(new_world):
+    victim = new_world.processes - 1
+    outcomes = new_world.outcomes(aborts, victim)
     assert "exit code 1" in outcomes.pop(victim).error
     for outcome in outcomes:
         assert outcome.error is None, outcome.error
@@ -102,7 +102,7 @@ def fails_at_once(backend):
     if backend.rank == 1:
         backend.abort("ValueError: boom")
         return None
-    return survive(backend, backend.barrier)
+    return call_until_failure(backend, backend.barrier)
 
 
 def test_a_rank_that_fails_at_once_is_reported():
@@ -116,7 +116,7 @@ def raises_in_a_with_statement(backend):
         with pytest.raises(ValueError, match="boom"), backend:
             raise ValueError("boom")
         return None
-    return survive(backend, backend.barrier)
+    return call_until_failure(backend, backend.barrier)
 
 
 def test_an_exception_in_a_with_statement_is_reported_to_the_others():
@@ -130,8 +130,8 @@ def test_an_exception_in_a_with_statement_is_reported_to_the_others():
 def leaves_early(backend):
     if backend.rank == 0:
         return backend.close()
-    with short_waits(backend):  # no other report follows that of a rank which leaves in good order
-        return survive(backend, backend.barrier)
+    with short_waits(backend):  # a rank that leaves without a failure sends no second report
+        return call_until_failure(backend, backend.barrier)
 
 
 def test_a_wait_for_a_rank_that_has_left_is_an_error(typical):
@@ -180,9 +180,9 @@ def test_ranks_that_wait_in_different_calls_are_named():
     run_threads(2, waits_elsewhere)
 
 
-# -- the watch by itself, over threads --------------------------------------------------------------------------------
+# -- Watch alone, on threads ------------------------------------------------------------------------------------------
 
-#: What an unauthenticated peer may answer to the challenge.
+#: Answers of unauthenticated peers to the challenge.
 UNAUTHENTICATED = [
     b'{"rank": 1, "nonce": "00", "proof": "guessed"}\n',
     b'{"rank": 1, "secret": "guessed"}\n',
@@ -259,7 +259,7 @@ def test_the_secret_is_not_sent_over_a_control_channel():
     assert run_threads(2, record_the_handshake) == [None, False]
 
 
-def fails_with_its_handshake(backend):
+def fails_during_the_handshake(backend):
     """The report arrives together with the last message of the handshake."""
     if backend.rank == 0:
         watch = Watch(backend, "127.0.0.1")
@@ -281,12 +281,12 @@ def fails_with_its_handshake(backend):
     return None
 
 
-def test_a_report_that_comes_with_the_handshake_is_received():
-    assert run_threads(2, fails_with_its_handshake)[0] == PeerFailure(1, "stopped: boom")
+def test_a_report_that_arrives_with_the_handshake_is_received():
+    assert run_threads(2, fails_during_the_handshake)[0] == PeerFailure(1, "stopped: boom")
 
 
 def receives_waits(backend):
-    """Rank 0 forwards which operation rank 1 waits for."""
+    """Rank 0 forwards to the others the operation for which rank 1 waits."""
     watch = Watch(backend, "127.0.0.1")
     if backend.rank == 1:
         watch.report_wait("a")
@@ -324,12 +324,12 @@ def receive_failures(backend):
     return watch.failure
 
 
-def test_the_first_failure_is_the_one_that_is_reported():
+def test_only_the_first_failure_is_reported():
     failures = run_threads(3, receive_failures)
     assert failures == [PeerFailure(1, "stopped: ValueError: cause"), None, PeerFailure(1, "stopped: ValueError: cause")]
 
 
-def leave_in_good_order(backend):
+def leave_without_failure(backend):
     watch = Watch(backend, "127.0.0.1")
     received = []
     watch.on_peer_failure = received.append
@@ -342,13 +342,13 @@ def leave_in_good_order(backend):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     backend.barrier()
-    assert received == []  # no callback
+    assert received == []
     return watch.failure
 
 
-def test_leaving_in_good_order_calls_no_callback():
+def test_leaving_without_a_failure_calls_no_callback():
     quiet = PeerFailure(1, "has left the job", quiet=True)
-    assert run_threads(3, leave_in_good_order) == [quiet, None, quiet]
+    assert run_threads(3, leave_without_failure) == [quiet, None, quiet]
 
 
 def test_the_watch_of_a_world_of_one_does_nothing():
@@ -380,7 +380,7 @@ def test_a_connection_receives_several_messages_and_parts_of_messages():
 
 
 @pytest.mark.parametrize(("number", "expected"), [("ETIMEDOUT", True), ("ENETUNREACH", True), ("ECONNRESET", False)])
-def test_the_end_of_the_network_and_of_a_process_are_distinguished(number, expected):
+def test_a_cut_network_and_an_ended_process_are_distinguished(number, expected):
     assert cut_off(OSError(getattr(errno, number), "")) is expected
     assert not cut_off(ValueError("a message is too long"))
 

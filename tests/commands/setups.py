@@ -1,7 +1,7 @@
-"""Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are stand-ins.
+"""Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are fakes.
 
-A set-up takes a second, needs no network and compiles nothing. The stand-ins record their arguments; the test writes
-their answers into files.
+A set-up takes a second, needs no network and compiles nothing. The fakes record their arguments; a test writes
+their outputs into files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ case "$1 $2" in
   "-m pip")
     shift 2
     echo "$*" >>"$here/calls"
-    asked=$1 previous=''
+    command=$1 previous=''
     for each; do
       case $previous in
         --constraint) cp "$each" "$here/constraints" ;;
@@ -38,7 +38,7 @@ case "$1 $2" in
       previous=$each
     done
     if [ -e "$here/pip" ]; then . "$here/pip"; fi
-    if [ "$asked" = wheel ]; then env >"$here/build"; echo >"$place/horovod-0-cp-linux.whl"; fi
+    if [ "$command" = wheel ]; then env >"$here/build"; echo >"$place/horovod-0-cp-linux.whl"; fi
     case "$*" in *nvidia-cuda-nvcc*) mkdir -p "$place/nvidia"; cp -r "$here/toolkit" "$place/nvidia/cu13" ;; esac ;;
   "-c "*torch/version.py*) cat "$here/torch" ;;
   "-c "*--check-build*) cat "$here/horovod" ;;
@@ -107,7 +107,7 @@ class Setup:
         (self._folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
 
     def toolkit(self, version: str, *, complete: bool = True) -> Path:
-        """Make a CUDA toolkit: complete, or with the parts in NVIDIA's wheels. A file "nvcc" makes its nvcc fail."""
+        """Make a CUDA toolkit, complete or with only the parts of NVIDIA's wheels. A file "nvcc" makes its nvcc fail."""
         self._program("toolkit/bin/nvcc", NVCC.format(folder=self._folder, version=version))
         for file in ("include/cuda_runtime.h", "include/cublas_v2.h", "include/cusparse.h", "lib64/libcudart.so"):
             if complete:
@@ -125,7 +125,7 @@ class Setup:
         (self._folder / "pip").write_text(script)
 
     def calls(self) -> list[str]:
-        """The arguments of pip's calls since the last time."""
+        """Return the arguments of pip's calls since the previous call of this method."""
         file = self._folder / "calls"
         found = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)

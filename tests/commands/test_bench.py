@@ -1,4 +1,4 @@
-"""The bench: statistics, tables and plans of measurements, none of which depend on the machine's speed."""
+"""Statistics, tables and plans of the bench. No test depends on the machine's speed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_interval_holds_the_median_and_lies_within_the_values():
     found = estimate(values)
     assert found.value == 1.2
     assert min(values) <= found.low < 1.2 < found.high <= max(values)
-    # The smallest and the largest of seven: all are on one side of the median in 2 of 2⁷ cases.
+    # The smallest and the largest of seven values: in 2 of 2⁷ cases, all seven are on one side of the true median.
     assert (found.low, found.high, found.level) == (0.9, 9.0, 1 - 2 / 2**7)
 
 
@@ -82,7 +82,7 @@ def test_the_interval_is_the_narrowest_of_order_statistics_that_holds_the_median
         assert level_of(count, rank + 1) < 0.98
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+def test_the_interval_covers_the_true_median_about_as_often_as_its_level():
     drawn = random.Random(1)
     samples = [[drawn.gauss(1.0, 0.05) for _ in range(ROUNDS)] for _ in range(100)]
     covered = sum(one.low <= 1.0 <= one.high for one in map(estimate, samples))
@@ -90,7 +90,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     assert abs(sum(estimate(one).value for one in samples) / 100 - 1.0) < 0.01
 
 
-def test_one_pair_has_no_width():
+def test_the_interval_of_one_pair_has_no_width():
     assert estimate([2.0]).low == estimate([2.0]).high == 2.0
 
 
@@ -99,12 +99,12 @@ def test_one_pair_has_no_width():
 MACHINE = {"measured": "today", "ranks": "two <ranks>"}
 
 
-def said_of(found: Results) -> str:
+def text_of(found: Results) -> str:
     return text(found, rows_of(found), MACHINE, targets=True)
 
 
 def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
-    """Return seven rounds of contenders that take these ``seconds``; each round is slower than the last by one factor."""
+    """Return seven rounds of contenders that take ``seconds``. Each round slows all contenders by the same factor."""
     found = Results(missing=missing or {}, step_fractions=[1.0] * ROUNDS)
     for name, value in seconds.items():
         name = name.replace("_", "-")
@@ -137,18 +137,18 @@ def test_an_interval_around_the_target_shows_neither_success_nor_failure(tmp_pat
     found = results(shm=0.1, ddp_tuned=0.15)
     found.samples["shm"][2].seconds["resnet18"] *= 1.4  # one slow round: a ratio of 1.07 beside six of 1.5
     for number, sample in enumerate(found.samples["shm"]):
-        sample.seconds["trainer"] = (15 + 2 * number) * 1e-6  # the target, 20 µs, is inside
+        sample.seconds["trainer"] = (15 + 2 * number) * 1e-6  # the target, 20 µs, is inside the interval
     rows = rows_of(found)
     ratio, cost = row(rows, "shm", TUNED), next(r for r in rows if "trainer" in r.job)
     assert ratio.found.value == pytest.approx(1.5)
     assert ratio.found.low < 1.3 < ratio.found.high
     assert (ratio.verdict, cost.verdict) == (NOT_SHOWN, NOT_SHOWN)
-    said = said_of(found)
+    said = text_of(found)
     assert f"targets that are not shown: {ratio.group}: resnet18; costs: {cost.job}\n" in said
     assert "targets that are not met" not in said
 
 
-def test_targets_are_shown_on_request_and_a_missed_one_is_exit_status_1(tmp_path, capsys):
+def test_targets_are_shown_on_request_and_a_missed_target_gives_exit_status_1(tmp_path, capsys):
     missed, kept = results(shm=0.1, alone=0.08, ddp_tuned=0.15), results(shm=0.1, ddp_tuned=0.15)
     for found, targets, status in ((missed, True, 1), (missed, False, 0), (kept, True, 0)):
         assert bench._conclude(tmp_path, found, MACHINE, targets=targets) == status
@@ -160,7 +160,7 @@ def test_targets_are_shown_on_request_and_a_missed_one_is_exit_status_1(tmp_path
     assert not bench._parse([]).targets
 
 
-def test_the_exit_status_is_the_one_of_the_conclusion(tmp_path, monkeypatch):
+def test_the_conclusion_gives_the_exit_status(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda *_: results(shm=0.1, alone=0.08))
     flags = ["--quick", "--out", str(tmp_path), "--contenders", f"alone,{TUNED}"]
     assert [main([*flags, *more]) for more in ([], ["--targets"])] == [0, 1]
@@ -175,7 +175,7 @@ def test_a_speed_with_other_weights_meets_no_target():
     rows = rows_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
     found = row(rows, "shm", TUNED)
     assert (found.weights, found.verdict) == ("other numerics", NOT_MET)
-    assert "meets no target" in said_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
+    assert "meets no target" in text_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
 
 
 def test_fewer_than_seven_pairs_give_no_conclusion():
@@ -188,7 +188,7 @@ def test_fewer_than_seven_pairs_give_no_conclusion():
     for one in (ratio, cost):
         assert (one.target is not None, one.verdict, one.note) == (True, "", "6 pairs: not judged")
     assert ratio.found.pairs == dataclasses.asdict(ratio)["found"]["pairs"] == ROUNDS - 1
-    said = said_of(found)
+    said = text_of(found)
     unjudged = sum(r.target is not None for r in rows if r.found.pairs < ROUNDS)
     assert f"targets that are not judged: {unjudged}; a verdict needs 7 pairs" in said
     assert said.endswith("This is based on only 6 pairs: a verdict needs 7.")
@@ -196,12 +196,12 @@ def test_fewer_than_seven_pairs_give_no_conclusion():
 
 def test_seven_pairs_give_a_conclusion_without_their_number():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
-    said = said_of(found)
+    said = text_of(found)
     assert "not judged" not in said
     assert "only" not in said.splitlines()[-1]
 
 
-def test_the_noise_floor_is_left_out_if_the_target_requires_it():
+def test_a_target_that_allows_noise_is_lowered_by_the_noise_floor():
     quiet = results(native=0.1010, ddp_tuned=0.1, ddp_tuned_again=0.1)
     assert row(rows_of(quiet), "native", TUNED).verdict == NOT_MET
     noisy = results(native=0.1010, ddp_tuned=0.1, ddp_tuned_again=0.103)
@@ -239,7 +239,7 @@ def test_the_answer_follows_the_numbers(seconds, word):
     said = answer(found, rows_of(found))
     assert word in said
     assert "\n" not in said
-    assert said_of(found).splitlines()[-1] == said
+    assert text_of(found).splitlines()[-1] == said
 
 
 def test_the_answer_names_the_ratios_and_the_weights():
@@ -254,7 +254,7 @@ def test_the_answer_names_the_ratios_and_the_weights():
 
 def test_a_missing_contender_is_reported_with_its_cure():
     found = results(shm=0.1, missing={"hvd-gloo": "horovod is not installed", "fabric": "it broke"})
-    said = said_of(found)
+    said = text_of(found)
     assert "Lightning Fabric: not measured: it broke" in said
     assert said.splitlines()[-1].endswith("bash launch/setup.sh installs it.")
 
@@ -372,7 +372,7 @@ def test_all_compared_contenders_are_measured():
     assert modules == files
 
 
-def test_a_contender_that_was_left_out_early_does_not_answer():
+def test_a_contender_that_was_left_out_early_is_not_in_the_answer():
     found = results(shm=1.0, native=2.0, hvd_gloo=3.0, hvd_mpi=3.0)
     for name in ("shm", "hvd-gloo"):
         found.samples[name][1:] = [None] * (ROUNDS - 1)
@@ -476,10 +476,10 @@ def test_a_sample_is_the_slowest_ranks_and_has_rank_0s_weights():
     assert (found.sha256, found.ranks) == ({"small": "a"}, 2)
 
 
-@pytest.mark.parametrize("says", ["mpirun (Open MPI) 4.1.8", "HYDRA build details"])
-def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_path, monkeypatch):
+@pytest.mark.parametrize("version", ["mpirun (Open MPI) 4.1.8", "HYDRA build details"])
+def test_over_mpi_ranks_are_started_by_open_mpis_mpirun_or_else_by_horovodrun(version, tmp_path, monkeypatch):
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text(f"#!/bin/sh\necho '{says}'\n")
+    mpirun.write_text(f"#!/bin/sh\necho '{version}'\n")
     mpirun.chmod(0o755)
     started = []
     monkeypatch.setattr(start_contender, "_program_path", lambda name: str(mpirun) if name == "mpirun" else name)
@@ -490,10 +490,10 @@ def test_over_mpi_open_mpis_mpirun_starts_the_ranks_else_horovodrun(says, tmp_pa
     finally:
         start_contender._open_mpi.cache_clear()
     ((command, _),) = started
-    assert Path(command[0]).name == ("mpirun" if "Open MPI" in says else "horovodrun")
+    assert Path(command[0]).name == ("mpirun" if "Open MPI" in version else "horovodrun")
     assert command[-2:] == ["python", "x.py"]
-    asks = ["-H", "localhost:3"] if "Open MPI" in says else ["-np", "3"]
-    assert asks in [command[at : at + 2] for at in range(len(command))]
+    expected = ["-H", "localhost:3"] if "Open MPI" in version else ["-np", "3"]
+    assert expected in [command[at : at + 2] for at in range(len(command))]
 
 
 def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
@@ -533,7 +533,7 @@ def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monk
 
 
 def run_with(monkeypatch, tmp_path, plan, broken=()):
-    """Return the modules and options that were started, in order, and the results of the run."""
+    """Run ``plan`` without processes; return the started modules with their options, in order, and the results."""
     calls = []
 
     def run_entry(entry, *_):
@@ -609,7 +609,7 @@ def test_a_contender_that_fails_once_is_started_again(tmp_path, monkeypatch):
     found = measure.measure(Plan([TUNED], ("tiny",), 1, 0.5, 1000), LaunchSpec(2, "cpu", tmp_path), lambda _: None)
     assert found.missing == {}
     assert found.samples[TUNED][0] is not None
-    assert "failed in 1 of its starts: no luck" in said_of(found)
+    assert "failed in 1 of its starts: no luck" in text_of(found)
 
 
 def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path, monkeypatch):
@@ -622,9 +622,9 @@ def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path, monkeypatch):
 
 
 def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
-    """Run rounds of three contenders on a simulated clock; return the step fractions and the samples.
+    """Run rounds of three contenders on a simulated clock; return the results, the samples' counts, the time and the log.
 
-    ``step`` is the seconds of one step of ``resnet18``: in every round, or one value for each round, the last one repeated.
+    ``step`` has the seconds of one step of ``resnet18`` in each round; its last value is used for all later rounds.
     """
     clock = [0.0]
     said: list[str] = []
@@ -645,7 +645,7 @@ def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
     return found, [found.count(name) for name in names], clock[0], said
 
 
-def test_a_fast_machine_takes_all_steps_but_in_the_first_round(monkeypatch, tmp_path):
+def test_a_fast_machine_takes_all_steps_in_all_rounds_but_the_first(monkeypatch, tmp_path):
     found, counts, _, _ = rounds_at(monkeypatch, tmp_path, 10, [3], 1140)
     assert found.step_fractions == [0.125, *[1.0] * 6]
     assert counts == [7, 7, 7]
@@ -684,7 +684,7 @@ def test_a_contender_that_hangs_is_ended_when_the_time_is_up(monkeypatch, tmp_pa
     assert timeouts == [240, 130, 90]
     assert (clock[0], found.count(TUNED), found.missing) == (170, 2, {})
     assert "no time is left for another start: it did not end" in said[-2]
-    assert "failed in 1 of its starts: it did not end" in said_of(found)
+    assert "failed in 1 of its starts: it did not end" in text_of(found)
 
 
 def test_a_machine_that_was_slow_in_the_first_round_completes_all_rounds(monkeypatch, tmp_path):
@@ -701,7 +701,7 @@ def test_a_very_slow_machine_takes_fewer_rounds(monkeypatch, tmp_path):
     assert said[-1] == "2 of 7 rounds were run: another would not end within 19 minutes"
 
 
-def test_a_round_ends_where_no_time_is_left_for_the_next_contender(monkeypatch, tmp_path):
+def test_a_round_ends_when_no_time_is_left_for_the_next_contender(monkeypatch, tmp_path):
     found, counts, _, said = rounds_at(monkeypatch, tmp_path, 10, [1, 30], 185)
     assert (found.rounds, counts) == (2, [1, 2, 2])
     assert said[-1] == "round 2 of 7 ends before no communication: no time is left"
@@ -711,7 +711,7 @@ def test_a_single_round_takes_all_steps():
     assert pace.Pace(1, 170.0, 0.5).step_fraction == 0.5
 
 
-def test_the_weights_are_compared_in_each_round_by_itself():
+def test_the_weights_are_compared_in_each_round_separately():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     for column in found.samples.values():
         column[3].sha256["resnet18"] = "after fewer steps"
@@ -760,7 +760,7 @@ def test_the_users_own_files_in_the_folder_of_results_stay(tmp_path, monkeypatch
     assert not used[0].exists()
 
 
-def test_the_bench_itself_is_no_rank(monkeypatch, capsys):
+def test_the_bench_refuses_to_run_as_a_rank(monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert main([]) == 2

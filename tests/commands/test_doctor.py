@@ -1,4 +1,4 @@
-"""The doctor on healthy worlds, and on broken worlds, for which it names the problem and the cure."""
+"""The doctor on healthy and on broken worlds. Each problem is reported with its cure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pool import ROOT, free_port
 
 DOCTOR = ("-m", "dualtrain.doctor")
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-# Hide Horovod from a whole process.
+# Program in which Horovod cannot be imported.
 WITHOUT_HOROVOD = """
 import sys
 class Missing:
@@ -45,7 +45,7 @@ def row(rank=0, **other):
     return {**healthy, "probes": fine, **here, **other}
 
 
-def test_alone_as_text_and_as_json(tmp_path):
+def test_the_report_of_one_rank_as_text_and_as_json(tmp_path):
     end = run((*DOCTOR, "--json"), tmp_path, env=ENV)
     assert end.returncode == 0, end.stderr
     report = json.loads(end.stdout)
@@ -61,12 +61,12 @@ def test_alone_as_text_and_as_json(tmp_path):
     assert text.endswith("a run with --backend local would work")
 
 
-def both_are_reached(said, chosen):
-    """Assert that both backends work on two ranks, and which of them a run would use."""
+def assert_that_both_work(said, chosen):
+    """Assert that both backends work on two ranks, and that a run would use ``chosen``."""
     assert f"a run with --backend {chosen} would work" in said
     assert said.count("a run with") == 1
     assert "torch (shm, cpu)" in said  # what a run would use
-    assert re.search(r"^(\[[\d,]+\]<stdout>:)?64 MB +\d+\.\d+ ms", said, re.MULTILINE)  # a launcher may tag lines
+    assert re.search(r"^(\[[\d,]+\]<stdout>:)?64 MB +\d+\.\d+ ms", said, re.MULTILINE)  # a launcher may prefix lines
     assert "horovod (" in said
     assert all(f"rank {rank} " in said for rank in (0, 1))
     assert "problem:" not in said
@@ -77,7 +77,7 @@ def test_two_ranks_reach_each_other_on_both_backends(tmp_path):
     with torchrun(2) as places:
         first, second = run_ranks(places, DOCTOR, tmp_path, env=ENV)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    both_are_reached(first.stdout, "torch")
+    assert_that_both_work(first.stdout, "torch")
     assert second.stdout == ""
 
 
@@ -93,7 +93,7 @@ def test_a_rendezvous_without_a_server_ends_in_time(tmp_path):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     end = run((*DOCTOR, "--timeout", "1"), tmp_path, env=ENV | place)
     assert end.returncode == 2
-    assert end.stdout == ""  # the report is rank 0's
+    assert end.stdout == ""  # only rank 0 prints the report
     (said,) = end.stderr.splitlines()
     assert f"(rank 1 of 2): torch: rank 1 could not meet the others at 127.0.0.1:{port} within 1 s" in said
 
@@ -107,13 +107,13 @@ def test_a_missing_horovod_is_a_problem_only_if_it_is_requested(backend, status,
 
 
 @pytest.mark.parametrize("flags", [["--backend", "nccl"], ["--timeout", "0"], ["--timeout", "soon"], ["more"]])
-def test_bad_flags_are_one_line(flags, capsys):
+def test_bad_flags_are_refused_in_one_line(flags, capsys):
     assert main(flags) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("dualtrain: error: ")
 
 
-def test_a_launcher_variable_that_is_missing_is_one_line(monkeypatch, capsys):
+def test_a_missing_launcher_variable_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert main([]) == 2
     assert "LOCAL_RANK is not set" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The doctor's report on CUDA, NCCL and the driver, with stand-ins for the driver's files."""
+"""The doctor's report on CUDA, NCCL and the driver, with fakes of the driver's files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_report_shows_the_versions_of_cuda_and_the_driver(gpu, line):
         ({"gpu": gpus(), "cuda": True, "devices": ["H200"] * 2, "horovod": WITHOUT_NCCL}, "Horovod on here has no NCCL"),
     ],
 )
-def test_why_ranks_cannot_use_the_gpu_is_noted_once_per_host(facts, part):
+def test_the_reason_why_ranks_cannot_use_the_gpu_is_noted_once_per_host(facts, part):
     problems, notes = advise([row(0, **facts), row(1, **facts)], "torch")
     assert problems == []
     (note,) = notes

@@ -38,7 +38,7 @@ def exercise(tmp_path, seed=0):
         (["--out", "{folder}"], "exists already: name a new folder"),
     ],
 )
-def test_bad_flags_are_one_line(flags, message, tmp_path, capsys):
+def test_bad_flags_are_refused_in_one_line(flags, message, tmp_path, capsys):
     assert command.main([flag.format(folder=tmp_path) for flag in flags]) == 2
     output, errors = capsys.readouterr()
     assert output == ""
@@ -119,7 +119,7 @@ def test_a_job_without_its_launcher_reports_that(monkeypatch, tmp_path):
         job.start()
 
 
-def test_a_job_is_not_started_for_ever(tmp_path):
+def test_the_number_of_starts_of_a_job_is_limited(tmp_path):
     job = Job(tmp_path / "run", [], 1, horovod=False, restarts=0)
     job._command = [sys.executable, "-c", "raise SystemExit(3)"]
     job.start()
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_best_one_is_kept(rank):
     assert rank._launcher.wait(20) == -signal.SIGKILL
 
 
-#: Program that uses a small file system, and prints what is left of it.
+#: Program that fills a small file system by the fault FULL_DISK, and prints the effects.
 IN_SMALL_DISK = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
@@ -213,7 +213,7 @@ print((top / "run" / "file").read_text(), os.path.ismount(top / "run"))
 """
 
 
-def test_a_full_file_system_is_the_drills_own_and_its_files_are_kept(tmp_path):
+def test_the_drill_fills_only_its_own_file_system_and_keeps_the_files(tmp_path):
     (tmp_path / "like").mkdir()
     (tmp_path / "like" / "checkpoint").write_bytes(bytes(5_000_000))
     end = run(("-c", IN_SMALL_DISK, tmp_path), tmp_path / "output", env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -239,7 +239,7 @@ def test_without_mounts_a_drill_has_the_other_faults(tmp_path, monkeypatch):
     assert said == [f"without the fault {FULL_DISK.name!r}: no file system can be mounted (Operation not permitted)"]
 
 
-def test_a_run_is_not_killed_after_one_step_until_it_refuses_to_restart(tmp_path):
+def test_a_run_is_killed_at_one_step_fewer_times_than_restarts_allow(tmp_path):
     steps = [7, 7, 7, 7, 8]
 
     class Slow:
@@ -265,7 +265,7 @@ def test_a_position_is_the_last_whole_line(tmp_path):
     assert job.position() == (path.stat().st_ino, 2)
 
 
-def test_no_process_of_another_job_is_touched(rank):
+def test_no_process_of_another_job_is_ended(rank):
     env = {**os.environ, MARK: "another", "RANK": "1"}
     with subprocess.Popen([sys.executable, "-c", "input()", "dualtrain.main"], stdin=subprocess.PIPE, env=env) as other:
         rank.end()

@@ -29,7 +29,7 @@ def test_the_installed_command_is_this_one():
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
-def test_alone_and_with_help_it_lists_every_command(monkeypatch, capsys, arguments):
+def test_without_arguments_and_with_help_every_command_is_listed(monkeypatch, capsys, arguments):
     monkeypatch.setattr("sys.argv", ["/env/bin/dualtrain", *arguments])
     assert entry.main() == 0
     said = capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_train_is_the_command_line_of_a_run(tmp_path):
 
 
 def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path):
-    """In a process of its own: python sets ``sys.path`` to the folder of the installed script, and ranks inherit it."""
+    """Use a new process: Python puts the installed script's folder into ``sys.path``, and ranks inherit it."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "dualtrain"
     script.write_text("import sys\nfrom dualtrain.__main__ import main\nsys.exit(main())\n")

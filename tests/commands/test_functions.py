@@ -1,4 +1,4 @@
-"""``dualtrain.run`` and ``horovod.run`` on this host: results, failures, refusals, and that no process is left behind."""
+"""``dualtrain.run`` and ``horovod.run`` on this host: results, failures, refusals, and the end of all processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from dualtrain.functions.payload import dumps, pickled_call
 from dualtrain.launchers import detect_world
 from tests.forked import ROOT, holds
 
-SECONDS = 60.0  # for processes on a crowded machine
+SECONDS = 60.0  # for processes on a busy machine
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -36,14 +36,14 @@ def place(*args, **kwargs):
     return world.launcher, world.rank, world.size, args, kwargs, os.environ["HOROVOD_RANK"]
 
 
-def test_results_are_in_the_order_of_ranks_and_arguments_arrive():
+def test_results_are_in_rank_order_and_functions_get_their_arguments():
     assert dualtrain.run is run
     assert run(place, (1, "two"), {"x": [3]}, nproc=2) == [
         ("spawn", rank, 2, (1, "two"), {"x": [3]}, str(rank)) for rank in range(2)
     ]
 
 
-def test_horovods_module_leads_to_ours_and_ranks_share_a_world(monkeypatch):
+def test_importing_horovod_gives_dualtrain_hvd_and_ranks_share_a_world(monkeypatch):
     def total(scale):
         import horovod.torch as hvd
         import torch
@@ -64,10 +64,10 @@ def test_a_launcher_of_one_rank_is_not_the_ranks_launcher(monkeypatch):
     assert [found[:3] for found in run(place, nproc=2)] == [("spawn", 0, 2), ("spawn", 1, 2)]
 
 
-def test_each_rank_gets_its_share_of_the_cores_unless_the_user_has_chosen(monkeypatch):
+def test_the_cores_are_split_among_ranks_unless_the_user_sets_the_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert [int(found) <= share for found in run(os.getenv, ("OMP_NUM_THREADS",), nproc=2)] == [True, True]
+    per_rank = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [int(found) <= per_rank for found in run(os.getenv, ("OMP_NUM_THREADS",), nproc=2)] == [True, True]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert run(os.getenv, ("OMP_NUM_THREADS",)) == ["7"]
 
@@ -79,7 +79,7 @@ def test_functions_and_results_may_be_larger_than_a_sockets_buffer():
 
 @pytest.mark.parametrize("name", ["-", "program.py"])
 def test_a_function_of_the_main_program_needs_no_file_and_no_guard(name, tmp_path):
-    """As in a notebook, whose cells are ``__main__``."""
+    """Run ``__main__`` from standard input, as in a notebook, and from a file."""
     source = (
         "import os, dualtrain\n"
         "class Box:\n    def __init__(self, x): self.x = x\n"
@@ -96,7 +96,7 @@ def test_a_function_of_the_main_program_needs_no_file_and_no_guard(name, tmp_pat
 
 
 class Odd(Exception):  # noqa: N818
-    """Cannot be unpickled."""
+    """Exception that cannot be unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
@@ -113,7 +113,7 @@ def test_an_exception_comes_back_with_rank_traceback_and_cause():
     assert (seen.value.rank, repr(seen.value.__cause__)) == (1, "ValueError('no such thing')")
     assert "in broken\n" in seen.value.trace
     assert "functions" + os.sep not in seen.value.trace.partition("in broken")[0].replace(__file__, "")
-    assert isinstance(seen.value, RuntimeError)  # which Horovod's own raises
+    assert isinstance(seen.value, RuntimeError)  # as Horovod's run raises
 
 
 def test_a_failure_can_be_pickled_itself():
@@ -141,7 +141,7 @@ def test_every_kind_of_exception_is_reported(error, said):
     assert str(seen.value).partition("\n")[0] == f"rank 0 of 1 failed: {said}"
 
 
-def test_the_rank_at_fault_is_named_and_not_one_that_noticed():
+def test_the_rank_that_caused_a_failure_is_named_and_not_one_whose_collective_failed():
     def broken():
         if os.environ["RANK"] == "0":
             raise RuntimeError("sum failed") from BackendError("rank 1 has left")
@@ -196,12 +196,12 @@ def test_a_failure_after_the_result_is_a_failure():
 def test_a_rank_that_does_not_exit_after_its_result_is_ended(monkeypatch, caplog):
     monkeypatch.setattr(children, "EXIT_SECONDS", 0.2)
 
-    def lingers():
+    def keeps_running():
         threading.Thread(target=time.sleep, args=(SECONDS,)).start()
         return os.getpid()
 
-    (pid,) = run(lingers)
-    assert gone(pid)
+    (pid,) = run(keeps_running)
+    assert has_ended(pid)
     assert "rank 0 did not exit within 0.2 s after returning" in caplog.text
 
 
@@ -210,7 +210,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
         run(threading.Lock)
 
 
-def test_nothing_is_left_of_a_failed_job(tmp_path, monkeypatch):
+def test_no_process_of_a_failed_job_remains(tmp_path, monkeypatch):
     monkeypatch.setattr(children, "END_SECONDS", 0.5)
 
     def broken():
@@ -229,7 +229,7 @@ def test_nothing_is_left_of_a_failed_job(tmp_path, monkeypatch):
         run(broken, nproc=2)
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / f"pids.{rank}").read_text().split()]
     assert len(pids) == 4
-    assert holds(lambda: all(gone(pid) for pid in pids))
+    assert holds(lambda: all(has_ended(pid) for pid in pids))
 
 
 def test_an_interrupt_ends_the_ranks(tmp_path):
@@ -247,7 +247,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(waits)
     thread.join()
-    assert gone(int((tmp_path / "pid").read_text()))
+    assert has_ended(int((tmp_path / "pid").read_text()))
 
 
 def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
@@ -260,10 +260,10 @@ def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
     with subprocess.Popen([sys.executable, "-c", source], env=env, stdout=subprocess.PIPE, text=True) as caller:
         pids = [int(caller.stdout.readline()) for _ in range(2)]
         caller.kill()
-    assert holds(lambda: all(gone(pid) for pid in pids))
+    assert holds(lambda: all(has_ended(pid) for pid in pids))
 
 
-def test_it_runs_in_any_thread():
+def test_run_works_in_any_thread():
     found = []
     thread = threading.Thread(target=lambda: found.extend(run(place)))
     thread.start()
@@ -312,12 +312,12 @@ def test_a_bad_number_of_ranks_is_refused(given, said):
         run(print, **given)
 
 
-def test_what_cannot_be_called_is_refused():
+def test_an_object_that_is_not_callable_is_refused():
     with pytest.raises(UserError, match=r"'train\.py', which cannot be called"):
         run("train.py")
 
 
-def test_one_of_several_ranks_is_refused(monkeypatch):
+def test_a_call_by_one_of_several_ranks_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="rank 1 of 2, started by environment, and run"):

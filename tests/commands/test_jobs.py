@@ -1,4 +1,4 @@
-"""Whole jobs of two ranks, described by a launcher's variables: their output, and their end."""
+"""Whole jobs of two ranks with a launcher's variables: their output and their exit statuses."""
 
 from __future__ import annotations
 

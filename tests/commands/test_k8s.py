@@ -1,7 +1,7 @@
 """launch/k8s: the manifests are valid for the operators, as far as can be checked without a cluster.
 
 The rules of the operators' types and validation (training-operator's v1, mpi-operator's v2beta1) are written out here. If
-the package kubeflow-training is installed, its models are checked too: the name and type of each field, down to the pods.
+the package kubeflow-training is installed, names and types of all fields, down to the pods, are compared with its models.
 tests/launch/test_k8s.py runs the pods' own commands.
 """
 
@@ -45,7 +45,7 @@ def test_the_spec_has_known_fields_with_known_values(kind):
     job = JOBS[kind]
     assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
     assert job["kind"] == kind
-    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", job["metadata"]["name"])  # its pods' names are longer
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", job["metadata"]["name"])  # names of pods begin with it
     assert set(job["spec"]) <= SPEC[kind]
     policy = job["spec"]["runPolicy"]
     assert set(policy) <= RUN_POLICY
@@ -59,14 +59,14 @@ def test_the_spec_has_known_fields_with_known_values(kind):
 
 def test_a_pytorchjob_has_one_master_and_containers_that_the_operator_finds():
     spec = JOBS["PyTorchJob"]["spec"]
-    assert isinstance(spec["nprocPerNode"], str)  # a number is refused
+    assert isinstance(spec["nprocPerNode"], str)  # the operator refuses a number
     assert set(replicas("PyTorchJob")) == {"Master", "Worker"}
     assert replicas("PyTorchJob")["Master"]["replicas"] == 1
     for replica in replicas("PyTorchJob").values():
         assert [container["name"] for container in replica["template"]["spec"]["containers"]] == ["pytorch"]
 
 
-def test_an_mpijob_has_one_launcher_and_says_where_its_keys_go():
+def test_an_mpijob_has_one_launcher_and_mounts_its_keys_in_the_home_folder():
     spec = JOBS["MPIJob"]["spec"]
     assert set(replicas("MPIJob")) == {"Launcher", "Worker"}
     assert replicas("MPIJob")["Launcher"]["replicas"] == 1
@@ -79,7 +79,7 @@ def test_an_mpijob_has_one_launcher_and_says_where_its_keys_go():
 
 
 @pytest.mark.parametrize("pod", PODS.values(), ids=PODS)
-def test_no_pod_is_root_and_all_say_what_they_need(pod):
+def test_no_pod_runs_as_root_and_every_pod_requests_resources(pod):
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] > 0
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -117,12 +117,12 @@ def test_a_start_and_a_restart_have_the_same_command_without_a_shell(pod):
     assert (config.output.run_dir, config.output.resume) == ("/runs/one", "auto")
 
 
-def known(value: Any, kind: str, models: Any, core: Any) -> None:
-    """Assert that ``value`` is of an OpenAPI type: the model has each of its fields, with a value of the field's type."""
+def assert_type(value: Any, kind: str, models: Any, core: Any) -> None:
+    """Assert that ``value`` is of the OpenAPI type ``kind``: the type's model has all its fields, with the same types."""
     inner = re.fullmatch(r"(?:list\[|dict\(str, )(.*)[\])]", kind)
     if inner:
         for each in value.values() if isinstance(value, dict) else value:
-            known(each, inner[1], models, core)
+            assert_type(each, inner[1], models, core)
         return
     plain = {"str": str, "int": int, "bool": bool, "object": object}
     if kind in plain:
@@ -132,7 +132,7 @@ def known(value: Any, kind: str, models: Any, core: Any) -> None:
     names = {field: name for name, field in model.attribute_map.items()}
     for field, each in value.items():
         assert field in names, f"{kind} has no field {field}"
-        known(each, model.openapi_types[names[field]], models, core)
+        assert_type(each, model.openapi_types[names[field]], models, core)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kubeflow") is None, reason="needs kubeflow-training: bash tests/extras.sh")
@@ -140,7 +140,7 @@ def test_the_published_models_have_all_fields():
     from kubeflow.training import models
     from kubernetes import client
 
-    known(JOBS["PyTorchJob"], "KubeflowOrgV1PyTorchJob", models, client)
+    assert_type(JOBS["PyTorchJob"], "KubeflowOrgV1PyTorchJob", models, client)
     # The package has only v1 of MPIJob: check the parts that v2beta1 has in common with v1.
-    known(JOBS["MPIJob"]["spec"]["runPolicy"], "KubeflowOrgV1RunPolicy", models, client)
-    known(replicas("MPIJob"), "dict(str, KubeflowOrgV1ReplicaSpec)", models, client)
+    assert_type(JOBS["MPIJob"]["spec"]["runPolicy"], "KubeflowOrgV1RunPolicy", models, client)
+    assert_type(replicas("MPIJob"), "dict(str, KubeflowOrgV1ReplicaSpec)", models, client)

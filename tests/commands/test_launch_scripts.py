@@ -15,7 +15,7 @@ SCRIPTS = ["torchrun", "horovodrun", "mpirun"]
 
 
 def start(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    # The scripts use the virtual environment of this interpreter, and look for no other.
+    # The scripts use the virtual environment of this interpreter.
     env = {**os.environ, "DUALTRAIN_VENV": str(Path(sys.executable).parent.parent), **variables}
     command = ["bash", str(ROOT / "launch" / f"{name}.sh"), *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
@@ -30,7 +30,7 @@ def test_help_is_the_head_comment(name):
     assert "set -e" not in end.stdout
 
 
-def test_the_set_up_has_help_and_refuses_what_it_does_not_know():
+def test_setup_has_help_and_refuses_unknown_arguments():
     end = start("setup", "--help")
     assert end.returncode == 0, end.stderr
     assert {line.split()[0] for line in end.stdout.splitlines() if line.startswith("DUALTRAIN_")} == {
@@ -47,7 +47,7 @@ def test_several_hosts_of_torchrun_need_a_port():
     assert "PORT is not set, but 2 hosts need one to meet: set it to a free port of one" in end.stderr
 
 
-#: The command that each script starts with NPROC=3, and with HOSTS="one:2,two" IFACE="lo".
+#: Commands that each script starts: for NPROC=3, and for NPROC=2 HOSTS="one:2,two" IFACE="lo" PORT=7.
 STARTS = {
     "torchrun": (
         "torchrun --standalone --nproc-per-node=3 -m dualtrain.main --lr 1",

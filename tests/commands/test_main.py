@@ -28,7 +28,7 @@ def test_a_run_ends_with_status_0_and_prints_its_results(tmp_path):
     assert "\r" not in end.stdout  # no progress bar without a terminal
 
 
-def test_a_terminal_gets_a_bar(tmp_path):
+def test_a_terminal_gets_a_progress_bar(tmp_path):
     ours, theirs = pty.openpty()
     program = "import os, sys, dualtrain.main\nterminal = os.open(sys.argv.pop(1), os.O_WRONLY)\n"
     program += "for each in (1, 2): os.dup2(terminal, each)\nsys.exit(dualtrain.main.main())"
@@ -79,12 +79,12 @@ def test_the_wait_for_a_missing_peer_at_the_start_is_bounded(monkeypatch, capsys
     assert "within 1 s" in capsys.readouterr().err
 
 
-def test_a_refusal_is_the_status_of_the_process(tmp_path):
+def test_a_refusal_gives_the_process_status_2(tmp_path):
     end = run((*MAIN, "--lr", "x"), tmp_path, env=ENV)
     assert (end.returncode, end.stdout, len(end.stderr.splitlines())) == (2, "", 1)
 
 
-def test_horovod_missing_names_its_cure(tmp_path):
+def test_a_missing_horovod_is_reported_with_its_cure(tmp_path):
     (tmp_path / "horovod.py").write_text("raise ImportError('No module named horovod')")
     end = run((*MAIN, "--backend", "horovod"), tmp_path, env=ENV, cwd=tmp_path)
     assert end.returncode == 2
@@ -128,7 +128,7 @@ def give_up(backend) -> int:
     return command._give_up(errors[backend.size - 2], backend)
 
 
-def test_each_rank_prints_that_ranks_differ_and_rank_0_an_error_of_all(capsys):
+def test_each_rank_prints_that_ranks_differ_but_only_rank_0_an_error_of_all_ranks(capsys):
     assert run_threads(2, give_up) == [2, 2]
     lines = sorted(capsys.readouterr().err.splitlines())
     assert lines == [f"dualtrain: error (rank {rank} of 2): do not restart: another seed" for rank in range(2)]
@@ -136,7 +136,7 @@ def test_each_rank_prints_that_ranks_differ_and_rank_0_an_error_of_all(capsys):
     assert capsys.readouterr().err.splitlines() == ["dualtrain: error (rank 0 of 3): the disk is full"]
 
 
-def test_rank_0_reports_a_mistyped_flag_and_another_rank_if_it_still_runs_later(monkeypatch, capsys):
+def test_other_ranks_than_0_wait_before_they_report_a_mistyped_flag(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     silent: list[str] = []
@@ -148,7 +148,7 @@ def test_rank_0_reports_a_mistyped_flag_and_another_rank_if_it_still_runs_later(
         parse(["--lr", "x"])
 
 
-def test_a_launcher_that_restarts_gets_the_reason_not_to_restart(capsys):
+def test_the_error_has_do_not_restart_only_if_the_launcher_restarts_ranks(capsys):
     for launcher, said in (("torchrun", "do not restart: no such flag"), ("environment", "no such flag")):
         assert refuse_on_all(UserError("no such flag"), World(launcher=launcher)) == 2
         assert capsys.readouterr().err == f"dualtrain: error: {said}\n"
@@ -181,7 +181,7 @@ def test_a_second_signal_does_not_suppress_the_message_of_the_first(tmp_path, nu
     assert (end.returncode, end.stderr) == (128 + number, "dualtrain: error: saved in step 3\n")
 
 
-# Sends itself SIGUSR1 when main imports the first of its larger modules, and prints how SIGUSR1 is handled at exit.
+# Program that sends itself SIGUSR1 while main imports its modules, and prints whether SIGUSR1 is ignored at exit.
 SAVED_EARLY = """
 import os, runpy, signal, sys
 for name in [name for name in sys.modules if name.partition(".")[0] == "dualtrain"]:

@@ -35,7 +35,7 @@ def write(folder: Path, **other: object) -> str:
     return str(folder)
 
 
-def test_equal_runs_are_one_hash(tmp_path, capsys):
+def test_equal_runs_have_one_hash(tmp_path, capsys):
     folders = [write(tmp_path / "a"), write(tmp_path / "b", world_size=4, backend="horovod", seconds=2.0)]
     assert main(["--one-result", *folders]) == 0
     head, _, first, second, _, last = capsys.readouterr().out.splitlines()
@@ -68,7 +68,7 @@ def test_a_run_that_has_not_ended_is_named(tmp_path, capsys):
 
 # -- the script ---------------------------------------------------------------------------------------------------
 
-#: Stand-in for all programs of the environment: logs its command line; if that is a run, writes its summary.
+#: Fake of all programs of the environment. It logs its command line and writes the summary of a run.
 PROGRAM = """#!/bin/bash
 case "$*" in
   "-m dualtrain.compare"*) exec {python} "$@" ;;
@@ -85,7 +85,7 @@ cp {summary} "$run"
 
 
 class Script:
-    """Runs of ``launch/one_result.sh`` in an environment whose programs are stand-ins."""
+    """Runs of ``launch/one_result.sh`` in an environment whose programs are fakes."""
 
     def __init__(self, folder: Path, python: str) -> None:
         self.folder, self.bin, self.log = folder, folder / "bin", folder / "log"
@@ -185,7 +185,7 @@ def test_by_default_each_number_of_ranks_runs_on_each_backend(script):
         assert {name[-1] for name in names} == {"2", "3", "4"}
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(script):
+def test_a_run_that_fails_is_named_and_the_other_runs_are_started(script):
     (script.bin / "status-torchrun-shm-2").write_text("1")
     end = script.run(WAYS="torchrun-shm nproc-shm", RANKS="2")
     assert end.returncode == 1
@@ -201,7 +201,7 @@ def test_wrong_flags_of_the_job_end_the_script_at_once(script):
     assert "no luck" in end.stdout
 
 
-def test_what_cannot_run_here_is_left_out_with_the_reason(script):
+def test_ways_that_cannot_run_here_are_left_out_with_the_reason(script):
     (script.bin / "mpirun").unlink()
     (script.bin / "no-horovod").touch()
     end = script.run()

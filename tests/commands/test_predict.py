@@ -25,7 +25,7 @@ COUNT = 100
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on the digits, with normalization, until the model has learned them."""
+    """Train on the digits, with normalization, for four epochs."""
     folder = tmp_path_factory.mktemp("predict") / "run"
     with connect("local") as backend, pytest.MonkeyPatch.context() as patch:
         # Use one thread: on a busy machine, two threads of a tiny batch mostly wait for each other.
@@ -62,8 +62,8 @@ def test_files_get_exactly_what_the_model_gives_for_the_evaluation_tensors(train
     model = build("convnet", (1, 8, 8), 10).eval()
     model.load_state_dict(safetensors.torch.load_file(trained / "model.safetensors"))
     with torch.inference_mode():
-        chances = torch.cat([model(part).softmax(1) for part in inputs.split(module.BATCH)])
-    values, numbers = chances.max(1)
+        probabilities = torch.cat([model(part).softmax(1) for part in inputs.split(module.BATCH)])
+    values, numbers = probabilities.max(1)
     likeliest = [(str(number), value) for number, value in zip(numbers.tolist(), values.tolist(), strict=True)]
     assert [answer[0] for answer in answers] == likeliest
     right = sum(answer[0][0] == str(target) for answer, target in zip(answers, targets.tolist(), strict=True))
@@ -80,9 +80,9 @@ def test_the_likeliest_classes_come_first_with_their_names(run, digits, capsys):
     assert [line.partition(": digit-")[0] for line in lines] == digits[:2]
     assert main([str(run), digits[0], "--json"]) == 0
     classes = json.loads(capsys.readouterr().out)["classes"]
-    chances = [each["probability"] for each in classes]
-    assert len(chances) == module.SHOWN
-    assert chances == sorted(chances, reverse=True)
+    probabilities = [each["probability"] for each in classes]
+    assert len(probabilities) == module.SHOWN
+    assert probabilities == sorted(probabilities, reverse=True)
 
 
 def test_an_image_of_another_size_in_colour_is_converted_to_the_digits_format(trained, digits, tmp_path):
@@ -123,7 +123,7 @@ def change(path: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_a_model_of_the_users_own_is_built_and_must_fit(run, digits, capsys):
+def test_a_users_own_model_is_built_and_must_fit_the_weights(run, digits, capsys):
     change(run / "config.json", model="tests.commands.test_predict:other")
     assert main([str(run), digits[0]]) == 2
     error = capsys.readouterr().err
@@ -137,7 +137,7 @@ def other() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
 
 
-def test_a_folder_stands_for_the_images_below_it(trained, digits, tmp_path, capsys):
+def test_a_folder_is_replaced_by_the_images_below_it(trained, digits, tmp_path, capsys):
     (tmp_path / "more").mkdir()
     for number, name in enumerate(("b.png", "more/c.PNG", "a.png")):
         shutil.copy(digits[number], tmp_path / name)

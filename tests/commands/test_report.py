@@ -91,7 +91,7 @@ def test_one_run_gets_its_report_into_its_folder(tmp_path, capsys):
     assert "0123456789abcdef0" not in shown.text
 
 
-def test_the_page_is_one_file_for_any_screen_that_runs_its_own_script_alone(tmp_path):
+def test_the_page_is_one_file_for_any_screen_and_allows_only_its_own_script(tmp_path):
     shown = Page(page(read_runs([make(tmp_path / "run")])))
     assert [*shown.all("src"), *shown.all("href"), *shown.all("xlink:href")] == ["data:,"]
     assert "@import" not in shown.style
@@ -116,18 +116,18 @@ def test_a_single_run_shows_its_origin_and_all_of_its_settings(tmp_path):
         "hosts": {"alpha": 1, "beta": 3},
         "versions": {"torch": "2.15.0", "Horovod": "0.28.1"},
     }
-    going = make(tmp_path / "going", None, origin=origin, weight_decay=0.25)
+    running = make(tmp_path / "running", None, origin=origin, weight_decay=0.25)
     finished = make(tmp_path / "finished", {**SUMMARY, **origin, "commit": "fff"}, origin=origin)
-    for folder, commit in ((going, "0123abc-dirty"), (finished, "fff")):
+    for folder, commit in ((running, "0123abc-dirty"), (finished, "fff")):
         shown = Page(page(read_runs([folder])))
         for words in ("--lr <1>", commit, "2030-01-02", "alpha (1 rank), beta (3 ranks)", "torch 2.15.0, Horovod 0.28.1"):
             assert words in shown.text
         assert "origin" not in shown.text
-    assert "weight_decay\n0.25" in Page(page(read_runs([going])).replace("<dd>", "\n")).text
-    both = differing_settings(read_runs([going, finished]))
+    assert "weight_decay\n0.25" in Page(page(read_runs([running])).replace("<dd>", "\n")).text
+    both = differing_settings(read_runs([running, finished]))
     assert both is not None
     assert [row for row in both.rows if row[0] in ("commit", "versions", "command")] == [["commit", "0123abc-dirty", "fff"]]
-    # Without these values, and with values of other kinds.
+    # These values may be missing or of another kind.
     for odd in ({}, {"origin": 7}, {"origin": {"hosts": "one", "versions": [1], "commit": {"<b>": 1}}}):
         assert Page(page(read_runs([make(tmp_path / str(len(str(odd))), None, **odd)]))).tags.count("b") == 0
 
@@ -145,7 +145,7 @@ def test_recoveries_are_listed(tmp_path):
         assert "Recoveries" not in Page(page(read_runs([odd]))).text
 
 
-def test_several_runs_get_one_report_here(tmp_path, monkeypatch, capsys):
+def test_several_runs_get_one_report_in_the_current_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runs = [make(tmp_path / "a" / "run"), make(tmp_path / "b" / "run", {**SUMMARY, "backend": "horovod"}, lr=0.2)]
     assert main(runs) == 0
@@ -179,7 +179,7 @@ def test_the_curves_of_all_runs_are_in_the_same_charts_in_the_units_of_the_data(
     found = paths_of(shown)
     assert set(found) == {(run, kind) for run in "01" for kind in ("step", "train", "val", "mean")}
     assert found["0", "step"] == found["1", "step"]
-    assert found["0", "step"][0] == "M10,-0.1 20,-0.05 30,-0.0333333 40,-0.025"  # 1/step, and up is negative
+    assert found["0", "step"][0] == "M10,-0.1 20,-0.05 30,-0.0333333 40,-0.025"  # -1/step: SVG's y points down
     assert found["1", "val"][0] == "M40,-0.4"
     assert shown.tags.count("figcaption") == len(PANELS)
     assert {
@@ -204,12 +204,12 @@ def test_a_long_curve_keeps_its_ends_and_its_extremes():
     assert thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
 
 
-def test_runs_share_colours_if_they_outnumber_them(tmp_path):
+def test_runs_share_colours_if_there_are_more_runs_than_colours(tmp_path):
     runs = read_runs([make(tmp_path / f"r{number:02}") for number in range(COLORS + 1)])
     assert [run.color for run in runs] == [*(f"c{number}" for number in range(COLORS)), "c0"]
 
 
-def test_no_run_and_one_that_has_not_begun_have_a_page(tmp_path):
+def test_no_runs_and_a_run_that_has_not_begun_have_a_page(tmp_path):
     assert "no run to show" in Page(page([])).text
     (tmp_path / "new").mkdir()
     shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], begun=False)))
@@ -228,7 +228,7 @@ def test_only_settings_that_differ_are_listed(tmp_path):
     assert differing_settings(runs[:1]) is None
 
 
-def test_what_differs_between_the_machines_is_listed_too(tmp_path):
+def test_differences_between_the_machines_are_listed_too(tmp_path):
     here, there = {"torch": "2.13.0", "GPU": None}, {"torch": "2.13.0", "GPU": "H200"}
     folders = [make(tmp_path / name, platform=facts) for name, facts in (("a", here), ("b", there), ("c", "odd"))]
     table = differing_settings(read_runs(folders[:2]))
@@ -239,13 +239,13 @@ def test_what_differs_between_the_machines_is_listed_too(tmp_path):
 
 def test_finished_runs_are_compared_by_their_weights(tmp_path):
     a, b = make(tmp_path / "a"), make(tmp_path / "b")
-    c, going = make(tmp_path / "c", {**SUMMARY, "weights_sha256": "ff"}), make(tmp_path / "going", None)
-    assert "yes" in same_weights(read_runs([a, b, going]))
+    c, running = make(tmp_path / "c", {**SUMMARY, "weights_sha256": "ff"}), make(tmp_path / "running", None)
+    assert "yes" in same_weights(read_runs([a, b, running]))
     assert "no, the 3 finished runs ended with 2 different models" in same_weights(read_runs([a, b, c]))
-    assert "not known" in same_weights(read_runs([a, going]))
+    assert "not known" in same_weights(read_runs([a, running]))
 
 
-def test_a_run_that_has_not_finished_shows_how_far_it_has_come(tmp_path):
+def test_a_run_that_has_not_finished_shows_its_last_step(tmp_path):
     folder = Path(make(tmp_path / "run", None))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "kind": "st')
@@ -265,7 +265,7 @@ def test_a_run_that_was_resumed_after_its_end_is_not_finished(tmp_path):
     assert results(read_runs([str(folder)])).rows[1][1] == "not finished"
 
 
-def test_runs_with_one_name_are_distinguished_and_a_run_named_twice_is_one(tmp_path):
+def test_runs_with_one_name_are_distinguished_and_a_run_given_twice_is_shown_once(tmp_path):
     paths = [make(tmp_path / name) for name in ("x/p/run", "y/p/run", "other")]
     runs = read_runs([*paths, str(tmp_path / "x" / ".." / "other")])
     assert [run.label for run in runs] == ["x/p/run", "y/p/run", "other"]
@@ -288,7 +288,7 @@ def test_names_of_any_kind_are_shown_as_they_are(tmp_path):
     "value", ["</script><script>alert(1)", "</title><svg onload=alert(1)>", '"><img src=x onerror=alert(1)>']
 )
 def test_values_of_any_kind_are_text(value, tmp_path):
-    """In settings, in the summary, and in the lines of metrics.jsonl."""
+    """HTML in settings, in the summary and in metrics.jsonl is shown as text."""
     folder = Path(make(tmp_path / "run", {**SUMMARY, "backend": value, "launcher": value, "weights_sha256": value}))
     (folder / "config.json").write_text(
         json.dumps({"dataset": value, "model": value, value: value, "origin": {"command": value}})
@@ -315,7 +315,7 @@ def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
     shown = page_of(folder / "report.html")
     assert "Not drawn, because they are not finite or too large: 1 of run." in shown.text
     assert "run: 2 lines of metrics.jsonl cannot be read" in shown.text
-    # Numbers that no float holds, infinity, and steps in another order.
+    # Numbers that are too large for a float, infinity, and steps that are not in order.
     values = [(3, 1e300), (2, 10**400), (5, float("inf")), (4, -0.5), (1, 2), (6, True)]
     lines = (json.dumps({"kind": "step", "step": step, "loss": value}) + "\n" for step, value in values)
     (folder / "metrics.jsonl").write_text("".join(lines) + '{"kind": "step", "st')

@@ -21,7 +21,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: bash tests/extras.sh browser")
 
-#: Script that runs in the page after the page's script, and writes what it sees into an element.
+#: Script that runs in the page after the page's script, and writes its observations into an element.
 VISIT = """
 const seen = {};
 const figure = document.querySelector("figure.chart");
@@ -65,8 +65,8 @@ document.body.appendChild(Object.assign(document.createElement("pre"), { id: "se
 
 
 def visit(text: str, folder: Path, width: int) -> tuple[dict[str, Any], str]:
-    """Open a page with ``VISIT`` in it; return what that saw, and what the browser wrote to its console."""
-    # The page's content security policy allows no other script.
+    """Open a page with ``VISIT`` in it; return its observations and the browser's console output."""
+    # Remove the page's content security policy, which allows no other script.
     path = folder / "visited.html"
     path.write_text(re.sub("<meta http-equiv[^>]*>", "", text).replace("</body>", f"<script>{VISIT}</script></body>"))
     command = [str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]

@@ -65,7 +65,7 @@ def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path):
         assert len({first, second, third, fourth}) == 4
 
 
-def test_only_those_who_know_the_secret_see_the_page(tmp_path):
+def test_the_page_is_served_only_to_requests_with_the_secret(tmp_path):
     with serving(make(tmp_path / "run")) as server:
         assert server.server_address[0] == "127.0.0.1"
         secret = urlsplit(server.url).path
@@ -87,7 +87,7 @@ def test_clients_that_send_no_request_or_do_not_read_do_not_block_the_server(tmp
     assert capfd.readouterr().err == ""
 
 
-def test_a_run_whose_files_vanish_is_shown_as_one_that_has_not_begun(tmp_path):
+def test_a_run_whose_files_are_removed_is_shown_as_not_begun(tmp_path):
     folder = Path(make(tmp_path / "run"))
     with serving(str(folder)) as server:
         (folder / "metrics.jsonl").unlink()
@@ -95,7 +95,7 @@ def test_a_run_whose_files_vanish_is_shown_as_one_that_has_not_begun(tmp_path):
         assert "has not logged its first steps" in get(server.url)[1]
 
 
-def test_ctrl_c_ends_it_and_the_address_was_printed(tmp_path, monkeypatch, capsys):
+def test_the_address_is_printed_and_ctrl_c_ends_the_server(tmp_path, monkeypatch, capsys):
     def interrupted(server: ReportServer) -> None:
         assert server.socket.getsockname()[0] == "127.0.0.1"
         raise KeyboardInterrupt
@@ -108,7 +108,7 @@ def test_ctrl_c_ends_it_and_the_address_was_printed(tmp_path, monkeypatch, capsy
     assert not list(tmp_path.rglob("report.html"))
 
 
-def test_the_port_is_the_users_and_one_in_use_is_refused(tmp_path, capsys):
+def test_the_user_may_choose_a_port_and_a_port_in_use_is_refused(tmp_path, capsys):
     run = make(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -118,7 +118,7 @@ def test_the_port_is_the_users_and_one_in_use_is_refused(tmp_path, capsys):
         assert server.server_address == ("127.0.0.1", port)
 
 
-def test_the_version_of_a_file_that_is_replaced_by_an_equally_long_one_is_another(tmp_path):
+def test_the_version_changes_if_a_file_is_replaced_by_one_of_the_same_length(tmp_path):
     folder = Path(make(tmp_path / "run"))
     with server_of([str(folder)], 0) as server:
         before = server.version()

@@ -1,7 +1,7 @@
-"""launch/setup.sh: what it installs for each purpose, and that the next call repairs an interrupted one.
+"""launch/setup.sh: what it installs for each purpose, and the repair of an interrupted set-up.
 
-A stand-in for the interpreter makes the environment, so that a set-up takes a second and needs no network.
-It records pip's arguments; the test writes what pip does into a file.
+A fake interpreter makes the environment, so a set-up takes a second and needs no network. It records pip's arguments; a
+test writes into a file what pip does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.commands.setups import SECONDS, until
 from tests.pool import ROOT
 
 
-def test_each_purpose_gets_what_it_needs_and_dev_serves_the_demo(setup):
+def test_each_purpose_installs_its_packages_and_includes_the_smaller_purposes(setup):
     status, output, errors = setup.run(DUALTRAIN_WITH="tree")
     assert status == 0, errors
     assert "beside the next steps" in output
@@ -41,7 +41,7 @@ def test_each_purpose_gets_what_it_needs_and_dev_serves_the_demo(setup):
 
 
 def test_files_of_a_killed_set_up_are_removed_after_its_commands_have_ended(setup, tmp_path):
-    # The set-up is killed while pip installs torch; pip itself runs on for a moment.
+    # The set-up is killed while pip installs torch; pip continues for a moment.
     setup.pip('case "$*" in *torch*) touch "$here/began"; while [ ! -e "$here/go" ]; do sleep 0.02; done ;; esac')
     first = setup.start()
     until((tmp_path / "began").exists)
@@ -103,7 +103,7 @@ def test_a_wheel_of_another_recipe_is_not_used(setup, tmp_path):
     assert len(list((setup.cache / "wheels").iterdir())) == 2
 
 
-def test_nothing_of_the_build_outlives_a_step_that_failed(setup, tmp_path):
+def test_a_failed_step_ends_the_build(setup, tmp_path):
     build = 'echo $$ >"$here/pid"; exec sleep 600'
     setup.pip(
         f'case "$*" in wheel*) {build} ;; *torchvision*) until [ -s "$here/pid" ]; do sleep 0.02; done; exit 1 ;; esac'
@@ -114,7 +114,7 @@ def test_nothing_of_the_build_outlives_a_step_that_failed(setup, tmp_path):
     until(lambda: not state.exists() or ") Z " in state.read_text())
 
 
-# The failing step prints the error, or a later one whose output the disk has no room for.
+# The step of torch fails; or it ignores the full disk, and the build of Horovod cannot write its output.
 @pytest.mark.parametrize(("rest", "step"), [("|| exit 1", "torch "), ("", "Horovod's build")])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
 def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup):
@@ -125,10 +125,10 @@ def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup)
         return ["unshare", "--mount", "sh", "-c", script, "sh"]
 
     if subprocess.run([*on_a_disk_of("1m"), "true"], capture_output=True, timeout=SECONDS).returncode != 0:
-        pytest.skip("needs a mount namespace, and this root may make none")
+        pytest.skip("needs a mount namespace, which root may not make here")
     # Append: truncating the file would free space, with which the build in the background might succeed.
     setup.pip(f'case "$*" in *torch*) head -c 200000 /dev/zero >>{setup.venv}/half {rest} ;; esac')
-    # The second call has room. Same mount namespace, because the disk ends with it.
+    # The second call has room. It runs in the same mount namespace, because the disk exists only there.
     script = f'"$@"; mount -o remount,size=9m {setup.venv}; exec "$@"'
     status, output, errors = setup.run(*on_a_disk_of("64k"), "sh", "-c", script, "sh")
     assert status == 0, errors

@@ -25,7 +25,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     setup.torch("2.15.0+cu1377", "13.77", "75,90")
     setup.toolkit("13.77", complete=False)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # During the build, libraries have the names that Horovod's CMake files look for; these files import torch.
+    # During the build, libraries have the names that Horovod's CMake files look for, and CMake imports torch.
     found = '[ -e "$CUDA_HOME/lib64/libcudart.so" ] && [ -e "$HOROVOD_NCCL_LIB/libnccl.so" ]'
     found += ' && [ ! -e "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" ]'
     setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')
@@ -63,7 +63,7 @@ def test_wheels_are_kept_for_each_mode_and_gpu(setup):
 
 
 @pytest.mark.parametrize(("gpus", "mode"), [([], "cpu"), (["9.0"], "nccl")])
-def test_the_default_mode_is_by_the_machines_gpus(gpus, mode, setup):
+def test_the_default_mode_depends_on_the_machines_gpus(gpus, mode, setup):
     setup.gpus(*gpus)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
     del setup.env["DUALTRAIN_GPU"]
@@ -94,11 +94,11 @@ def test_cuda_12_needs_a_toolkit(version, complete, part, setup):
     assert part in line
 
 
-def test_each_folder_that_may_hold_a_toolkit_is_looked_at(setup):
+def test_each_folder_that_may_hold_a_toolkit_is_searched(setup):
     setup.torch("2.6.0+cu1277", "12.77")
     toolkit = setup.toolkit("12.77")
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # The first folder does not fit, and its name is the beginning of the name of the one that fits.
+    # The first folder does not fit, and its name begins with the name of the folder that fits.
     other = toolkit.with_name("toolkit-12.4")
     (other / "bin").mkdir(parents=True)
     (other / "bin" / "nvcc").symlink_to("/bin/true")
@@ -128,7 +128,7 @@ def test_a_toolkit_that_does_not_fit_is_not_used_for_cuda_13(setup):
         ({"DUALTRAIN_TORCH": "2.4.1"}, "DUALTRAIN_TORCH=2.4.1 is older than 2.5, the oldest that dualtrain supports"),
     ],
 )
-def test_what_cannot_be_built_is_one_line_before_the_build(env, part, setup):
+def test_a_build_that_is_not_possible_is_refused_in_one_line(env, part, setup):
     assert part in refusal(setup, **env)
 
 
@@ -149,7 +149,7 @@ def test_bad_architectures_and_a_missing_nccl_are_one_line(setup, tmp_path):
         ),
     ],
 )
-def test_an_nvcc_that_cannot_be_used_is_one_line(version, said, part, setup, tmp_path):
+def test_an_nvcc_that_cannot_be_used_is_refused_in_one_line(version, said, part, setup, tmp_path):
     setup.torch("2.15.0+cu1377", "13.77")
     setup.toolkit(version, complete=False)
     if said:
@@ -196,7 +196,7 @@ def test_another_torch_is_installed_with_the_torchvision_for_it(setup, tmp_path)
     pins = (tmp_path / "constraints").read_text().splitlines()
     assert [line for line in pins if line.startswith(("torch==", "torchvision=="))] == ["torch==2.14.0"]
     assert [call for call in setup.calls() if call.endswith(" torch==2.14.0+cpu")]
-    # Set up for one torch is not set up for another.
+    # An environment for one torch is set up again for another.
     assert setup.run(DUALTRAIN_WITH="none", DUALTRAIN_TORCH="2.6.0")[0] == 0
     calls = setup.calls()
     assert [call for call in calls if call.endswith(" torch==2.6.0+cpu")]
@@ -219,7 +219,7 @@ def test_nccl_replaces_the_cpu_build_of_an_earlier_set_up(setup):
 
 
 def test_a_torch_that_the_index_lacks_is_requested_by_its_version(setup):
-    # With a constraint on torch, pip does not say which package is missing.
+    # With a constraint on torch, pip does not name the missing package.
     setup.pip("""case "$* " in
       *--constraint*" torch "* | *--constraint*" torch=="*) echo "ERROR: ResolutionImpossible: for help visit"; exit 1 ;;
       *" torch==2.99.0 "*) echo "ERROR: No matching distribution found for torch==2.99.0"; exit 1 ;;
@@ -244,7 +244,7 @@ def test_without_gpu_operations_horovod_imports_no_torch_and_looks_for_no_toolki
     assert "CUDA_HOME" not in setup.build()
 
 
-def test_the_build_begins_before_torchs_dependencies_are_there_or_with_nccl_after(setup):
+def test_the_build_begins_before_torchs_dependencies_are_installed_but_with_nccl_after(setup):
     # The dependencies' installation ends only when the build has begun.
     wait = 'until [ -e "$here/began" ]; do sleep 0.02; done'
     setup.pip(f"""case "$*" in wheel*) touch "$here/began" ;;

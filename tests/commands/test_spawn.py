@@ -20,9 +20,9 @@ from tests.conftest import require_horovod
 from tests.forked import ROOT, Forked, holds, run_ranks
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-SECONDS = 120.0  # a job on a crowded machine
+SECONDS = 120.0  # for a job on a busy machine
 
-# A program of ranks that run `body`.
+# Program that spawns ranks, each of which runs `body`.
 PROGRAM = """
 import os, signal, sys, threading, time
 import torch.multiprocessing
@@ -41,7 +41,7 @@ torch.multiprocessing.get_context = lambda method: AfreshContext()
 sys.exit(dualtrain.spawn.spawn({function}, sys.argv[2:], int(sys.argv[1]), {restarts}))
 """
 WAIT = f"print(f'pid {{rank}} {{os.getpid()}};', flush=True)\ntime.sleep({SECONDS})\nreturn 0"
-DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+IGNORE_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dualtrain.spawn.REPEAT_SECONDS = 0.0"
 
 
@@ -56,12 +56,12 @@ class Job(Forked):
         assert holds(lambda: len(self.pids) == count), self.errors
 
     def ended_by(self, number: int) -> bool:
-        """Send a signal repeatedly; return whether it ends the job soon. Two signals may arrive as one."""
+        """Send a signal; return whether the job ends within 2 s. Repeat the call: two signals may arrive as one."""
         self.send_signal(number)
         return holds(lambda: self.poll() is not None, 2)
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -73,7 +73,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts programs; check at the end of the test that none of their ranks runs on."""
+    """Return a function that starts programs; check at the end of the test that all of their ranks have ended."""
     jobs: list[Job] = []
 
     def start(
@@ -94,14 +94,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start
     for job in jobs:
         job.kill()
-        assert holds(lambda job=job: all(gone(pid) for pid in job.pids.values()))  # type: ignore[misc]
+        assert holds(lambda job=job: all(has_ended(pid) for pid in job.pids.values()))  # type: ignore[misc]
 
 
-def test_every_rank_has_its_place_and_the_arguments_as_they_were(start):
+def test_every_rank_gets_its_rank_and_the_unchanged_arguments(start):
     place = "world = detect_world()\nprint(rank, world.launcher, world.size, world.job, *arguments, flush=True)\nreturn 0"
     job = start(place, "--lr", "a b")
     assert job.wait(SECONDS) == 0, job.errors
-    [name] = {line.split()[3] for line in job.output.splitlines()}  # each start of the ranks makes a new name
+    [name] = {line.split()[3] for line in job.output.splitlines()}  # each job gets a new name
     assert sorted(job.output.splitlines()) == [f"0 spawn 2 {name} --lr a b", f"1 spawn 2 {name} --lr a b"]
 
 
@@ -110,9 +110,9 @@ def test_every_rank_has_its_place_and_the_arguments_as_they_were(start):
     [
         ("if rank == 0: return 2", 2, ""),
         ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 of 2 was ended by SIGKILL; the job stops"),
-        (DEAF + "if rank == 1: return 5", 5, ""),
+        (IGNORE_SIGTERM + "if rank == 1: return 5", 5, ""),
     ],
-    ids=["refuses", "is killed", "fails beside one that is deaf"],
+    ids=["refuses", "is killed", "fails beside a rank that ignores SIGTERM"],
 )
 def test_the_first_rank_that_fails_ends_the_job_and_gives_its_status(start, body, status, said):
     job = start(f"{body}\n{WAIT}", settings=QUICK)
@@ -130,7 +130,7 @@ def test_an_error_of_a_rank_is_shown_without_tracebacks_of_multiprocessing(start
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_ranks_and_is_the_status(start, number, status):
+def test_a_signal_ends_the_ranks_and_gives_the_status(start, number, status):
     job = start(WAIT)
     job.await_ranks(2)
     job.send_signal(number)
@@ -150,7 +150,7 @@ def test_a_job_that_gets_sigterm_has_unlimited_time_to_stop(start):
 
 
 def test_a_second_signal_ends_ranks_that_ignore_the_first(start):
-    job = start(DEAF + WAIT, settings=QUICK)
+    job = start(IGNORE_SIGTERM + WAIT, settings=QUICK)
     job.await_ranks(2)
     job.send_signal(signal.SIGTERM)
     assert not holds(lambda: job.poll() is not None, 0.3)
@@ -158,7 +158,7 @@ def test_a_second_signal_ends_ranks_that_ignore_the_first(start):
     assert job.wait(SECONDS) == 143
 
 
-def test_sigusr1_is_passed_on_and_the_job_goes_on(start):
+def test_sigusr1_is_passed_on_and_the_job_continues(start):
     note = "signal.signal(signal.SIGUSR1, lambda *_: received.set())\n"
     wait = "print(f'pid {rank} {os.getpid()};', flush=True)\nreturn 0 if received.wait(60) else 1"
     job = start(f"received = threading.Event()\n{note}{wait}")
@@ -188,14 +188,14 @@ if pid:
         while more := os.read(terminal, 1024):
             shown += more
     except OSError:
-        pass  # its programs have ended
+        pass  # the terminal's processes have ended
     print(shown.decode())
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
 """
 
 
-def test_a_terminals_ctrl_c_comes_once(start):
+def test_each_rank_receives_a_terminals_ctrl_c_once(start):
     count = "came = []\nsignal.signal(signal.SIGINT, lambda *_: came.append(1))\n"
     count += "print(f'pid {rank} {os.getpid()};', flush=True)\nwhile not came: time.sleep(0.01)\n"
     count += "time.sleep(0.5)\nprint(f'came {len(came)};', flush=True)\nreturn 130"
@@ -204,17 +204,17 @@ def test_a_terminals_ctrl_c_comes_once(start):
     assert job.output.count("came 1;") == 2
 
 
-def test_the_workers_of_a_rank_start_as_those_of_any_process(start):
+def test_a_rank_keeps_the_default_start_method_of_multiprocessing(start):
     job = start("import multiprocessing\nprint(multiprocessing.get_start_method())\nreturn 0", nproc=1)
     assert job.wait(SECONDS) == 0, job.errors
     assert job.output.strip() == multiprocessing.get_start_method()
 
 
 def test_a_killed_parent_leaves_no_ranks_behind(start):
-    job = start(DEAF + WAIT)
+    job = start(IGNORE_SIGTERM + WAIT)
     job.await_ranks(2)
     job.kill()
-    assert holds(lambda: all(gone(pid) for pid in job.pids.values()))
+    assert holds(lambda: all(has_ended(pid) for pid in job.pids.values()))
 
 
 def test_a_failure_to_start_processes_is_reported_and_signal_handlers_are_restored(monkeypatch):
@@ -230,7 +230,7 @@ def test_a_failure_to_start_processes_is_reported_and_signal_handlers_are_restor
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_more_ranks_than_the_cores_can_start_are_refused_before_the_first_one_is_started():
+def test_too_many_ranks_for_the_cores_are_refused_before_the_first_one_is_started():
     with pytest.raises(UserError, match=r"--nproc 99999999 is too many for this host: .* give \d+ at most"):
         spawn(len, [], 99999999)
 
@@ -305,7 +305,7 @@ def shown(arguments):
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_by_the_others_and_is_the_status(start, tmp_path, backend, victim):
+def test_a_killed_rank_is_named_by_the_others_and_gives_the_status(start, tmp_path, backend, victim):
     if backend == "horovod":
         require_horovod()
     flags = ("--backend", backend, "--epochs", "5000", "--run-dir", str(tmp_path / "run"))
@@ -323,7 +323,7 @@ def test_a_killed_rank_is_named_by_the_others_and_is_the_status(start, tmp_path,
     assert "resource_tracker" not in job.errors
 
 
-def test_its_ranks_train_on_both_backends_as_ranks_of_a_launcher_do(start, tmp_path):
+def test_spawned_ranks_train_on_both_backends_as_ranks_of_a_launcher_do(start, tmp_path):
     require_horovod()
     runs = {name: tmp_path / name for name in ("launcher", "torch", "horovod")}
     flags = ("--backend", "torch", "--max-steps", "5", "--run-dir", runs["launcher"])

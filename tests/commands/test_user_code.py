@@ -1,4 +1,4 @@
-"""Failures of the user's model, data and code: the traceback down to the user's line, then one line; torchrun's summary."""
+"""Failures of the user's model, data and code: the traceback of the user's lines, one line of error, torchrun's summary."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def failing_loss(outputs, targets):
 @pytest.mark.parametrize(
     ("way", "virtual"), [("step", None), ("step", 2), ("fit", None), ("evaluate", None), ("evaluate", 2)]
 )
-def test_an_own_loss_that_fails_raises_its_own_error_with_its_own_line(way, virtual):
+def test_a_failing_loss_raises_the_users_error_at_the_users_line(way, virtual):
     model, batch = nn.Linear(3, 2), (torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,7 +135,7 @@ def test_an_own_loss_that_fails_raises_its_own_error_with_its_own_line(way, virt
     ("returned", "got"),
     [(torch.zeros(3), r"a tensor of shape \(3,\)"), (0.5, "a float"), (None, "a NoneType")],
 )
-def test_a_loss_that_is_no_mean_is_named(returned, got):
+def test_a_loss_that_is_not_a_scalar_tensor_is_refused(returned, got):
     model = nn.Linear(3, 2)
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -150,11 +150,11 @@ def test_every_other_error_is_in_torchruns_summary_too(tmp_path, monkeypatch, ca
     assert command.main(["--lr", "x"]) == 2
     assert json.loads(file.read_text())["message"]["message"].startswith("--lr must be a number")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
-    assert command.main(["--lr", "y"]) == 2  # torchrun's file cannot be written; the error is reported all the same
+    assert command.main(["--lr", "y"]) == 2  # torchrun's file cannot be written; the error is still reported
     assert "'y'" in capsys.readouterr().err
 
 
-def test_a_module_with_an_error_of_syntax_shows_the_line(tmp_path, monkeypatch):
+def test_a_module_with_a_syntax_error_shows_the_line(tmp_path, monkeypatch):
     (tmp_path / "broken_model.py").write_text("def build(:\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match="--model 'broken_model:build' failed: SyntaxError") as error:

@@ -1,6 +1,6 @@
-"""tests/versions.sh: the versions that it refuses, the environments that it makes once, and its table.
+"""tests/versions.sh: refused versions, environments that are made once, and the table of results.
 
-A stand-in for the interpreter makes the environments, so that a run takes a second and needs no network. It records
+A fake interpreter makes the environments, so a run takes a second and needs no network. It records
 pip's arguments. A test writes what pip, pytest and torchrun do, as shell code, into files of these names.
 """
 
@@ -21,7 +21,7 @@ from tests.pool import ROOT
 SECONDS = 60.0
 INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
-# The stand-in: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
+# Fake interpreter: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
 PYTHON = """#!/bin/bash
 here={folder}
 case "$(basename "$0") $1 $2" in
@@ -68,14 +68,14 @@ class Versions:
         return subprocess.Popen(command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        """Run the script; return its exit status, standard output and standard error. It must leave no temporary files."""
+        """Run the script; return its exit status, output and errors. Assert that no temporary files remain."""
         process = self.start(*arguments)
         output, errors = process.communicate(timeout=SECONDS)
         assert list(self.temporary.iterdir()) == []
         return process.returncode, output, errors
 
     def calls(self) -> list[str]:
-        """The arguments of pip's calls since the last time."""
+        """Return the arguments of pip's calls since the previous call of this method."""
         file = self.folder / "calls"
         found = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ def versions(tmp_path: Path) -> Versions:
         (["2.15.0", "2.99.0"], "the package index has no torch 2.99.0 for Python 3"),
     ],
 )
-def test_what_cannot_be_tried_is_refused_in_one_line_before_anything_is_built(versions, arguments, message):
+def test_wrong_versions_and_options_are_refused_in_one_line_before_an_installation(versions, arguments, message):
     status, output, errors = versions.run(*arguments)
     assert (status, output) == (2, "")
     assert errors.startswith(f"versions.sh: error: {message}")
@@ -128,7 +128,7 @@ def test_what_cannot_be_tried_is_refused_in_one_line_before_anything_is_built(ve
     ],
     ids=["no network", "no network, wheels in a folder", "no space", "no wheel"],
 )
-def test_a_failed_installation_is_one_line_and_leaves_no_half_environment(versions, pip, message):
+def test_a_failed_installation_is_one_line_and_leaves_no_partial_environment(versions, pip, message):
     versions.set(pip=pip)
     status, _, errors = versions.run("2.6.0")
     assert (status, errors.count("\n")) == (2, 1)
@@ -138,7 +138,7 @@ def test_a_failed_installation_is_one_line_and_leaves_no_half_environment(versio
     assert versions.run("2.6.0")[0] == 0
 
 
-def test_a_full_disk_is_named_though_no_tool_names_it(versions):
+def test_a_full_disk_is_named_even_if_no_tool_reports_it(versions):
     # ensurepip's child reports an exit status and no reason.
     versions.set(df="#!/bin/bash\necho Avail; echo 52; echo 90000", pip=PIP.format(index=INDEX, install="exit 1"))
     (versions.folder / "df").chmod(0o755)
@@ -148,7 +148,7 @@ def test_a_full_disk_is_named_though_no_tool_names_it(versions):
     assert errors.startswith("versions.sh: error: no space left on device for torch 2.6.0 in ")
 
 
-def test_a_failure_without_a_reason_gives_the_last_line_that_there_is(versions):
+def test_a_failure_without_a_reason_gives_the_last_line_of_the_output(versions):
     versions.set(pip=PIP.format(index=INDEX, install='echo "killed by a signal"; exit 9'))
     status, _, errors = versions.run("2.6.0")
     assert (status, errors.count("\n")) == (2, 1)
@@ -158,7 +158,7 @@ def test_a_failure_without_a_reason_gives_the_last_line_that_there_is(versions):
 def test_environments_are_made_once_and_the_table_has_a_row_for_each(versions):
     status, output, errors = versions.run("2.6.0", "2.15.0")
     assert (status, errors) == (0, "")
-    # The CPU build is asked for first, with the torchvision that pairs with it; the tools come with that torch kept.
+    # First the CPU build of torch is installed with its torchvision, then the tools, which keep that torch.
     calls = [call for call in versions.calls() if "torch==2.6.0" in call]
     assert "torch==2.6.0+cpu" in calls[0]
     assert "torchvision>=" in calls[0]
@@ -212,7 +212,7 @@ def test_a_version_whose_tests_fail_is_named_and_the_status_is_1(versions, scrip
     assert ("failed under torch 2.6.0: tests.a::two" in output) == (result == "tests failed")
 
 
-def test_after_sigterm_it_ends_its_step_and_removes_its_files(versions):
+def test_sigterm_ends_the_current_step_and_removes_the_files(versions):
     versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600')
     process = versions.start("2.6.0")
     deadline = time.monotonic() + SECONDS

@@ -1,4 +1,4 @@
-"""``sum_order="canonical"``: the same bits of averaged gradients over every backend and transport."""
+"""``sum_order="canonical"``: the same bits of averaged gradients with every backend and transport."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def compute_shards(optimizer, model, mine):
 
 
 def unfrozen(backend):
-    """Return the gradients after one more parameter is trained, which changes the layout in the middle."""
+    """Return the second step's gradients; between the steps a parameter is unfrozen, which changes the layout."""
     model = perceptron()
     model[0].weight.requires_grad_(False)
     optimizer, mine = with_four_shards(model, backend)
@@ -158,8 +158,8 @@ def test_a_parameter_may_be_unfrozen_between_steps():
         assert run_threads(size, unfrozen) == [alone] * size
 
 
-def one_leaves(backend):
-    """Rank 1 alone changes its layout: every rank refuses."""
+def one_changes_its_layout(backend):
+    """Rank 1 alone changes its layout; the step fails on every rank."""
     model = perceptron()
     model[0].weight.requires_grad_(False)
     optimizer, mine = with_four_shards(model, backend)
@@ -176,12 +176,12 @@ def one_leaves(backend):
     optimizer.close()
 
 
-def test_a_layout_that_one_rank_leaves_is_an_error_on_all_ranks():
-    run_threads(3, one_leaves)
+def test_a_layout_that_one_rank_changes_is_an_error_on_all_ranks():
+    run_threads(3, one_changes_its_layout)
 
 
 def begun_twice(backend):
-    """Return the gradients of a step, after a step that was abandoned after this rank's first shard."""
+    """Return the gradients of a step; the step before it was abandoned after this rank's first shard."""
     model = perceptron()
     optimizer, mine = with_four_shards(model, backend)
     reducer = optimizer.reducer
@@ -213,7 +213,7 @@ def own_vector_gradients(shard):
     return [p.grad for p in model.parameters()]
 
 
-def test_options_without_a_fixed_order_of_the_sum_are_refused():
+def test_options_that_rule_out_a_fixed_order_of_sums_are_refused():
     def body(backend):
         model = perceptron()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -33,9 +33,9 @@ def reductions(backend):
     check(backend, lambda x: functional.allreduce(x, backend, "sum"), lambda xs: [sum(xs)] * size)
     check(backend, lambda x: functional.allreduce(x, backend), lambda xs: [sum(xs) / size] * size)
     rows = lambda r: 2 * size + 1  # noqa: E731
-    deal = lambda total: total.split([3] + [2] * (size - 1))  # noqa: E731
-    check(backend, lambda x: functional.reducescatter(x, backend, "sum"), lambda xs: deal(sum(xs)), rows)
-    check(backend, lambda x: functional.reducescatter(x, backend), lambda xs: deal(sum(xs) / size), rows)
+    parts = lambda total: total.split([3] + [2] * (size - 1))  # noqa: E731
+    check(backend, lambda x: functional.reducescatter(x, backend, "sum"), lambda xs: parts(sum(xs)), rows)
+    check(backend, lambda x: functional.reducescatter(x, backend), lambda xs: parts(sum(xs) / size), rows)
     for call in (functional.allreduce, functional.reducescatter):
         with pytest.raises(ValueError, match="max has no gradient over ranks: use sum or average"):
             call(torch.ones(size), backend, "max")
@@ -63,5 +63,5 @@ def scalars(backend):
 
 
 @pytest.mark.parametrize("body", [reductions, movements, scalars])
-def test_gradients_equal_those_of_one_program(typical, body):
+def test_gradients_equal_those_of_one_process(typical, body):
     typical(body)

@@ -40,7 +40,7 @@ def check(actual, expected, **tolerance):
 
 
 def of_every_rank(backend, loss):
-    """Return one function of a model for each rank, which computes ``loss(model, rank)``."""
+    """Return for each rank a function of a model that computes ``loss(model, rank)``."""
     return [lambda model, rank=rank: loss(model, rank) for rank in range(backend.size)]
 
 
@@ -98,7 +98,7 @@ def views(backend):
         assert any(start <= p.grad.data_ptr() < end for start, end in inside)
     first = gradients(model)
     optimizer.zero_grad(set_to_none=False)
-    image_loss(model, backend.rank).backward()  # accumulates into the buffer itself
+    image_loss(model, backend.rank).backward()  # accumulates in the buffer
     check(gradients(model), first, **EXACT)
 
 
@@ -121,7 +121,7 @@ def clips(backend):
     assert same_on_all(backend, list(model.parameters()))
 
 
-def test_clipping_after_backward_sees_the_average(spmd):
+def test_clipping_after_backward_uses_the_average(spmd):
     spmd(clips)
 
 
@@ -166,7 +166,7 @@ def test_strided_transposed_scalar_and_empty_parameters(typical):
 
 
 def several_hooks(backend, numel):
-    """Every hook, of a second reducer or of the user, sees this rank's own gradient, although the first reducer's ran."""
+    """Hooks of a second reducer and of the user still get this rank's own gradient after the first reducer's hook."""
     p, seen = nn.Parameter(torch.zeros(numel)), []
     halves = Transfer(before=0.5, after=2.0 / backend.size)
     reducers = [GradientReducer([("p", p)], backend, transfer=halves) for _ in range(2)]
@@ -181,7 +181,7 @@ def several_hooks(backend, numel):
 
 
 @pytest.mark.parametrize("numel", [1000, 20000])
-def test_other_hooks_of_a_parameter_see_this_ranks_own_gradient(typical, numel):
+def test_other_hooks_of_a_parameter_get_this_ranks_own_gradient(typical, numel):
     typical(several_hooks, numel)
 
 
@@ -263,11 +263,11 @@ def test_one_model_may_mix_dtypes(typical, extra, unused):
     typical(mixed, extra, unused)
 
 
-# -- parameters that come and go ----------------------------------------------------------------------------------
+# -- unused and frozen parameters ---------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
-    """Three parameters, of which a pass may use any."""
+    """Three parameters; a pass may use any of them."""
 
     def __init__(self):
         super().__init__()
@@ -311,12 +311,12 @@ def unused_everywhere(backend, unused):
     decayed = before * (1 - 0.1 * 0.5) ** 2
     check([model.right.detach()], [decayed if unused == "zero" else before])
     optimizer.zero_grad()
-    model.loss(["common", "right"]).backward()  # and it may come back
+    model.loss(["common", "right"]).backward()  # a parameter may be used again
     check([model.right.grad], [2 * model.right.detach()])
 
 
 @unused_rules
-def test_weight_decay_moves_an_unused_parameter_only_by_horovods_rule(typical, unused):
+def test_weight_decay_changes_an_unused_parameter_only_with_unused_zero(typical, unused):
     typical(unused_everywhere, unused)
 
 
@@ -338,12 +338,12 @@ def no_backward(backend, unused):
 
 
 @unused_rules
-def test_a_rank_without_backward_counts_as_zeros_at_step(spmd, unused):
+def test_a_rank_without_backward_adds_zeros_at_step(spmd, unused):
     spmd(no_backward, unused)
 
 
 def skipped_then_idle(backend, zero_grad):
-    """A step that all ranks skip, as a scaler may, then one in which the last rank has no backward."""
+    """All ranks skip a step, as a scaler may; in the next step, the last rank has no backward."""
     model = perceptron()
     expected = mean_gradients(model, [*of_every_rank(backend, vector_loss)[:-1], None])
     model.unused = nn.Parameter(torch.ones(2))  # has no gradient
@@ -441,7 +441,7 @@ def test_parameters_may_be_frozen_later(typical, unused):
 
 
 def adversaries(backend):
-    """Two models, two optimizers: one step each, then one backward through both."""
+    """Train two models by two optimizers in turn, then by one backward through both models."""
     generator, critic = seeded(nn.Linear(4, 4), 1), perceptron(2)
     makes, criticizes = sgd(generator, backend), sgd(critic, backend)
 
@@ -449,7 +449,7 @@ def adversaries(backend):
         return pair[1](pair[0](vectors(rank))).square().mean()
 
     pair = nn.ModuleList([generator, critic])
-    for step in range(2):
+    for _ in range(2):
         for trained, optimizer in ((1, criticizes), (0, makes)):
             for i, model in enumerate(pair):
                 model.requires_grad_(i == trained)
@@ -458,7 +458,6 @@ def adversaries(backend):
             loss(pair, backend.rank).backward()
             check(gradients(pair[trained]), expected)
             optimizer.step()
-        assert step < 2
     pair.requires_grad_(True)
     expected = mean_gradients(pair, of_every_rank(backend, loss))
     makes.zero_grad()
@@ -522,7 +521,7 @@ class Lookup(nn.Module):
 
 
 def words(step, rank, size):
-    """Return the words that ``rank`` looks up: repeated ones and some of its own; ``None`` on the last of several ranks."""
+    """Return the words that ``rank`` looks up, one of them twice; ``None`` on the last of several ranks."""
     if size > 1 and rank == size - 1:
         return None
     return torch.tensor([0, rank, 5, 5, step])
@@ -628,7 +627,7 @@ def in_passes(backend, how, unused):
 @pytest.mark.parametrize("how", ["no_sync", "counted", "every"])
 @unused_rules
 def test_gradients_of_several_passes_add_up(typical, how, unused):
-    """They are sent once, after the last pass (``no_sync``, ``backward_passes_per_step``), or after every pass."""
+    """Gradients are sent once, after the last pass (``no_sync``, ``backward_passes_per_step``), or after every pass."""
     typical(in_passes, how, unused)
 
 
@@ -671,7 +670,7 @@ def test_no_sync_nests_and_ends_with_an_exception(typical):
 
 
 def different_parts(backend):
-    """Each pass of the accumulation uses other parameters."""
+    """Each accumulated pass uses different parameters."""
     model = Branches()
     factors = list(range(1, backend.size + 1))
     expected = mean_gradients(
@@ -809,7 +808,7 @@ def test_one_reduction_for_a_backward_of_many_checkpointed_segments(typical, ree
 # -- extra scalars ------------------------------------------------------------------------------------------------
 
 
-def carries(backend, unused):
+def sums_extra_scalars(backend, unused):
     model = conv_net()
     with small_buckets():
         optimizer = sgd(model, backend, extra=3, unused=unused)
@@ -825,11 +824,11 @@ def carries(backend, unused):
 
 @unused_rules
 def test_extra_scalars_are_summed_with_the_gradients(typical, unused):
-    typical(carries, unused)
+    typical(sums_extra_scalars, unused)
 
 
-def carries_alone(backend):
-    """All parameters are sparse, so that there is no bucket of gradients behind which the scalars could be sent."""
+def sums_extra_scalars_alone(backend):
+    """All parameters are sparse, so no bucket of gradients can hold the scalars."""
     table = seeded(nn.Embedding(4, 2, sparse=True))
     optimizer = sgd(table, backend, momentum=0, extra=1)
     for _ in range(2):
@@ -840,7 +839,7 @@ def carries_alone(backend):
 
 
 def test_extra_scalars_are_summed_without_dense_gradients(typical):
-    typical(carries_alone)
+    typical(sums_extra_scalars_alone)
 
 
 # -- mistakes -----------------------------------------------------------------------------------------------------
@@ -948,7 +947,7 @@ def fails_unsent(backend):
             optimizer.step()
 
 
-def test_a_pass_that_failed_before_anything_was_sent_is_forgotten(typical):
+def test_a_pass_that_failed_before_anything_was_sent_is_discarded(typical):
     typical(fails_unsent)
 
 
@@ -1030,7 +1029,7 @@ def refuses(backend):
 
 
 def images_of_two_sizes(backend):
-    """Ranks have different numbers of samples; the average is the mean over the ranks all the same."""
+    """Ranks have different numbers of samples; the average gives every rank the same weight."""
     model = conv_net()
 
     def loss(m, rank):
@@ -1051,7 +1050,7 @@ def test_ranks_count_equally_with_batches_of_different_sizes(typical):
 # -- how gradients are sent ---------------------------------------------------------------------------------------
 
 
-def travels(backend, transfer, factor, tolerance):
+def check_transfer(backend, transfer, factor, tolerance):
     model = perceptron()
     expected = [g * factor(backend.size) for g in mean_gradients(model, of_every_rank(backend, vector_loss))]
     reducer = GradientReducer(model.named_parameters(), backend, transfer=transfer)
@@ -1078,7 +1077,7 @@ def test_factors_dtypes_and_sizes_of_a_transfer(typical, name):
 
 
 def of_transfer(backend, name):
-    travels(backend, *TRANSFERS[name])
+    check_transfer(backend, *TRANSFERS[name])
 
 
 def large_in_float16(backend):
@@ -1096,7 +1095,7 @@ def test_the_average_of_large_gradients_as_float16_does_not_overflow(typical):
 def bfloat16(backend):
     transfer = Transfer(dtype=torch.bfloat16)
     if torch.bfloat16 in backend.narrow:
-        travels(backend, transfer, lambda size: 1.0, 2e-2)
+        check_transfer(backend, transfer, lambda size: 1.0, 2e-2)
         return
     with pytest.raises(ValueError, match=r"does not reduce torch\.bfloat16: compress to float16"):
         GradientReducer(perceptron().named_parameters(), backend, transfer=transfer)
@@ -1143,7 +1142,7 @@ def test_sparse_gradients_may_be_sent_as_dense_ones(typical):
     typical(dense)
 
 
-def forgets(backend):
+def changes_backend(backend):
     model = perceptron()
     expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     reducer = GradientReducer(model.named_parameters(), backend)
@@ -1154,5 +1153,5 @@ def forgets(backend):
     check(gradients(model), expected)
 
 
-def test_a_reducer_goes_on_with_another_backend(typical):
-    typical(forgets)
+def test_a_reducer_may_change_its_backend(typical):
+    typical(changes_backend)

@@ -1,4 +1,4 @@
-"""Which gradient lies where, and which bucket is sent next: without any communication."""
+"""The layout of gradients in buckets, and the order in which buckets are sent. No test communicates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def alone():
     return LocalBackend(World(), torch.device("cpu"), 60.0)
 
 
-def test_gradients_lie_back_to_back_in_the_strides_of_their_parameters():
+def test_gradients_are_adjacent_and_have_the_strides_of_their_parameters():
     params = [torch.zeros(2, 3), torch.zeros(4, 2, 3, 3).to(memory_format=torch.channels_last), torch.zeros(3, 2).t()]
     (found,) = lay_out(params)
     assert [each.number for each in found.places] == [2, 1, 0]
@@ -92,8 +92,8 @@ def test_without_parameters_there_is_a_bucket_only_for_extra_scalars():
 # -- the schedule -------------------------------------------------------------------------------------------------
 
 
-class Fake:
-    """Stand-in for a bucket of ``count`` gradients: the two attributes that the schedule reads."""
+class FakeBucket:
+    """Fake bucket of ``count`` gradients, with the two attributes that the schedule reads."""
 
     def __init__(self, count):
         self.slots = [None] * count
@@ -101,7 +101,7 @@ class Fake:
 
 
 def sent_in_a_round(schedule, ready):
-    """Return the buckets' numbers in the order of sending, and how many are sent while ``ready`` are marked ready."""
+    """Mark gradients of the buckets ``ready``. Return the sent buckets' indices, and how many are sent meanwhile."""
     sent = []
     for bucket in ready:
         if schedule.mark_ready(bucket):
@@ -117,7 +117,7 @@ def test_buckets_are_sent_in_order_whatever_the_order_of_the_gradients():
     rng = random.Random(0)
     for _ in range(50):
         schedule = Schedule()
-        schedule.use([Fake(rng.randint(1, 4)) for _ in range(5)])
+        schedule.use([FakeBucket(rng.randint(1, 4)) for _ in range(5)])
         ready = [bucket for bucket in schedule.buckets for _ in bucket.slots]
         rng.shuffle(ready)
         assert sent_in_a_round(schedule, ready) == ([0, 1, 2, 3, 4], 5)
@@ -125,14 +125,14 @@ def test_buckets_are_sent_in_order_whatever_the_order_of_the_gradients():
 
 def test_an_incomplete_bucket_delays_the_later_ones():
     schedule = Schedule()
-    schedule.use([Fake(1), Fake(2), Fake(1)])
+    schedule.use([FakeBucket(1), FakeBucket(2), FakeBucket(1)])
     first, second, third = schedule.buckets
     assert sent_in_a_round(schedule, [third, second, first]) == ([0, 1, 2], 1)
 
 
-def test_a_failed_pass_is_forgotten_and_rounds_are_counted():
+def test_a_failed_pass_is_discarded_and_rounds_are_counted():
     schedule = Schedule()
-    schedule.use([Fake(2)])
+    schedule.use([FakeBucket(2)])
     (bucket,) = schedule.buckets
     assert not schedule.mark_ready(bucket)
     schedule.forget_ready()

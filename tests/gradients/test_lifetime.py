@@ -1,4 +1,4 @@
-"""How long reducers live, and which parameters they accept."""
+"""When reducers are freed, and which parameters they accept."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def test_after_close_gradients_are_this_ranks_own(alone, make):
     made = make(model, alone)
     made.close()
     made.close()
-    watcher = {reducer: lambda: made, optimizer: lambda: made.reducer, trainer: lambda: made.optimizer.reducer}[make]()
-    watcher.renew()
+    old = {reducer: lambda: made, optimizer: lambda: made.reducer, trainer: lambda: made.optimizer.reducer}[make]()
+    old.renew()
     with pytest.raises(RuntimeError, match="closed"):
-        watcher.reduce()
+        old.reduce()
     vector_loss(model, 0).backward()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
@@ -110,8 +110,8 @@ def test_after_close_gradients_are_this_ranks_own(alone, make):
 # -- hooks in several threads -------------------------------------------------------------------------------------
 
 
-class Slow(LocalBackend):
-    """Records the order in which buckets are sent."""
+class RecordingBackend(LocalBackend):
+    """Backend that records the order in which buckets are sent."""
 
     def start_sum(self, tensor, name, factor=1.0, unscaled=0):
         self.sent.append(int(name.rpartition(".")[2]))
@@ -119,14 +119,14 @@ class Slow(LocalBackend):
 
 
 def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
-    backend = Slow(World(0, 1, 0, 1), torch.device("cpu"), 10.0)
+    backend = RecordingBackend(World(0, 1, 0, 1), torch.device("cpu"), 10.0)
     backend.sent = []
     pack, filling = Bucket.pack, threading.Event()
 
     def slow_pack(bucket):
         if bucket.name.endswith("0"):
             filling.set()
-            time.sleep(1e-4)  # the other thread goes on
+            time.sleep(1e-4)  # lets the other thread run
         pack(bucket)
 
     monkeypatch.setattr(Bucket, "pack", slow_pack)
@@ -176,7 +176,7 @@ def test_hooks_of_parameters_on_two_devices_use_a_lock(alone):
     reducer.close()
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------
+# -- refused parameters -------------------------------------------------------------------------------------------
 
 
 def lazy():
@@ -236,12 +236,12 @@ def test_a_model_in_ddp_causes_a_warning_but_similar_names_do_not(alone):
         wrapped = nn.parallel.DistributedDataParallel(perceptron())
     finally:
         dist.destroy_process_group()
-    named_alike = nn.Module()
-    named_alike.module = perceptron()  # as in nn.DataParallel
+    similar = nn.Module()
+    similar.module = perceptron()  # as in nn.DataParallel
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sgd(named_alike, alone).close()
-        Trainer(named_alike, sgd_of(named_alike), backend=alone).close()
+        sgd(similar, alone).close()
+        Trainer(similar, sgd_of(similar), backend=alone).close()
         Trainer(wrapped, sgd_of(wrapped), backend=alone).close()
     assert [str(each.message)[:40] for each in caught] == ["the model is in DistributedDataParallel:"]
     assert caught[0].filename == __file__

@@ -58,7 +58,7 @@ def train(model, optimizer, backend, steps, start=0):
 
 
 def alone(model, optimizer, backend, steps, start=0, before_step=lambda: None):
-    """Run the reference's steps: in one process, with the average of all ranks' gradients."""
+    """Run the reference's steps in one process, with the average of all ranks' gradients."""
     for step in range(start, start + steps):
         keys = [key(backend, step, rank) for rank in range(backend.size)]
         losses = [lambda m, k=k: vector_loss(m, k) for k in keys]
@@ -73,7 +73,7 @@ def check(model, oracle, **tolerance):
         torch.testing.assert_close(p, expected, **tolerance)
 
 
-# -- what it is ---------------------------------------------------------------------------------------------------
+# -- interface ----------------------------------------------------------------------------------------------------
 
 
 def is_optimizer(backend, kind):
@@ -95,7 +95,7 @@ def is_optimizer(backend, kind):
 
 
 @kinds
-def test_it_steps_as_the_wrapped_optimizer_on_averaged_gradients(typical, kind):
+def test_a_step_is_the_wrapped_optimizers_step_on_averaged_gradients(typical, kind):
     typical(is_optimizer, kind)
 
 
@@ -131,7 +131,7 @@ def copies(backend):
     assert type(torch.load(buffer, weights_only=False)["optimizer"]) is torch.optim.Adam
 
 
-def test_a_copy_is_the_wrapped_optimizer(typical):
+def test_a_copy_is_an_optimizer_without_wrapper(typical):
     typical(copies)
 
 
@@ -182,7 +182,7 @@ def synchronizes(backend):
     model = perceptron()
     expected = mean_gradients(model, [lambda m, rank=rank: vector_loss(m, rank) for rank in range(backend.size)])
     optimizer = sgd(model, backend, backward_passes_per_step=2)
-    vector_loss(model, backend.rank).backward()  # one of two: nothing was sent yet
+    vector_loss(model, backend.rank).backward()  # the first of two passes: nothing is sent yet
     for _ in range(3):
         optimizer.synchronize()
         for mine, mean in zip(gradients(model), expected, strict=True):
@@ -265,7 +265,7 @@ def scheduled(backend, name, on_inner):
     model, oracle = perceptron(), perceptron()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # an error if the scheduler missed a step()
+        warnings.simplefilter("error")  # torch warns if a scheduler misses a step()
         if name == "sequential":
             warnings.filterwarnings("ignore", "The epoch parameter")
         early = SCHEDULES[name](inner) if on_inner else None
@@ -328,7 +328,7 @@ def test_loss_scaling_with_and_without_clipping(typical, max_norm):
 
 
 class TakesScaler(torch.optim.SGD):
-    """An optimizer of the older kind, whose step takes the scaler to unscale gradients."""
+    """Optimizer with torch's older protocol: its step accepts the scaler, to unscale gradients itself."""
 
     _step_supports_amp_scaling = True
 
@@ -345,7 +345,7 @@ FUSED = {
 
 
 def unscaled_by_the_step(backend):
-    """A fused step unscales, and skips itself after an overflow, which the last rank has in the second step."""
+    """A fused step unscales gradients, and skips the update after an overflow. The last rank overflows in step 1."""
     for title, (build, options) in FUSED.items():
         for clip in (False, True):
             model, oracle = perceptron(), perceptron()
@@ -468,7 +468,7 @@ def test_a_group_added_later_is_reduced_too(spmd, named):
 
 
 def line_search(backend, as_number):
-    """The line search sees the averaged loss; with its own loss, each rank would take different steps."""
+    """The line search uses the averaged loss; with their own losses, the ranks would take different steps."""
     model, oracle = perceptron(), perceptron()
     options = {"max_iter": 6, "line_search_fn": "strong_wolfe"}
     optimizer = wrap(torch.optim.LBFGS(model.parameters(), **options), model, backend)
@@ -500,7 +500,7 @@ def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical, as_numb
 
 
 def closure_of_sgd(backend):
-    """A closure may return a loss, which is averaged, or something else, if all ranks do."""
+    """A closure may return a loss, which is averaged, or any other object if all ranks do."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     losses = [
@@ -584,7 +584,7 @@ def test_parameters_outside_of_the_optimizer_are_ignored(typical):
 
 
 def same_parameter_twice(backend):
-    """Two names for one parameter, as ``named_parameters(remove_duplicate=False)`` gives them."""
+    """One parameter has two names, as with ``named_parameters(remove_duplicate=False)``."""
     layer = seeded(nn.Linear(4, 4))
     model = nn.Sequential(layer, nn.Tanh(), layer)
     expected = mean_gradients(model, [lambda m, rank=rank: vector_loss(m, rank) for rank in range(backend.size)])

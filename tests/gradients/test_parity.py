@@ -29,7 +29,7 @@ def make_optimizer(name, model):
 
 
 def of_two_ranks(worlds):
-    """With two ranks there is one addition, which is commutative. With three, the order changes the bits."""
+    """Return test parameters: all worlds of two ranks. Their one addition is commutative; more depend on the order."""
     chosen = [(name, size) for name, size in worlds if size == 2]
     return {"argvalues": chosen, "ids": [f"{name}-{size}" for name, size in chosen]}
 
@@ -83,7 +83,7 @@ def whole_batch(size, steps):
     return list(model.parameters())
 
 
-def shares_of_a_batch(backend, steps):
+def parts_of_a_batch(backend, steps):
     model = conv_net()
     optimizer = wrap(make_optimizer("sgd", model), model, backend)
     for step in range(steps):
@@ -142,4 +142,4 @@ def test_two_ranks_give_the_same_bits_as_the_other_libraries(many, case, hashes)
 
 
 def test_ranks_on_parts_of_a_batch_equal_one_process_on_the_whole(spmd):
-    spmd(shares_of_a_batch, 10)
+    spmd(parts_of_a_batch, 10)

@@ -1,6 +1,6 @@
 """Private parts of torch that gradients, optimizers and ``dualtrain.hvd`` use: a failure names what this version lacks.
 
-Where each is used, a comment says that torch has no public alternative.
+A comment at each use says that torch has no public alternative.
 """
 
 from __future__ import annotations

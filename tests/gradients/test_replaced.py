@@ -22,7 +22,7 @@ def halve_data(model):
         p.grad.data = p.grad.data * 0.5
 
 
-def halve_anew(model):
+def halve_assigned(model):
     for p in model.parameters():
         p.grad = p.grad * 0.5
 
@@ -32,7 +32,7 @@ def halve_in_place(model):
         p.grad.mul_(0.5)
 
 
-def set_elsewhere(model):
+def halve_set(model):
     for p in model.parameters():
         p.grad.set_((p.grad * 0.5).clone())
 
@@ -54,7 +54,7 @@ def cast_and_back(model):
     model.double().float()
 
 
-REPLACE = [halve_data, halve_anew, halve_in_place, set_elsewhere, transpose_storage, transpose_in_place, cast_and_back]
+REPLACE = [halve_data, halve_assigned, halve_in_place, halve_set, transpose_storage, transpose_in_place, cast_and_back]
 
 
 def net():
@@ -116,7 +116,7 @@ def replaces(backend):
             for train in (native, trainers):
                 verify(backend, train, backend, replace, wanted)
     with library(backend) as hvd:
-        # Horovod itself takes contiguous gradients only.
+        # Horovod itself accepts only contiguous gradients.
         for replace in [r for r in REPLACE if not r.__name__.startswith("transpose") or backend.name != "horovod"]:
             verify(backend, horovods, hvd, replace, expected(backend.size, replace))
 
@@ -135,7 +135,7 @@ def test_replaced_gradients_are_averaged_in_the_next_step(real):
     real(replaces)
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------
+# -- refused changes ----------------------------------------------------------------------------------------------
 
 
 def cast(model, optimizer):
@@ -189,7 +189,7 @@ def reshape(model, optimizer):
 
 
 def refused(backend, change):
-    """A change on one rank is an error on all ranks; no rank waits for another, and all can go on."""
+    """A change on one rank is an error on all ranks; no rank waits for another, and training can continue."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -242,7 +242,7 @@ def add_late(optimizer, late):
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
-def leaves_layout(backend, change):
+def layout_of_one_rank(backend, change):
     """A change of the layout on one rank is refused on all ranks at once; the same change on all ranks is accepted."""
     model = perceptron()
     late = nn.Parameter(torch.zeros(3), requires_grad=False)
@@ -277,7 +277,7 @@ def leaves_layout(backend, change):
 
 @pytest.mark.parametrize("change", [unfreeze_late, add_late])
 def test_a_layout_that_one_rank_changes_alone_is_refused_at_once(many, change):
-    many(leaves_layout, change)
+    many(layout_of_one_rank, change)
 
 
 def reshaped(backend, shape):
@@ -301,7 +301,7 @@ def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
 
 
 def sparse_and_cast(backend):
-    """All parameters are sparse, so that only indices, values and a flag are sent."""
+    """All parameters are sparse, so only indices, values and a flag are sent."""
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = sgd(seeded(table), backend, momentum=0)
     for step in range(2):
@@ -384,8 +384,8 @@ def test_hvd_refuses_on_every_rank_a_parameter_that_changed_on_one(real):
     real(refused_by_hvd)
 
 
-def refused_by_called(backend, change):
-    """Max does not use buckets; a change on rank 1 is refused whether or not this rank has run backward."""
+def refused_without_buckets(backend, change):
+    """Max does not use buckets; a change on rank 1 is refused whether or not rank 1 has run backward."""
     with library(backend) as hvd:
         for with_backward in (False, True):
             model = perceptron()
@@ -409,10 +409,10 @@ def refused_by_called(backend, change):
 @pytest.mark.parametrize("change", [cast_all, load_assigned, append])
 @OURS_2
 def test_hvd_refuses_a_changed_parameter_with_an_operation_without_buckets(real, change):
-    real(refused_by_called, change)
+    real(refused_without_buckets, change)
 
 
-def unfrozen_by_called(backend):
+def unfrozen_without_buckets(backend):
     """As with buckets, an unfrozen parameter is reduced from then on, and a frozen parameter gets no gradient."""
     with library(backend) as hvd:
         model = perceptron()
@@ -432,7 +432,7 @@ def unfrozen_by_called(backend):
 
 @OURS_2
 def test_hvd_reduces_unfrozen_parameters_with_an_operation_without_buckets(real):
-    real(unfrozen_by_called)
+    real(unfrozen_without_buckets)
 
 
 def tied_later(backend):

@@ -1,4 +1,4 @@
-"""If only some ranks take a step, all ranks get an error, even if the host does not notice that gradients were zeroed."""
+"""If only some ranks take a step, all ranks get an error, even if the host cannot detect that gradients were zeroed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Do nothing: on a GPU, the host does not notice that gradients are zeroed in place."""
+    """Do nothing: on a GPU, the host cannot detect that gradients are zeroed in place."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 
 
-def goes_on_without_backward(backend, zero):
+def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    for step in range(3):  # an odd number of steps
+    for step in range(3):  # the ranks' flags distinguish odd and even numbers of steps
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -46,12 +46,12 @@ def goes_on_without_backward(backend, zero):
 
 @ZERO
 def test_a_step_without_the_other_ranks_is_an_error_on_all_ranks(zero):
-    run_threads(2, goes_on_without_backward, zero)
+    run_threads(2, one_rank_steps, zero)
 
 
 @worlds(("torch", 2), ("horovod", 2), ("shm", 2))
 def test_a_step_without_the_other_ranks_is_an_error_on_every_transport(real):
-    real(goes_on_without_backward, zero_data)
+    real(one_rank_steps, zero_data)
 
 
 def steps_alone(backend):

@@ -116,7 +116,7 @@ def test_broadcast_of_every_dtype_and_layout(typical, dtype):
 
 
 def mixed_layouts(backend):
-    """Ranks may differ in layout, but not in shape. The first tensor has one byte, which shifts those behind it."""
+    """Ranks may differ in layout, but not in shape. The first tensor has one byte, which shifts the others' offsets."""
     layout = torch.channels_last if backend.rank % 2 else torch.contiguous_format
     tensors = OrderedDict(
         flag=torch.tensor([backend.rank == 0]),
@@ -304,7 +304,7 @@ def test_adam_continues_the_roots_count_of_steps(spmd):
 
 
 def keeps_dtypes(backend):
-    """float32 averages of bfloat16 parameters, as some optimizers have them; and lists of tensors, as LBFGS has."""
+    """Broadcast float32 averages of a bfloat16 parameter, as some optimizers have, and a list of tensors, as LBFGS has."""
     p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([p], lr=0.1)
     exact = torch.tensor([1 + 2**-20, 1.0])

@@ -1,4 +1,4 @@
-"""Several reducers, and synchronized norms, in one backward that does not reach the same parameters on every rank."""
+"""Several reducers and synchronized norms in one backward that uses different parameters on different ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.short_waits import short_waits
 from tests.threads import run_threads
 
 SMALL = Transfer(bucket_bytes=64)
-#: The models (0, 1) whose outputs a rank sums into its loss in a step, in this order.
+#: Indices of the models that a rank uses in one step, in the order in which their losses are added.
 PARTS = [(0, 1), (1,), (1, 0), (), (0,), (0, 1), (1,)]
 STEPS = 7
 
@@ -30,7 +30,7 @@ def wrapped(model, backend, transfer=SMALL):
 
 @torch.no_grad()
 def filled(model):
-    """Set the same weights on every rank. This does not use torch's generator, which ranks that are threads share."""
+    """Set the same weights on every rank, without torch's generator, because ranks that are threads share it."""
     for number, p in enumerate(model.parameters()):
         p.copy_(torch.sin(torch.arange(p.numel()) * 0.7 + number).view_as(p) * 0.4)
     return model
@@ -72,7 +72,7 @@ def in_parts(backend):
         loss = loss_of(models, backend.rank, step)
         if isinstance(loss, torch.Tensor):
             loss.backward()
-        for optimizer in optimizers[:: (-1) ** (backend.rank + step)]:  # in another order on every rank
+        for optimizer in optimizers[:: (-1) ** (backend.rank + step)]:  # in opposite orders on even and odd ranks
             optimizer.step()
     mine = [p for model in models for p in model.parameters()]
     for p, expected in zip(mine, alone(backend.size), strict=True):
@@ -133,7 +133,7 @@ def test_synchronized_norms_with_parameters_that_only_some_ranks_use(many):
     assert hashes == hashes[:1] * many.size
 
 
-def uses_a_dropped_one(backend):
+def uses_a_dropped_optimizer(backend):
     models = two_models()
     optimizers = [wrapped(model, backend) for model in models]
     if backend.rank == 1:
@@ -145,7 +145,7 @@ def uses_a_dropped_one(backend):
 
 
 def test_an_optimizer_that_one_rank_has_dropped_is_an_error_on_every_rank():
-    assert run_threads(2, uses_a_dropped_one) == [2, 2]
+    assert run_threads(2, uses_a_dropped_optimizer) == [2, 2]
 
 
 def test_a_closed_reducer_does_not_take_turns():
@@ -154,10 +154,8 @@ def test_a_closed_reducer_does_not_take_turns():
     order = turns(backend)
     assert [order.may_send(n) for n in (0, 1)] == [True, False]
     second.synchronize()
-    assert [order.may_send(n) for n in (0, 1)] == [
-        False,
-        True,
-    ]  # the second reducer exchanged last, alone: now its buckets are sent first
+    # The second reducer was the last to exchange, so its buckets are sent first now.
+    assert [order.may_send(n) for n in (0, 1)] == [False, True]
     first.reducer.close()
     first.reducer.close()
     assert len(order._members) == 1
@@ -203,7 +201,7 @@ def test_any_number_of_optimizers_may_be_made_and_closed_in_turn():
     assert len(set(run_threads(2, made_and_closed))) == 1
 
 
-def overflows_beside_no_sync(backend, fused):
+def overflows_in_no_sync(backend, fused):
     """Only rank 0's gradients overflow, and ``no_sync`` postpones the average until GradScaler looks for an overflow."""
     model = filled(nn.Linear(4, 2))
     inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
@@ -219,4 +217,4 @@ def overflows_beside_no_sync(backend, fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_of_one_rank_is_skipped_by_all(fused):
-    assert run_threads(2, overflows_beside_no_sync, fused) == [(True, 2.0)] * 2
+    assert run_threads(2, overflows_in_no_sync, fused) == [(True, 2.0)] * 2

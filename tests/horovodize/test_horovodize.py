@@ -158,7 +158,7 @@ def unprepared(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ([], "no script was given"),
         (["{tmp}/nothing.py"], "cannot read the script"),
@@ -175,12 +175,12 @@ def unprepared(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("unprepared")
-def test_refusals_are_one_line(arguments, says, tmp_path, capsys):
+def test_refusals_are_one_line(arguments, message, tmp_path, capsys):
     assert main([word.format(tmp=tmp_path) for word in arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("dualtrain: error: ")
-    assert says in err
+    assert message in err
 
 
 @pytest.mark.usefixtures("unprepared")

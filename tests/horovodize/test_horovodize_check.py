@@ -1,4 +1,4 @@
-"""The checker of Horovod scripts: each rule with a script that has a finding, and with one that has none."""
+"""The checker of Horovod scripts: each rule on a script with a finding and on a script without findings."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def test_code_that_runs_without_horovod_has_no_findings(test, off):
     assert clips == {"else": [8], "if": [11], "neither": [8, 11]}[off]
 
 
-def test_code_after_an_exit_of_runs_with_horovod_has_no_findings():
+def test_code_before_an_early_return_of_runs_without_horovod_has_no_findings():
     start = "def train():\n    if not args.horovod:\n        torch.save(x, 'x')\n        return\n"
     found = findings(source(f"hvd.init()\n{start}    torch.save(x, 'x')\ntrain()"))
     assert [finding.line for finding in found] == [8]
@@ -422,7 +422,7 @@ def test_findings_are_printed_in_line_order(tmp_path, capsys):
     assert summary == "1 file read: 1 trap, 1 unsupported, 1 differs; --fix repairs 1 of them"
 
 
-def test_files_given_together_share_their_optimizers(tmp_path, capsys):
+def test_optimizers_of_all_given_files_are_known_in_each_file(tmp_path, capsys):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text(f"import horovod.torch as hvd\n{WRAP}")
     other.write_text("def step(optimizer):\n    loss.backward()\n    scaler.step(optimizer)\n")
@@ -432,14 +432,14 @@ def test_files_given_together_share_their_optimizers(tmp_path, capsys):
     assert f"{other}:3: [trap]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("content", "says"), [(b"a b\n", ":1 is not valid Python"), (b"\xff\xfe", "not text in UTF-8")])
-def test_a_file_that_is_not_python_is_refused(tmp_path, content, says, capsys):
+@pytest.mark.parametrize(("content", "words"), [(b"a b\n", ":1 is not valid Python"), (b"\xff\xfe", "not text in UTF-8")])
+def test_a_file_that_is_not_python_is_refused(tmp_path, content, words, capsys):
     script = tmp_path / "script.py"
     script.write_bytes(content)
     assert check([str(script)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert says in err
+    assert words in err
 
 
 def test_check_does_not_import_torch(tmp_path):

@@ -19,7 +19,7 @@ HEAD = "import torch\nimport dualtrain.hvd as hvd\nhvd.init()\n"
 WRAP = "optimizer = hvd.DistributedOptimizer(base, model.named_parameters())\n"
 START = f"{HEAD}{WRAP}hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
 
-#: (script, script after --fix); both come after START.
+#: (script, script after --fix, or None if nothing is repaired); both are appended to START.
 REPAIRS = [
     (
         "for x in data:\n    loss(x).backward()\n    # Clip.\n    clip_grad_norm_(p, 1)\n    optimizer.step()  # go\n",
@@ -29,7 +29,7 @@ REPAIRS = [
     (
         "def step(self):\n  loss.backward()\n  if clip:\n    for g in groups:\n      clip_grad_norm_(g, 1)\n"
         "  return self.optimizer.step()\n",
-        None,  # left: the step is part of another statement
+        None,  # not repaired: the step is part of another statement
     ),
     (
         "for x in data:\n\tscaler.scale(loss).backward()\n\tscaler.unscale_(optimizer)\n\tif clip: clip_grad_norm_(p, 1)\n"
@@ -45,7 +45,7 @@ REPAIRS = [
     ),
     (
         "with amp():\n    loss.backward()\n    clip_grad_norm_(p, 1)\noptimizer.step()\n",
-        None,  # left: synchronize() before the block would come before backward
+        None,  # not repaired: synchronize() before the block would come before backward
     ),
     ("torch.cuda.set_device( hvd.rank() )\n", "torch.cuda.set_device( hvd.local_rank() )\n"),
     ("r = hvd.rank()\nd = 'cuda:%d' % r\n", "r = hvd.rank()\nd = 'cuda:%d' % hvd.local_rank()\n"),
@@ -68,7 +68,7 @@ REPAIRS = [
     ),
     (
         "def load():\n    return torch.utils.data.DataLoader(data, shuffle=True)\n",
-        None,  # left: the loop over epochs cannot use a sampler that is local to this function
+        None,  # not repaired: the loop over epochs cannot use a sampler that is local to this function
     ),
     (
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): go()\n",
@@ -83,15 +83,15 @@ REPAIRS = [
         "for e in range(2):\n  torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
         "for e in range(2):\n  if hvd.rank() == 0:\n    torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
     ),
-    ("torch.save(x, best)\nx = torch.load(best)\n", None),  # left: every rank reads the file
+    ("torch.save(x, best)\nx = torch.load(best)\n", None),  # not repaired: every rank reads the file
     ("ok = torch.save(x, 'x')\n", None),
     ("hvd.allreduce(total, name='t')\n", "hvd.allreduce_(total, name='t')\n"),
-    ("def f(value):\n    hvd.allreduce(value)\n", None),  # left: the tensor is the caller's
+    ("def f(value):\n    hvd.allreduce(value)\n", None),  # not repaired: the tensor is the caller's
     ("hvd.allgather(total, name='t')\n", None),
     ("hvd.allreduce_async_(x.grad)\n", "hvd.synchronize(hvd.allreduce_async_(x.grad))\n"),
     (
         "if args.clip:\n    hvd.shutdown()\ntorch.save(x, 'x')\n",
-        None,  # left: rank() after shutdown() would be a new finding
+        None,  # not repaired: rank() after shutdown() would be a new finding
     ),
 ]
 
@@ -263,7 +263,7 @@ def test_repairs_are_listed_with_the_original_line_numbers(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "words"),
     [
         ([], "--fix was given no script"),
         (["--wrong", "good.py"], "unknown option '--wrong'"),
@@ -275,7 +275,7 @@ def test_repairs_are_listed_with_the_original_line_numbers(tmp_path, capsys):
         (["good.py", "iso.py"], "cannot be written again byte for byte in iso2022_jp"),
     ],
 )
-def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, arguments, says, capsys):
+def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, arguments, words, capsys):
     monkeypatch.chdir(tmp_path)
     good = f"{START}torch.save(x, 'x')\n"
     Path("good.py").write_text(good)
@@ -287,20 +287,20 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, argume
     assert main(["--fix", *arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert says in err
+    assert words in err
     assert Path("good.py").read_text() == good
 
 
 def test_a_read_only_script_is_not_changed(tmp_path, monkeypatch, capsys):
     script = tmp_path / "script.py"
     script.write_text(f"{START}torch.save(x, 'x')\n")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everything
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # because root may write every file
     assert main(["--fix", str(script)]) == 2
     assert "Permission denied" in capsys.readouterr().err
     assert script.read_text() == f"{START}torch.save(x, 'x')\n"
 
 
-def test_the_import_is_not_changed_in_a_file_of_its_own(tmp_path, capsys):
+def test_the_import_is_not_changed_in_one_file_of_a_program_alone(tmp_path, capsys):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text("import horovod.torch as hvd\nhvd.init()\n")
     other.write_text("import horovod.torch as hvd\nx = hvd.rank()\n")

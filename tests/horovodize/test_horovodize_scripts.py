@@ -25,7 +25,7 @@ def report(model, losses, **more):
     sys.stdout.write(f"report {json.dumps(more)}\n")
 
 def shapes(count):
-    # Four kinds of pictures, each a noisy copy of its own pattern.
+    # There are four kinds of pictures; each picture is a noisy copy of its kind's pattern.
     generator = torch.Generator().manual_seed(5)
     patterns = torch.randn(4, 1, 8, 8, generator=generator)
     kinds = torch.arange(count) % 4
@@ -124,7 +124,6 @@ def main(options):
                 scores = model(pictures)
                 loss += F.cross_entropy(scores, kinds, reduction="sum").item()
                 right += (scores.argmax(1) == kinds).float().sum().item()
-        # A number and a one-element tensor, each under a name of its own.
         losses.append(averaged(loss / len(test_sampler), "loss"))
         accuracy = averaged(right / len(test_sampler), "accuracy")
         if hvd.rank() == 0:
@@ -167,9 +166,9 @@ from helpers import Mean, network, report, shapes
 PASSES, SMALL, WARM_UP, LR = 2, 8, 2, 0.02
 
 def set_lr(epoch, done):
-    share = min(1.0, (epoch + done) / WARM_UP)
+    fraction = min(1.0, (epoch + done) / WARM_UP)
     for group in optimizer.param_groups:
-        group["lr"] = LR * PASSES * (1 + share * (hvd.size() - 1))
+        group["lr"] = LR * PASSES * (1 + fraction * (hvd.size() - 1))
 
 def train(epoch):
     model.train()
@@ -214,7 +213,7 @@ train_set = shapes(128)
 sampler = torch.utils.data.distributed.DistributedSampler(train_set, num_replicas=hvd.size(), rank=hvd.rank())
 batches = torch.utils.data.DataLoader(train_set, batch_size=PASSES * SMALL, sampler=sampler)
 model = network()
-model[4].p = 0.0  # what is dropped is not in a checkpoint
+model[4].p = 0.0  # a checkpoint has no state of the random numbers for dropout
 optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=5e-5)
 optimizer = hvd.DistributedOptimizer(
     optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=PASSES, op=hvd.Average

@@ -32,7 +32,7 @@ class LeftError(Exception):
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """Return a function that records a training with two optimizers, rank after rank in this process."""
+    """Return a function that records a training with two optimizers, one rank after another in this process."""
     monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(LeftError))
     count = iter(range(99))
 
@@ -93,7 +93,7 @@ def add_defects(path, defects):
 
 
 def at(wanted_step, wanted_rank, act):
-    """Return a change that calls ``act(models, optimizers)`` before step ``step`` on one rank."""
+    """Return a change that calls ``act(models, optimizers)`` before step ``wanted_step`` on rank ``wanted_rank``."""
 
     def change(rank, step, models, optimizers):
         if (rank, step) == (wanted_rank, wanted_step):
@@ -157,7 +157,7 @@ def test_one_changed_bit_changes_the_summary_and_the_checksum(dtype):
         recorder.checksums([torch.zeros(shape, dtype=dtype)])
 
 
-def test_the_recorder_is_one_file_for_old_pythons(capsys):
+def test_the_recorder_is_one_file_that_python_3_8_can_read(capsys):
     assert main(["--recorder"]) == 0
     source = capsys.readouterr().out
     assert source == Path(recorder.__file__).read_text()
@@ -221,7 +221,7 @@ hvd.init()
 
 
 @pytest.mark.parametrize(
-    ("source", "reason", "status", "says"),
+    ("source", "reason", "status", "message"),
     [
         ("sys.exit(3)", "exit", 3, "exit status 3"),
         ("sys.exit('no data')", "exit", 1, "no data"),
@@ -229,7 +229,7 @@ hvd.init()
         ("pass", "return", 0, "before an hvd.DistributedOptimizer had taken a step on every rank"),
     ],
 )
-def test_the_way_in_which_a_script_ends_is_recorded(source, reason, status, says, tmp_path):
+def test_the_reason_and_the_status_of_a_scripts_end_are_recorded(source, reason, status, message, tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "record"
     script.write_text(FAILING.format(source))
     command = ["-m", "dualtrain.horovodize", recorder.__file__, "--record", str(folder), str(script)]
@@ -238,7 +238,7 @@ def test_the_way_in_which_a_script_ends_is_recorded(source, reason, status, says
     run = read_record(folder)
     assert (run.ranks[0].end.reason, run.ranks[0].end.status) == (reason, status)
     (tmp_path / "log").write_text("")
-    with pytest.raises(RunError, match=f"^Horovod: .*{says}") as raised:
+    with pytest.raises(RunError, match=f"^Horovod: .*{message}") as raised:
         launch._check(run, "Horovod", status, None, tmp_path / "log")
     assert ("script.py" in raised.value.traceback) == (reason == "error")
 
@@ -402,7 +402,7 @@ def record(simulated, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ([], "the following arguments are required"),
         (["{tmp}/nothing.py"], "no such file"),
@@ -417,7 +417,7 @@ def record(simulated, tmp_path):
         (["--against", "{record}", "--nproc", "3", "{script}"], "the record has 2 ranks"),
     ],
 )
-def test_refusals_are_one_line(arguments, says, record, tmp_path, capsys):
+def test_refusals_are_one_line(arguments, message, record, tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text("")
     (tmp_path / "empty").mkdir()
@@ -426,7 +426,7 @@ def test_refusals_are_one_line(arguments, says, record, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("dualtrain: error: ")
-    assert says in err
+    assert message in err
 
 
 def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):
@@ -443,7 +443,7 @@ def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         (lambda path: path.write_text("hello\n"), "is not a record"),
         (lambda path: path.write_text("[]\n"), "is not a record"),
@@ -453,9 +453,9 @@ def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):
         (lambda path: path.unlink(), "lacks the record of rank 1"),
     ],
 )
-def test_a_damaged_record_is_refused(damage, says, record):
+def test_a_damaged_record_is_refused(damage, message, record):
     damage(record / "rank-1.jsonl")
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         read_record(record)
 
 

@@ -35,7 +35,7 @@ class Harness:
         self.coordinator.look_for_stalls()
 
     def answers(self, rank, *keys):
-        """Return these keys of the messages that a rank has got since the previous call."""
+        """Return these keys of the messages that a rank has received since the previous call."""
         sent, self.sent[rank] = self.sent[rank], []
         return [tuple(message.get(key) for key in keys) for message in sent]
 
@@ -123,7 +123,7 @@ def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
     assert harness.answers(3, "do") == []
     harness.receive(2, "join", divide_by="initial")  # rank 2 joins too, and does not request
     harness.answers(2, "do"), harness.answers(3, "do")
-    harness.receive(1, **request)  # ranks that have begun the exchange learn of the join, and request zeros again
+    harness.receive(1, **request)  # ranks that have begun the exchange receive `absent`, and request zeros again
     for joined in (2, 3):
         assert harness.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
     assert harness.answers(1, "do") == [("absent",)] * 2

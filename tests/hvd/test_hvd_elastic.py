@@ -41,7 +41,7 @@ def world(size=1, rank=0, module=sampler):
 
 @pytest.fixture
 def sent():
-    """Record the objects that this rank, the only one, broadcasts."""
+    """Record the objects that the only rank broadcasts."""
     calls = []
 
     def call(name):
@@ -261,18 +261,18 @@ def test_a_reset_drops_updates_and_runs_the_callbacks_in_order():
 
 
 def recorded(fail_in_sync=()):
-    """A state that records the methods that ``run`` calls."""
+    """Return a state that records the methods that ``run`` calls."""
     held = mock.Mock()
     held.sync.side_effect = [*fail_in_sync, *[None] * 9]
     return held
 
 
-def did(held):
+def methods_of(held):
     return [call[0] for call in held.method_calls]
 
 
 def attempts(*outcomes):
-    """Return a training that raises all outcomes but the last, one per call, and then returns the last."""
+    """Return a training function: each call raises the next of the outcomes, and the last call returns the last one."""
     left = deque(outcomes)
 
     @elastic.run
@@ -290,7 +290,7 @@ def attempts(*outcomes):
 def test_run_syncs_trains_and_returns(resets):
     held, train = recorded(), attempts("done")
     assert train(held, 1, two=2) == "done"
-    assert did(held) == ["sync", "train"]
+    assert methods_of(held) == ["sync", "train"]
     held.train.assert_called_once_with(1, two=2)
     assert resets.method_calls == []
     assert (train.__name__, train.__doc__) == ("train", "Trains.")
@@ -299,7 +299,7 @@ def test_run_syncs_trains_and_returns(resets):
 def test_after_a_failed_collective_the_state_is_restored_and_synced(resets):
     held = recorded()
     assert attempts(elastic.HorovodInternalError("lost"), "done")(held) == "done"
-    assert did(held) == ["sync", "train", "restore", "on_reset", "sync", "train"]
+    assert methods_of(held) == ["sync", "train", "restore", "on_reset", "sync", "train"]
     assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
 
 
@@ -313,7 +313,7 @@ def test_the_driver_is_queried_for_updates_before_training(resets, monkeypatch):
 def test_a_failed_sync_is_repeated(resets):
     held = recorded([elastic.HorovodInternalError("lost")] * 2)
     assert attempts("done")(held) == "done"
-    assert did(held) == ["sync", "restore", "on_reset"] * 2 + ["sync", "train"]
+    assert methods_of(held) == ["sync", "restore", "on_reset"] * 2 + ["sync", "train"]
     assert len(resets.method_calls) == 4
 
 
@@ -321,21 +321,21 @@ def test_a_failed_sync_is_repeated(resets):
 def test_after_a_change_of_hosts_nothing_is_restored(resets, skip_sync):
     held = recorded()
     assert attempts(elastic.HostsUpdatedInterrupt(skip_sync), "done")(held) == "done"
-    assert did(held) == ["sync", "train", "on_reset", *["sync"] * (not skip_sync), "train"]
+    assert methods_of(held) == ["sync", "train", "on_reset", *["sync"] * (not skip_sync), "train"]
     assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
 
 
 def test_a_failure_after_a_skipped_sync_syncs_again(resets):
     held = recorded()
     attempts(elastic.HostsUpdatedInterrupt(True), elastic.HorovodInternalError("lost"), "done")(held)
-    assert did(held) == ["sync", "train", "on_reset", "train", "restore", "on_reset", "sync", "train"]
+    assert methods_of(held) == ["sync", "train", "on_reset", "train", "restore", "on_reset", "sync", "train"]
 
 
 def test_other_errors_are_raised_to_the_caller(resets):
     held = recorded()
     with pytest.raises(RuntimeError, match="mine"):
         attempts(RuntimeError("mine"))(held)
-    assert did(held) == ["sync", "train"]
+    assert methods_of(held) == ["sync", "train"]
     assert resets.method_calls == []
     assert held not in common.notification_manager._listeners
 
@@ -466,7 +466,7 @@ def test_random_numbers_are_rolled_back(sent):
     draw()
     held.commit()
     first = draw()
-    held.sync()  # a commit, too
+    held.sync()  # sync commits too
     second = draw()
     assert second != first
     for _ in range(2):
@@ -474,7 +474,7 @@ def test_random_numbers_are_rolled_back(sent):
         assert draw() == second
 
 
-def test_the_gpus_random_numbers_are_saved_once_cuda_is_initialized(sent):
+def test_the_gpus_generator_state_is_saved_only_if_cuda_is_initialized(sent):
     with mock.patch.object(state.torch, "cuda") as cuda:
         cuda.is_initialized.return_value = True
         elastic.TorchState().restore()
@@ -619,16 +619,16 @@ def test_the_order_of_samples_is_that_of_horovod(size, shuffle):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_every_sample_is_used_and_all_ranks_get_the_same_number(size):
     for left in range(20):
-        shares = [share for share, *_ in split("dualtrain", 20, size, processed=20 - left)]
-        assert {len(share) for share in shares} == {-(-left // size)}
-        counts = Counter(sample for share in shares for sample in share).values()
+        parts = [part for part, *_ in split("dualtrain", 20, size, processed=20 - left)]
+        assert {len(part) for part in parts} == {-(-left // size)}
+        counts = Counter(sample for part in parts for sample in part).values()
         assert len(counts) == left
         assert not counts or max(counts) - min(counts) <= 1
 
 
 def test_fewer_samples_than_ranks_are_repeated():
-    shares = [share for share, *_ in split("dualtrain", 10, 5, shuffle=False, processed=8)]
-    assert shares == [[8], [9], [8], [9], [8]]
+    parts = [part for part, *_ in split("dualtrain", 10, 5, shuffle=False, processed=8)]
+    assert parts == [[8], [9], [8], [9], [8]]
 
 
 def test_more_samples_may_be_recorded_than_exist():
@@ -637,7 +637,7 @@ def test_more_samples_may_be_recorded_than_exist():
         assert len(sampler) == 3
         for number, batch in enumerate((2, 2)):  # the second batch is short, and records the nominal batch size
             sampler.record_batch(number, batch)
-        assert sampler.processed_num == 16  # of 10 samples: as Horovod counts
+        assert sampler.processed_num == 16  # of 10 samples, as in Horovod
         sampler.load_state_dict(sampler.state_dict())
         assert (list(sampler), len(sampler)) == ([], 0)
 
@@ -649,9 +649,9 @@ def test_an_epoch_uses_every_sample_although_the_world_changes():
             with world(size, rank):
                 sampler = elastic.ElasticSampler(range(samples), seed=1)
                 sampler.load_state_dict(saved)
-                share = list(sampler)
+                part = list(sampler)
                 for number in range(batches):
-                    batch = share[2 * number : 2 * number + 2]
+                    batch = part[2 * number : 2 * number + 2]
                     seen += batch
                     sampler.record_batch(number, len(batch))
         saved = sampler.state_dict()

@@ -10,7 +10,7 @@ from tests.hvd.worlds import THEIRS, check, library, same, worlds
 
 
 def reference(vectors):
-    """Return the adaptive sum along Horovod's tree: neighbours first; a vector without neighbour moves up unchanged."""
+    """Return the adaptive sum along Horovod's tree: neighbours first; a vector without a neighbour stays unchanged."""
     if len(vectors) == 1:
         return vectors[0]
     above = []
@@ -61,7 +61,7 @@ def test_adasum_equals_another_implementation(real):
 
 
 def steps_of_deltas(backend, optimizer_class, options):
-    """Step on each rank's own gradient, and combine the changes of the weights. Return the result and the expectation."""
+    """Step on each rank's own gradient, and combine the changes of the weights. Return the weights."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         weights = torch.nn.Parameter(torch.linspace(-1, 1, 6))

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#matching-and-errors: ranks that use optimizers in different orders, or not equally often."""
+"""dualtrain/hvd/README.md#matching-and-errors: optimizers that ranks use in different orders or not equally often."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_ranks_may_use_two_optimizers_in_different_orders(real):
     real(any_order)
 
 
-def one_more(backend):
+def second_optimizer(backend):
     """Make a second optimizer on one rank only, and never use it."""
     with library(backend) as hvd:
         if hvd.rank() == 0:
@@ -82,12 +82,12 @@ def one_more(backend):
 
 
 @EVERY
-def test_an_optimizer_that_only_one_rank_makes_does_no_harm(real):
-    real(one_more)
+def test_an_optimizer_that_only_one_rank_makes_has_no_effect(real):
+    real(second_optimizer)
 
 
 def many_optimizers(backend):
-    """Make and free many optimizers, whose channels must be closed, because each has sockets and threads."""
+    """Make and free many optimizers. Their channels must be closed, because each channel has sockets and threads."""
     with library(backend) as hvd:
         for _ in range(24):
             p, optimizer = wrapped(hvd, name="passing")
@@ -101,8 +101,8 @@ def test_channels_of_freed_optimizers_are_closed(real):
     assert max(real(many_optimizers)) <= 20
 
 
-def other_threshold(backend):
-    """Set HOROVOD_FUSION_THRESHOLD on one rank only, whose buckets would differ from the other ranks'."""
+def different_thresholds(backend):
+    """Set another HOROVOD_FUSION_THRESHOLD on rank 0, so its buckets would differ from the other ranks' buckets."""
     with library(backend, HOROVOD_FUSION_THRESHOLD="0" if backend.rank == 0 else "1000") as hvd:
         p, optimizer = wrapped(hvd, name="threshold")
         p.sum().backward()
@@ -113,4 +113,4 @@ def other_threshold(backend):
 
 @OURS_2
 def test_different_buckets_are_an_error_on_all_ranks(real):
-    real(other_threshold)
+    real(different_thresholds)

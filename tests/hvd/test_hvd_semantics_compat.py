@@ -120,7 +120,7 @@ def sums(hvd):
     ]
 
 
-#: Scripts that meet defects, and the defects that must be noted.
+#: Scripts that trigger defects, and the defects that must be recorded.
 CASES = {
     "fresh sgd": (lambda hvd: fresh(hvd, "SGD", True, momentum=0.9, weight_decay=0.1), {compat.FRESH_STATE}),
     "fresh dampened": (lambda hvd: fresh(hvd, "SGD", True, momentum=0.9, dampening=0.5), {compat.FRESH_STATE}),
@@ -144,7 +144,7 @@ CASES = {
 
 
 def defective(backend, titles, compatible):
-    """Return, for each case, the resulting tensors and the noted defects with their files."""
+    """Return, for each case, the resulting tensors and the recorded defects with their files."""
     found = {}
     env = {"DUALTRAIN_HVD_COMPAT": "1"} if compatible else {}
     with library(backend, **env) as hvd:
@@ -172,11 +172,11 @@ def test_defects_have_the_same_bits(real, pool):
     wrong = []
     for title, (_, defects) in CASES.items():
         same = [equal(horovod[rank][title][0], our[rank][title][0]) for rank in (0, 1)]
-        as_before = [equal(horovod[rank][title][0], plain[rank][title][0]) for rank in (0, 1)]
+        as_without_compat = [equal(horovod[rank][title][0], plain[rank][title][0]) for rank in (0, 1)]
         noted = {what for rank in (0, 1) for what, _ in our[rank][title][1]}
         files = {file for rank in (0, 1) for _, file in our[rank][title][1]}
-        if same != [True, True] or all(as_before) or noted != defects or files != {os.path.basename(__file__)}:
-            wrong.append((title, same, as_before, noted, files))
+        if same != [True, True] or all(as_without_compat) or noted != defects or files != {os.path.basename(__file__)}:
+            wrong.append((title, same, as_without_compat, noted, files))
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -185,7 +185,7 @@ def equal(one, other):
 
 
 def harmless(backend):
-    """Run a script that meets none of the defects; return the noted defects."""
+    """Run a script that triggers none of the defects; return the recorded defects."""
     compat._met.clear()
     with library(backend, DUALTRAIN_HVD_COMPAT="1") as hvd:
         model = model_of()
@@ -197,5 +197,5 @@ def harmless(backend):
 
 
 @OURS_2
-def test_no_defect_is_noted_for_a_script_that_meets_none(real):
+def test_no_defect_is_recorded_for_a_script_that_triggers_none(real):
     assert real(harmless) == [[], []]

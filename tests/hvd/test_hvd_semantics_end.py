@@ -104,10 +104,10 @@ def too_slow(backend, gradients):
 def test_waits_end_the_world_after_the_limit(real, gradients):
     real(too_slow, gradients)
     if gradients:
-        real.leave()  # its exchange was interrupted
+        real.leave()  # an exchange of this world was interrupted
 
 
-def one_leaves(backend):
+def one_shuts_down(backend):
     for round_ in range(2):
         with library(backend) as hvd:
             me, size = hvd.rank(), hvd.size()
@@ -126,8 +126,8 @@ def one_leaves(backend):
 
 
 @OURS
-def test_after_a_rank_leaves_other_ranks_calls_fail_and_init_works_again(real):
-    real(one_leaves)
+def test_after_a_rank_shuts_down_other_ranks_calls_fail_and_init_works_again(real):
+    real(one_shuts_down)
 
 
 def elastic(backend):

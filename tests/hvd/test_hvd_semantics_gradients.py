@@ -12,7 +12,7 @@ from tests.hvd.worlds import EVERY, OURS_3, library, mean_of_ranks, sum_of_ranks
 
 @pytest.fixture
 def fresh(real):
-    """Restart Horovod: backward's unnamed calls match by a counter, which other tests may have left unequal on ranks."""
+    """Restart Horovod. Other tests may leave unequal counters of unnamed calls, which backward makes."""
     if real.name == "horovod":
         real.leave()
     return real

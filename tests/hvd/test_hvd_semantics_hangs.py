@@ -1,4 +1,7 @@
-"""dualtrain/hvd/README.md#matching-and-errors: calls that hang or crash only Horovod (tests/launch/test_hangs.py)."""
+"""dualtrain/hvd/README.md#matching-and-errors: calls that hang or crash only Horovod.
+
+tests/launch/test_hangs.py makes them with Horovod.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def alltoall_without_a_dimension(hvd):
 
 def unnamed_calls_of_another_kind_on_one_rank(hvd):
     if hvd.rank() == 0:
-        extra = hvd.allgather_async(torch.ones(1))  # noqa: F841 - held
+        extra = hvd.allgather_async(torch.ones(1))  # noqa: F841 - stays pending
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
@@ -43,13 +46,13 @@ BODIES = [
 ]
 
 
-def each_in_a_world_of_its_own(backend):
+def each_in_a_new_world(backend):
     for body in BODIES:
         with library(backend) as hvd:
             body(hvd)
 
 
 @OURS_2
-def test_calls_that_hang_horovod_end(real):
-    real(each_in_a_world_of_its_own)
+def test_calls_that_hang_in_horovod_return(real):
+    real(each_in_a_new_world)
     real.leave()

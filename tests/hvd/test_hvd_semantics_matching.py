@@ -175,7 +175,7 @@ def local_mistakes(backend):
                 same("splits dtype", lambda: hvd.alltoall(x, bad, name="l"), "ValueError"),
                 same("splits too large", lambda: hvd.alltoall(x, [3] * size, name="l"), "ValueError"),
                 same("splits too few", lambda: hvd.alltoall(x, [1], name="l"), "ValueError"),
-                same("no equal share", lambda: hvd.alltoall(x.new_ones(size + 1), name="l"), "ValueError"),
+                same("no equal splits", lambda: hvd.alltoall(x.new_ones(size + 1), name="l"), "ValueError"),
                 same("op and average", lambda: hvd.allreduce(x, average=True, op=1, name="l"), "ValueError"),
                 same("reducescatter 0-d", lambda: hvd.reducescatter(x[0, 0], name="l"), "ValueError"),
             )
@@ -222,7 +222,7 @@ def test_calls_before_init_raise(real):
 
 
 def asymmetric(backend):
-    """Make calls after which Horovod's unnamed calls would hang, because it numbers them by one counter per process."""
+    """Make calls after which Horovod's unnamed calls would hang, because each process numbers them by one counter."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.full((2,), me + 1.0)
@@ -240,10 +240,10 @@ def asymmetric(backend):
         hvd.barrier()
         handle = hvd.allgather_async(x) if handle is None else handle
         assert hvd.synchronize(handle).shape == (2 * size,)
-        # Unnamed calls of one kind match by each rank's own order.
+        # Unnamed calls of one kind match in the order in which each rank makes them.
         several = [hvd.allreduce_async(x * i, op=hvd.Sum) for i in range(3)]
         assert [hvd.synchronize(h).tolist() for h in several[::-1]] == [[i * total[0]] * 2 for i in (2, 1, 0)]
-        # A mistake on one rank, a mismatch on all ranks, and a call that fails because a rank has joined.
+        # Calls still match after a mistake of one rank, a mismatch, and a call that fails because a rank has joined.
         if me == 0:
             check(hvd, same("splits", lambda: hvd.alltoall(x, [9] * size), "ValueError"))
         with pytest.raises(hvd.mpi_ops.HorovodInternalError):
@@ -259,12 +259,12 @@ def asymmetric(backend):
         assert hvd.allgather(x).shape == (2 * size,)
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == total
         if me == size - 1:
-            lonely = hvd.reducescatter_async(torch.ones(size))  # still pending: it fails at shutdown
+            unmatched = hvd.reducescatter_async(torch.ones(size))  # still pending: it fails at shutdown
         hvd.barrier()
         if me == size - 1:
             hvd.shutdown()
             with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="shut"):
-                hvd.synchronize(lonely)
+                hvd.synchronize(unmatched)
 
 
 @OURS

@@ -30,23 +30,23 @@ def against_one_process(backend):
                 ours = hvd.SyncBatchNorm(3).double()
                 ours.load_state_dict(one.state_dict())
                 batch = torch.cat([samples(r, rows[r], shape) for r in range(size)])
-                share = slice(sum(rows[:me]), sum(rows[: me + 1]))
+                part = slice(sum(rows[:me]), sum(rows[: me + 1]))
                 whole = batch.clone().requires_grad_()
-                mine = batch[share].clone().requires_grad_()
+                mine = batch[part].clone().requires_grad_()
                 for _ in range(2):
                     wanted, found = one(whole), ours(mine)
-                torch.testing.assert_close(found, wanted[share])
+                torch.testing.assert_close(found, wanted[part])
                 torch.testing.assert_close(ours.running_mean, one.running_mean)
                 torch.testing.assert_close(ours.running_var, one.running_var)
                 assert ours.num_batches_tracked == one.num_batches_tracked == 2
                 wanted.square().mul(batch).sum().backward()
-                found.square().mul(batch[share]).sum().backward()
-                torch.testing.assert_close(mine.grad, whole.grad[share])
+                found.square().mul(batch[part]).sum().backward()
+                torch.testing.assert_close(mine.grad, whole.grad[part])
                 for p, q in zip(ours.parameters(), one.parameters(), strict=True):
                     torch.testing.assert_close(hvd.allreduce(p.grad, op=hvd.Sum), q.grad)
                 one.eval()
                 ours.eval()
-                torch.testing.assert_close(ours(mine), one(batch[share]))
+                torch.testing.assert_close(ours(mine), one(batch[part]))
 
 
 @OURS
@@ -64,7 +64,7 @@ def converted(backend):
         assert isinstance(model[1], hvd.SyncBatchNorm)
         assert isinstance(model[2][0], hvd.SyncBatchNorm)
         assert dict(model.named_parameters()) == weights
-        # A model with two layers, whose statistics Horovod's fixed names would mix.
+        # Horovod's fixed names would mix the statistics of the two layers.
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), 0)
         for _ in range(2):
@@ -79,7 +79,7 @@ def converted(backend):
 
 
 @OURS
-def test_a_converted_model_trains_like_batchnorm_in_one_process(real):
+def test_a_converted_model_trains_and_has_equal_statistics_on_all_ranks(real):
     real(converted)
 
 

@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Halved:
-    """A compressor of the user's own."""
+    """A compressor that the user wrote."""
 
     @staticmethod
     def compress(tensor):
@@ -81,7 +81,7 @@ CASES = {
 def train(backend, cases):
     """Return the weights after a few steps with each set of options.
 
-    Horovod hangs if only some ranks use a parameter of a group, so with groups all ranks use all parameters.
+    Horovod hangs if only some ranks use a parameter of a group, so with groups all ranks use ``sometimes``.
     """
     with library(backend) as hvd:
         me, found = hvd.rank(), {}
@@ -153,22 +153,22 @@ def adversaries(backend):
     with library(backend) as hvd:
         me = hvd.rank()
         torch.manual_seed(0)
-        makers = nn.Linear(3, 3), nn.Linear(3, 1)
+        models = nn.Linear(3, 3), nn.Linear(3, 1)
         optimizers = []
-        for i, model in enumerate(makers):
+        for i, model in enumerate(models):
             named = [(f"{i}.{name}", p) for name, p in model.named_parameters()]
             optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), named))
         weights = []
         for step in range(4):
             turn = step % 2
-            for i, model in enumerate(makers):
+            for i, model in enumerate(models):
                 for p in model.parameters():
                     p.requires_grad_(i == turn)
             x = torch.full((2, 3), me + 1.0 + step)
-            makers[1](makers[0](x)).mean().backward()
+            models[1](models[0](x)).mean().backward()
             optimizers[turn].step()
             optimizers[turn].zero_grad()
-            weights.append([p.detach().clone() for model in makers for p in model.parameters()])
+            weights.append([p.detach().clone() for model in models for p in model.parameters()])
         return weights
 
 
@@ -204,7 +204,7 @@ def test_a_parameter_that_is_frozen_later_does_not_change(real):
     assert first == second
     if real.name == "torch":
         assert first == [0.75, 0.75, 0.75]
-    else:  # Horovod: gradients of zeros, so momentum and weight decay change it
+    else:  # Horovod averages gradients of zeros, so momentum and weight decay change the weight
         assert first == pytest.approx([0.75, 0.5875, 0.476875], abs=1e-6)
 
 
@@ -238,7 +238,7 @@ def test_a_wrapped_optimizer_is_recognized_as_on_horovod(real):
 
 
 def wrapped_anew(backend):
-    """Continue training with a second optimizer while the first one waits for the garbage collector."""
+    """Continue training with a second optimizer while the first one still exists."""
     with library(backend) as hvd:
         torch.manual_seed(0)
         model = nn.Linear(2, 2)

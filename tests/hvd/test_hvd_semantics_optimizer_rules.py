@@ -81,17 +81,17 @@ def rules(backend):
         assert "optimizer.step() called without optimizer.skip_synchronize()" in str(caught[0].message)
         optimizer.zero_grad()
         # Fewer backward passes than backward_passes_per_step, and another number of passes.
-        q, patient = wrapped(hvd, name="q", backward_passes_per_step=3)
+        q, accumulating = wrapped(hvd, name="q", backward_passes_per_step=3)
         (q.sum() * (me + 1)).backward()
-        patient.step()
+        accumulating.step()
         assert q[0].item() == -mean_of_ranks(size)
-        patient.zero_grad()
-        patient.set_backward_passes_per_step(2)
+        accumulating.zero_grad()
+        accumulating.set_backward_passes_per_step(2)
         for _ in range(2):
             (q.sum() * (me + 1)).backward()
-        patient.step()
+        accumulating.step()
         assert q[0].item() == -3 * mean_of_ranks(size)  # summed over passes, averaged over ranks
-        patient.zero_grad()
+        accumulating.zero_grad()
         # State and options of an optimizer that has stepped.
         used = nn.Parameter(torch.ones(2))
         adam = torch.optim.Adam([used], lr=0.5, weight_decay=0.25)
@@ -125,7 +125,7 @@ def test_rules_for_correct_use(real):
 
 
 def broken_rules(backend):
-    """Synchronize twice, after one rank has changed its gradients; and step without synchronizing at all."""
+    """Change gradients between two synchronizations; and step without any synchronization."""
     with library(backend) as hvd, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         me, size = hvd.rank(), hvd.size()
@@ -139,7 +139,7 @@ def broken_rules(backend):
             assert p[0].item() == -sum(once + 10 * rank for rank in range(size)) / divisor
         q, optimizer = wrapped(hvd, name="never")
         if me > 0:
-            hvd.barrier()  # Horovod may overwrite a gradient as soon as the last rank has one, so rank 0 steps before that
+            hvd.barrier()  # Horovod may overwrite a gradient that all ranks have, so rank 0 steps before the others have it
         (q.sum() * (me + 1)).backward()
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -152,7 +152,7 @@ def broken_rules(backend):
             same("zero_grad", optimizer.zero_grad, "AssertionError"),
             same("backward", lambda: q.sum().backward(), "AssertionError"),
         )
-        optimizer.synchronize()  # synchronize() ends the exchange
+        optimizer.synchronize()  # ends the exchange
 
 
 @PAIR
@@ -162,7 +162,7 @@ def test_incorrect_use_has_the_same_effect_as_with_horovod(real):
 
 
 def mixed_precision_trap(backend):
-    """Call ``scaler.step`` without ``synchronize``, when one rank's gradient is infinite."""
+    """Call ``scaler.step`` without ``synchronize`` when one rank's gradient is infinite."""
     with library(backend) as hvd:
         p, optimizer = wrapped(hvd, name="trap")
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -210,7 +210,7 @@ def test_scaling_losses_without_synchronize_is_refused(real):
 
 
 def mixed_precision(backend):
-    """Call ``synchronize`` first, so that every rank sees the infinite gradient."""
+    """Call ``synchronize`` first, so that every rank has the infinite gradient."""
     with library(backend) as hvd:
         p, optimizer = wrapped(hvd, name="scaled")
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -237,7 +237,7 @@ def test_scaling_losses_after_synchronize_works(real):
 
 
 def fused(backend):
-    """Train with a fused step, which unscales and skips by itself; one rank's gradient overflows in the second step."""
+    """Train with a fused step, which unscales gradients and skips updates itself. Rank 0's gradient overflows in step 1."""
     found = {}
     with library(backend) as hvd:
         mean = mean_of_ranks(hvd.size())
@@ -349,7 +349,7 @@ def only_ours(backend):
         p.sum().backward()
         optimizer.load_state_dict(state)
         optimizer.zero_grad()
-        # Two optimizers of one parameter list, and LBFGS with a closure.
+        # LBFGS with a closure, and a second optimizer of the same parameter.
         q = nn.Parameter(torch.tensor([3.0, -2.0]))
         lbfgs = hvd.DistributedOptimizer(torch.optim.LBFGS([q], max_iter=5), [("q", q)])
 

@@ -33,7 +33,7 @@ def test_allgather_of_unequal_rows(real):
     real(gathers)
 
 
-def deals(backend):
+def alltoalls(backend):
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         # Rank r sends r + 1 rows to each rank; each row is (sender, receiver).
@@ -66,7 +66,7 @@ def deals(backend):
 
 @EVERY
 def test_alltoall_splits(real):
-    real(deals)
+    real(alltoalls)
 
 
 def scatters(backend):
@@ -93,7 +93,7 @@ def scatters(backend):
             same("no rows", lambda: hvd.reducescatter(torch.ones(0, 2), name="c"), []),
             same("sum", lambda: hvd.reducescatter(rows(size), name="d", op=hvd.Sum), [size * me + total]),
             same("group", lambda: list(hvd.grouped_reducescatter([five, x], name="e", op=hvd.Sum)), twice),
-            # Horovod needs its fusion buffer for scaling, which is off in worlds that compare bits.
+            # Horovod scales in its fusion buffer, which is off in these worlds because tests compare bits.
             ("before", lambda: scaled(prescale_factor=0.5), "HorovodInternalError", [1.5 * size]),
             same("after", lambda: scaled(postscale_factor=4.0), [12.0 * size]),
             same(
@@ -188,7 +188,7 @@ def in_a_set(backend):
                 same("grouped", lambda: hvd.grouped_allreduce([x[0]], process_set=pair), [[2, 2]]),
                 same("gather", lambda: hvd.allgather(x[: here + 1, 0], process_set=pair), [1, 3, 3]),
                 same("scatter", lambda: hvd.reducescatter(x[:, 0], process_set=pair), [2.0] * (2 - here)),
-                same("deal", lambda: hvd.alltoall(x[:2, 0], process_set=pair), [1, 3]),
+                same("alltoall", lambda: hvd.alltoall(x[:2, 0], process_set=pair), [1, 3]),
                 same("splits", lambda: hvd.alltoall(x[:, 0], [1, 2], process_set=pair)[1], [here + 1] * 2),
                 same("three", lambda: hvd.alltoall(x, [1, 1, 1], process_set=pair), "ValueError"),
                 same("object", lambda: hvd.broadcast_object(me, 2, process_set=pair), 2),

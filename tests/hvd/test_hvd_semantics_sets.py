@@ -51,11 +51,11 @@ def life_of_a_set(backend):
 @PAIR
 def test_a_set_is_added_used_and_removed(real):
     if real.name == "horovod":
-        real.leave()  # without the sets of other tests
+        real.leave()  # removes the sets of other tests
     real(life_of_a_set)
 
 
-def more_of_sets(backend):
+def several_sets(backend):
     with library(backend) as hvd:
         me = hvd.rank()
         for wrong in ([], [0, 0], [-1], [3], [0, 7]):
@@ -85,7 +85,7 @@ def more_of_sets(backend):
                 hvd.synchronize(handle)
             with pytest.raises(ValueError, match="not in use"):
                 hvd.allreduce(x, process_set=sets[0])
-        assert hvd.add_process_set([0, 2]).process_set_id == 1  # ids are used again
+        assert hvd.add_process_set([0, 2]).process_set_id == 1  # ids are reused
         one = hvd.ProcessSet([2])
         hvd.init(process_sets=[one])
         assert one.process_set_id == 4
@@ -98,7 +98,7 @@ def more_of_sets(backend):
 
 @OURS_3
 def test_several_sets_are_independent(real):
-    real(more_of_sets)
+    real(several_sets)
 
 
 def at_init(backend):
@@ -162,7 +162,7 @@ def optimizer_of_a_set(backend):
         (p.sum() * (me + 2)).backward()
         factor.step()
         assert p.tolist() == [-7.0, -7.0]
-        hvd.barrier()  # all ranks make process groups together, so no rank may leave before
+        hvd.barrier()  # all ranks make process groups together, so no rank may shut down first
 
 
 @OURS_3

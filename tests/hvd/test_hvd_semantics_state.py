@@ -140,7 +140,7 @@ def test_parameters_of_the_root_are_broadcast(real):
 
 
 def fresh_states(backend):
-    """Return weights, options and gradients after a broadcast of optimizers that have not stepped."""
+    """Return weights and learning rates after a broadcast of optimizers that have not stepped."""
     with library(backend) as hvd:
         me, found = hvd.rank(), {}
         for kind, options in [("SGD", {"momentum": 0.9}), ("AdamW", {}), ("SGD", {})]:
@@ -167,7 +167,7 @@ def test_states_of_fresh_optimizers(real):
 
 
 def resumed(backend):
-    """Load a checkpoint on the root only, after a broadcast of the weights, as Horovod documents it."""
+    """Load a checkpoint on the root only, then broadcast weights and optimizer state, as Horovod documents it."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.1)

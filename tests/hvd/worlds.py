@@ -1,4 +1,4 @@
-"""Runs of the same test body on Horovod itself and on ``dualtrain.hvd``, in the pool's worlds."""
+"""Run the same test bodies on Horovod itself and on ``dualtrain.hvd``, in the pool's worlds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THEIRS = worlds(("horovod", 2))
 
 def ours() -> Any:
     """Return ``dualtrain.hvd`` on torch, even if this process has used another backend before."""
-    # patch.dict also undoes what the import does to HOROVOD_RANK and the like.
+    # patch.dict also restores the variables that the import changes, such as HOROVOD_RANK.
     with mock.patch.dict(os.environ, {"DUALTRAIN_BACKEND": "torch"}):
         return importlib.import_module("dualtrain.hvd")
 

@@ -1,4 +1,4 @@
-"""Programs that start ranks by another engine: each runs in a process of its own, since engines keep global state."""
+"""Programs that start ranks by Spark or Ray. Each runs in a new process, because the engines keep global state."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ INSTALL = "DUALTRAIN_WITH=integrations bash launch/setup.sh"
 
 def require(module: str) -> None:
     """Skip the test if a package is missing."""
-    # The package first: for a module of a missing package, find_spec raises.
+    # Look for the package first, because find_spec raises for a module of a missing package.
     if any(importlib.util.find_spec(name) is None for name in (module.partition(".")[0], module)):
         pytest.skip(f"needs {module}: {INSTALL}")
 
 
 @pytest.fixture(scope="session")
 def java() -> None:
-    """Skip the test where Spark cannot run."""
+    """Skip the test if Spark cannot run."""
     require("pyspark")
     if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         pytest.skip("needs a Java runtime for Spark: bash tests/extras.sh java")
@@ -37,13 +37,13 @@ def java() -> None:
 
 @pytest.fixture(scope="session")
 def ray() -> None:
-    """Skip the test where Ray is missing."""
+    """Skip the test if Ray is missing."""
     require("ray.train")
 
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make ``import horovod`` lead to dualtrain during the test."""
+    """Make ``import horovod`` import dualtrain during the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     imports.install()
     yield
@@ -55,7 +55,7 @@ Program = Callable[[str], list[str]]
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """Run a program; return the lines of its output that begin with ``> ``, without that."""
+    """Return a function that runs a program, and returns the printed lines that begin with ``> ``, without this prefix."""
 
     def run(source: str) -> list[str]:
         file = tmp_path / "program.py"

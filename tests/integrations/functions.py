@@ -1,4 +1,4 @@
-"""Functions that the engines run: written for Horovod, and unmodified."""
+"""Functions that Spark and Ray run. Training functions are written for Horovod."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS = 120.0
 
 
 def train(steps: int, lr: float = 0.1) -> dict[str, Any]:
-    """Train a linear model as Horovod's examples do; return the place, the module's name and the weights."""
+    """Train a linear model as Horovod's examples do; return ranks and sizes, the library's name and the weights."""
     import horovod.torch as hvd
     import torch
 
@@ -34,7 +34,7 @@ def train(steps: int, lr: float = 0.1) -> dict[str, Any]:
 
 
 def launcher() -> str:
-    """Return the launcher that this rank was started by."""
+    """Return the name of the launcher that started this rank."""
     from dualtrain.launchers import detect_world
 
     return detect_world().launcher

@@ -1,4 +1,4 @@
-"""``horovod.run`` beside Horovod's own: the same program under both, and its results."""
+"""``horovod.run`` of dualtrain and of Horovod: one program has the same results with both."""
 
 from __future__ import annotations
 

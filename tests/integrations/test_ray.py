@@ -1,4 +1,4 @@
-"""``dualtrain.ray``, on a local Ray."""
+"""``dualtrain.ray`` on a local Ray cluster."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ executor.shutdown()
     assert again == ["ray", "ray"]
 
 
-def test_failures_are_named_and_nothing_is_reserved_any_more(program):
+def test_failures_are_named_and_reserved_resources_are_released(program):
     lines = program(
         HEAD
         + """
@@ -85,7 +85,7 @@ failure(one_host.start)
 """
     )
     raised, died, crowded, spread, packed, stopped = map(json.loads, lines)
-    assert raised[0]  # a ValueError, too
+    assert raised[0]  # the error is also a ValueError
     assert "ValueError: no such thing" in raised[2]
     assert "rank 1 of 2" in raised[2]
     assert "rank-1-of-2" in died[2]
@@ -97,7 +97,7 @@ failure(one_host.start)
 
 
 @pytest.mark.usefixtures("hook")
-def test_horovods_modules_have_the_name_that_is_covered():
+def test_rayexecutor_of_horovods_modules_is_that_of_dualtrain():
     from horovod.ray import RayExecutor
     from horovod.ray.runner import RayExecutor as Same
 
@@ -116,7 +116,7 @@ def test_horovods_modules_have_the_name_that_is_covered():
         ({"num_workers": 2, "gpus_per_worker": 2}, "without use_gpu=True"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given, said):
+def test_contradictory_arguments_are_refused(given, said):
     from dualtrain.ray import RayExecutor
 
     with pytest.raises(UserError, match=said):

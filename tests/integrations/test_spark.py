@@ -27,7 +27,7 @@ def failure(call):
 """
 
 
-def test_ranks_are_barrier_tasks_with_the_results_of_the_driver(program):
+def test_ranks_in_barrier_tasks_and_on_the_driver_have_the_same_results(program):
     lines = program(
         HEAD
         + """
@@ -36,7 +36,7 @@ show(run(functions.train, (3,), {"lr": 0.2}, num_proc=2))
 show(HorovodRunner(np=2).run(functions.train, steps=3, lr=0.2))
 show(HorovodRunner(np=-2).run(functions.train, steps=3, lr=0.2))
 scale = 10
-def by_value(x):  # of __main__
+def by_value(x):  # defined in __main__
     import os
     return scale * x + int(os.environ["RANK"]), os.environ["MINE"], functions.launcher()
 show(run(by_value, (4,), num_proc=2, env={"MINE": "m"}))
@@ -90,7 +90,7 @@ show(TorchDistributor(num_processes=2, local_mode=True, use_gpu=False).run(main,
 
 
 @pytest.mark.usefixtures("hook")
-def test_horovods_module_has_the_name_that_is_covered():
+def test_horovod_spark_is_dualtrain_spark():
     import horovod.spark
     from horovod.spark import run
 
@@ -112,7 +112,7 @@ def test_the_signature_is_horovods():
     assert list(inspect.signature(dualtrain.spark.run).parameters) == names
 
 
-def test_what_is_not_supported_is_refused():
+def test_unsupported_arguments_are_refused():
     from dualtrain import UserError
     from dualtrain.spark import HorovodRunner, run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.commands.test_doctor import both_are_reached
+from tests.commands.test_doctor import assert_that_both_work
 from tests.conftest import require_horovod
 from tests.launch.jobs import run
 
@@ -14,4 +14,4 @@ def test_two_ranks_reach_each_other_on_both_backends(controller):
     require_horovod()
     end = run(["horovodrun", controller, "-np", "2", "python", "-m", "dualtrain.doctor"])
     assert end.returncode == 0, end.stderr
-    both_are_reached(end.stdout, "horovod")
+    assert_that_both_work(end.stdout, "horovod")
