@@ -233,7 +233,8 @@ class CommonBuffers:
             if some:
                 values[number] = mean if values[number].dim() == 1 else mean.view(values[number].shape)
         _copy_all(now, values)
-        for buffer, count, change in zip(now[len(self._averaged) :], self._counts, changes, strict=False):  # then the counters
+        counters_now = now[len(self._averaged) :]
+        for buffer, count, change in zip(counters_now, self._counts, changes, strict=False):
             if change:
                 buffer.fill_(count + int(change))
 
