@@ -116,7 +116,7 @@ def pin_cpus(unlike: Collection[str]) -> str:
 
 @cache
 def _described(file: Path) -> dict[str, str]:
-    """Return the description of the first processor in ``/proc/cpuinfo`` by name; empty if it cannot be read."""
+    """Return the fields of the first processor in ``/proc/cpuinfo`` by name; empty if the file cannot be read."""
     found: dict[str, str] = {}
     try:
         with file.open(errors="replace") as lines:

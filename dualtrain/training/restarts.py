@@ -29,9 +29,9 @@ _UNRELATED = ("resume", "run_dir")
 
 
 def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: FolderLock) -> None:
-    """Refuse a start that would end like the previous one. On rank 0, after it has locked the folder if that holds a run.
+    """Refuse a start that would end like the previous one. On rank 0, which has locked the folder if there is a run in it.
 
-    A start with other settings is allowed, and so is a plain ``--resume`` or ``--resume FILE``, which a person has chosen.
+    A start with other settings is allowed, and so is a plain ``--resume`` or ``--resume FILE``, which a person gives.
     A start with ``--resume auto`` is refused, since a launcher repeats this flag when it restarts a job.
 
     Raises:

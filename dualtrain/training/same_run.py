@@ -29,7 +29,7 @@ from dualtrain.version import __version__
 
 log = logging.getLogger("dualtrain")
 
-#: Settings that may differ between ranks, and why; all others are compared.
+#: Settings that may differ between ranks, and why; all other settings are compared.
 MAY_DIFFER = {
     "device": "each rank may use another GPU; the kind of device is compared",
     "data_dir": "hosts may have different paths; the data are compared",
