@@ -363,7 +363,7 @@ class Backend(Primitives):
             self.disconnect()
 
     def release(self) -> None:
-        """Free resources that need no other rank. :meth:`close` calls it once, before :meth:`disconnect`."""
+        """Free the resources that this rank can free alone. :meth:`close` calls it once, before :meth:`disconnect`."""
 
     def abort(self, reason: str) -> None:
         """Report to every other rank that this rank stops for ``reason``: a message, or a formatted traceback."""
@@ -522,7 +522,7 @@ class Backend(Primitives):
         return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
 
     def _refuse_if_unsent(self, lengths: dict[int, int], problem: TypeError | None) -> None:
-        """Raise on every rank, with the reason, if a rank's object cannot be sent: its length is negative."""
+        """Raise on every rank, with the reason, if a rank's object cannot be sent (its length is then negative)."""
         refused = [rank for rank, length in lengths.items() if length < 0]
         if not refused:
             return

@@ -284,7 +284,7 @@ def _share_memory(backend: Backend, transport: str) -> Backend:
         return backend
     try:
         return SharedMemoryBackend(backend)
-    except (UnsharedError, BackendError, ValueError) as reason:  # making the groups between hosts raises the latter two
+    except (UnsharedError, BackendError, ValueError) as reason:  # groups between hosts may raise the last two
         if not isinstance(reason, UnsharedError) and backend.watch is not None and backend.watch.failure is not None:
             raise
         if backend.rank == 0:

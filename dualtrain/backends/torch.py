@@ -170,7 +170,7 @@ class _JobStore(dist.Store):
 
 @cache
 def _adapted(store: Store, seconds: float) -> _JobStore:
-    """Return the adapter of ``store``; the cache keeps it, since torch keeps only its C++ object alive, not its methods."""
+    """Return the adapter of ``store``; the cache keeps it alive: torch would keep only its C++ part."""
     return _JobStore(store, seconds)
 
 
@@ -358,7 +358,7 @@ def _limit(timeout: float) -> timedelta:
 
 
 def chosen_interface(world: World) -> str | None:
-    """Return the interface that Gloo must listen on: loopback if all ranks are on one host, else one to other hosts.
+    """Return Gloo's interface: loopback if all ranks are on one host, else the one that reaches the other hosts.
 
     ``None`` if GLOO_SOCKET_IFNAME is set. Gloo's own default is the interface that the host's name resolves to, which may
     be loopback with several hosts.
@@ -463,7 +463,7 @@ def _of_this_attempt(store: dist.Store, world: World, timeout: float) -> dist.St
 
 
 def job_in_store(world: World, timeout: float) -> str:
-    """Return the job's name in the store of torchrun's agents. The first call sets it; it stays there over restarts.
+    """Return the job's name in the store of torchrun's agents. The first call sets the name; restarts keep it.
 
     Raises:
         UserError: the store cannot be reached.
