@@ -17,7 +17,7 @@ def _own(name: str) -> bool:
     return ":" in name
 
 
-#: Settings; whether they have an effect, given the other settings; and the reason if they have none.
+#: Each rule: names of settings, a function that returns whether these have an effect, and the reason if they have none.
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
     (_IMAGES, lambda s: s["augment"] != "weights", "--augment weights uses the transforms of the model's weights"),
     (
