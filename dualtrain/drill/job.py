@@ -91,7 +91,7 @@ class Job:
         return self._launcher.pid
 
     def kill_launcher(self) -> bool:
-        """Kill the launcher; return whether it still ran."""
+        """Kill the launcher; return whether it was running."""
         assert self._launcher is not None
         running = self._launcher.poll() is None
         self._launcher.kill()  # does nothing once it has ended
@@ -108,7 +108,7 @@ class Job:
     def end(self) -> list[int]:
         """End all processes of the job; return the ids of those that had to be killed.
 
-        Blocks for ``END_SECONDS``, and as long again for a launcher that was killed, at most.
+        Blocks for ``END_SECONDS`` at most, and as long again if the launcher had to be killed.
         """
         deadline = time.monotonic() + END_SECONDS
         for process, _ in self._processes():
