@@ -71,7 +71,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
         DivergedError: the loss became infinite or not a number.
         BackendError: a rank failed, or the timeout passed.
         NotSavedError: the training ended, but its results could not be written.
-        StoppedError: a signal stopped the run, which first saved a checkpoint.
+        StoppedError: a signal stopped the run, which first tried to save a checkpoint.
     """
     lock = FolderLock()
     try:
