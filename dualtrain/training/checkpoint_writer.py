@@ -58,7 +58,6 @@ class Writer:
             state: what to write.
             best: the model's weights, if this state is the best so far. The state's files replace those of the best
                 state before; if that fails, the next write tries again.
-                state; if that fails, the next write tries again.
         """
         self.wait()
         if best is not None:

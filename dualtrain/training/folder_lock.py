@@ -22,7 +22,7 @@ from dualtrain.rendezvous.hosts import identity
 from dualtrain.training import generation
 from dualtrain.training.generation import Owner, Seen
 
-WAIT_SECONDS = 6.0  # for a process of this host that is about to end, as at a restart
+WAIT_SECONDS = 6.0  # longest wait for a process of this host that is about to end, as at a restart
 RENEW_SECONDS = 2.0
 #: A process of another host has ended if it misses this many renewals. A start that ``waits`` fails after it saw as many.
 RENEWALS = 3

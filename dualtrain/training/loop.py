@@ -404,7 +404,7 @@ class Run:
         return limit is not None and self.cursor.stale >= limit
 
     def _diverge(self, what: str, step: int) -> NoReturn:
-        """End the run on all ranks."""
+        """Raise DivergedError, on all ranks."""
         self.writer.wait()
         saved = checkpoint.found(self.folder / "checkpoints") if self.backend.rank == 0 else []
         last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"

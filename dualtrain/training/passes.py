@@ -36,7 +36,7 @@ class Passes:
         self.backend: Backend = optimizer.backend
         self._measure, self._precision, self._parts, self._piggyback = measure, precision, parts, piggyback
         self._scalars = StepScalars()
-        self._diverged = False  # in any part of the step on this rank
+        self._diverged = False  # whether a part of the step on this rank diverged
         self._extra = optimizer.extra.numpy()
 
     def begin_part(self, control_flags: Sequence[float], *, first: bool = True) -> None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dualtrain.console import printable, show
 
 T = TypeVar("T")
-_END_SECONDS = 1.0  # to wait for a line that is being printed
+_END_SECONDS = 1.0  # longest wait for a line that is being printed
 
 
 class Ticker:

@@ -23,7 +23,7 @@ from dualtrain.training.attempts import Attempt, Death, Event, append_events, as
 from dualtrain.training.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
-DEATHS = 3  # in a row, after the same step
+DEATHS = 3  # this many in a row, after the same step, forbid a restart
 #: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 

@@ -50,7 +50,7 @@ _CURES = {
     **dict.fromkeys(("Python", "torch", "dualtrain", "Horovod"), _SAME_VERSIONS),
     "kind of device": "give all ranks a GPU each, or --device cpu",
 }
-_SAMPLES = 16  # compared in each split
+_SAMPLES = 16  # this many are compared in each split
 _SECONDS = 5.0  # after which no further sample is read to be compared
 
 

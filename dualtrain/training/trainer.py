@@ -199,8 +199,8 @@ class Trainer:
     def fit(self, loader: Iterable[Sequence[torch.Tensor]], epochs: int = 1) -> list[dict[str, float]]:
         """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
-        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps. A
-        loader's ``sampler.set_epoch`` is called if it has one.
+        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps. The
+        loader's ``sampler.set_epoch`` is called, if there is one.
 
         Returns:
             One dict for each epoch: the mean loss and, for classifiers, the accuracies, over all ranks' samples.
@@ -263,7 +263,7 @@ class Trainer:
         Running statistics are averaged over the ranks for the evaluation, and restored after it.
 
         Args:
-            batches: this rank's; with virtual ranks, the batches of each of :attr:`shards`.
+            batches: this rank's batches; with virtual ranks, those of each of :attr:`shards`.
             objective: by default, that of training.
             prefix: the beginning of the names in the result.
         """
