@@ -17,7 +17,7 @@ from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
 _POLL_SECONDS = 0.002
-_EXIT_SECONDS = 0.03  # in which a killed process disappears
+_EXIT_SECONDS = 0.03  # after which a killed process has disappeared
 _REPEATS = 2  # most faults in a row after the same step: after a third death there, the run would refuse to restart
 _BY_TIME = 0.25  # fraction of the faults that are injected after a random time, not after a step
 _SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")

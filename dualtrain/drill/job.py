@@ -18,7 +18,7 @@ from dualtrain.errors import UserError
 
 #: The environment variable by which the processes of a drill's job are found.
 MARK = "DUALTRAIN_DRILL"
-#: The first line of a run with ``--resume auto``.
+#: Matches the first line of a run with ``--resume auto``.
 _START = re.compile(rb"--resume auto: (?:resuming from|beginning at) step (\d+)")
 _RANK_VARIABLES = (b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK")
 END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
@@ -50,7 +50,7 @@ class Job:
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
         self._starts_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._read, self._starts = 0, list[int]()  # bytes of the output that were read, and the steps of starts in them
+        self._read, self._starts = 0, list[int]()  # number of output bytes read; the first step of each start in them
 
     # -- processes --------------------------------------------------------------------------------------------------
 
