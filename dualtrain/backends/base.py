@@ -62,7 +62,7 @@ FOLD: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
 }
 
-#: Dtypes that ``start_allreduce`` reduces on every backend; others are converted to one of these (``wire.py``).
+#: Dtypes that ``start_allreduce`` reduces on every backend; other dtypes are converted to one of these (``wire.py``).
 REDUCIBLE = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 
 

@@ -322,7 +322,7 @@ class Backend(Primitives):
             tensor: contiguous, of the same size on every rank; holds this rank's last partial sum, if the rank has any.
             others: ``order.buffers`` tensors like ``tensor``; the first of them hold this rank's earlier partial sums.
                 Their content is undefined afterwards.
-            order: made for as many ranks as this backend has.
+            order: an order for as many ranks as this backend has.
             name: shown in errors and reports.
             factor: factor on the sum.
             tail: how many elements at the end are not scaled.

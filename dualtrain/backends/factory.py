@@ -42,7 +42,7 @@ def choose(name: str, world: World) -> str:
 def choose_for_horovod_api(env: Mapping[str, str]) -> str:
     """Return the backend of Horovod's API: ``"horovod"`` under horovodrun or MPI if it is installed, else ``"torch"``.
 
-    DUALTRAIN_BACKEND overrides this.
+    DUALTRAIN_BACKEND overrides this choice.
 
     Raises:
         UserError: DUALTRAIN_BACKEND has another value than torch, horovod and auto.

@@ -57,7 +57,7 @@ _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 def _end(groups: list[Any]) -> None:
     """End groups by dropping their last references, which are in ``groups``. Blocks for a second at most.
 
-    If a peer has failed, a group may wait for an unfinished operation; then only the thread made here waits.
+    If a peer has failed, a group may wait for an unfinished operation; then only the thread that is started here waits.
     """
     ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
     ending.start()
@@ -68,7 +68,7 @@ def _end(groups: list[Any]) -> None:
 def _end_all() -> None:
     """End the groups of a program that does not close its backend.
 
-    Gloo's threads take the GIL to drop a tensor, and abort the process if the interpreter has ended.
+    Gloo's threads take the GIL to release a tensor, and abort the process if the interpreter has ended.
     """
     groups = [group for process, group in _IN_USE if process == os.getpid()]
     if not groups:
@@ -353,7 +353,7 @@ def default_group_place() -> tuple[int, int] | None:
 
 
 def _limit(timeout: float) -> timedelta:
-    """Return the timeout of a process group. It is longer than the backend's, whose message names the operation."""
+    """Return the timeout of a process group. It exceeds the backend's timeout, whose message names the operation."""
     return timedelta(seconds=timeout + 10)
 
 
