@@ -129,7 +129,7 @@ class Exchange:
             self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
 
     def add_shard(self, scalars: torch.Tensor | None = None) -> None:
-        """Add the gradients of a shard, not this rank's last, to the partial sums; set them to ``None``. Not collective."""
+        """Add the gradients of a shard (not this rank's last) to the partial sums; clear the gradients. Not collective."""
         self._load_extra(scalars)
         self.refusals.load_none()
         for bucket in self.schedule.buckets:

@@ -63,7 +63,7 @@ class ShardSums:
     """Sum over all shards along the tree of ``order``.
 
     Args:
-        backend: the ranks; it allocates the memory of the partial sums, which is collective.
+        backend: the ranks. Allocating the memory of the partial sums is collective.
         wire: the bucket's buffer.
         order: the tree, and the shards that each rank has.
     """
