@@ -42,7 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: any torch optimizer; its state is kept.
-        named_parameters: ``model.named_parameters()``, for readable errors; without it, errors have numbers. It must
+        named_parameters: ``model.named_parameters()``, for readable errors; without it, errors show numbers. It must
             contain all of the optimizer's parameters; other parameters are ignored.
         backend: the ranks to average over.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
