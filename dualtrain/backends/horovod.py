@@ -226,7 +226,7 @@ class HorovodBackend(Backend):
         return self._start(f"{op.value} of {name!r}", issue, tensor)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
-        # Horovod numbers the root in its whole world, even for process sets.
+        # Horovod expects the root's rank in its whole world, even for process sets.
         global_root = self._set.ranks[root] if self._set.ranks else root
         issue = partial(self.library.broadcast_async_, tensor, global_root, name=self._scope + name, process_set=self._set)
         return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)

@@ -15,7 +15,7 @@ from dualtrain.data.transforms import Transform
 from dualtrain.errors import UserError
 from dualtrain.processes import begin_worker, start_forkserver
 
-Wanted = tuple[list[int], int]  # sample numbers and seed of a batch; no tensor, since sending one takes a file descriptor
+Wanted = tuple[list[int], int]  # sample indices and seed of a batch; no tensor, since sending one takes a file descriptor
 
 
 class Reader(Protocol):

@@ -14,7 +14,7 @@ from dualtrain.data.draws import sample_seed
 
 @contextmanager
 def seeded(seed: int, number: int) -> Iterator[None]:
-    """Seed torch (CPU), ``random`` and numpy from (seed, sample number), and restore their states afterwards.
+    """Seed torch (CPU), ``random`` and numpy from (seed, sample index), and restore their states afterwards.
 
     ``torch.manual_seed`` is not used because it would also seed the GPUs, whose generators the model uses.
     """

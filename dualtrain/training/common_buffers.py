@@ -174,7 +174,7 @@ class CommonBuffers:
             for is_bool, change in zip(self._bools, changes, strict=True)
         ]
         counters = [*first, *each, *(change * change for change in each), float(passes > 0)]
-        # NumPy: on a few numbers, its operations take a fraction of the time of torch's.
+        # NumPy: on small arrays, its operations take a fraction of the time of torch's.
         numbers = numpy.empty(self.count)
         numbers[: len(vector)] = vector
         if len(vector):

@@ -163,7 +163,7 @@ class MetricsFile:
             aside = path.with_name(f"{path.name}.aside")
             lock.check()
             link_whole(path, aside)
-            report(f"{path} has {unreadable} lines that are no metrics: they are dropped; the old file is {aside.name}")
+            report(f"{path} has {unreadable} lines that are no metrics: these are left out; the old file is {aside.name}")
         content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
         write_whole(path, content, lock.check)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
