@@ -39,7 +39,7 @@ from dualtrain.training.resume import (
 from dualtrain.training.run_dir import enter, step_of
 
 log = logging.getLogger("dualtrain")
-#: How many runs this process has started for each job. The count is part of a run's job name; a restart counts from 1 again.
+#: How many runs this process has started for each job. The count is part of a run's job name; a restart counts anew.
 _runs: Counter[str] = Counter()
 
 
