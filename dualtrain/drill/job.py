@@ -50,7 +50,7 @@ class Job:
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
         self._starts_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._read, self._starts = 0, list[int]()  # number of output bytes read; the first step of each start in them
+        self._read, self._starts = 0, list[int]()  # number of output bytes read; the step at which each start began
 
     # -- processes --------------------------------------------------------------------------------------------------
 

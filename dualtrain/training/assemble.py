@@ -138,7 +138,7 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -
 def make_computation(
     run: RunSection, section: ModelSection, label_smoothing: float, model: nn.Module, backend: Backend
 ) -> dict[str, Any]:
-    """Return the trainer's arguments for compiling or replicating ``model``; empty for neither.
+    """Return the trainer's arguments for compiling or replicating ``model``; empty if neither is requested.
 
     Raises:
         UserError: nn.DataParallel cannot be used here.
