@@ -139,7 +139,7 @@ def uses_a_dropped_optimizer(backend):
     if backend.rank == 1:
         turns(backend)._members[1] = lambda: None
     loss = sum(model(torch.ones(2, 6)).sum() for model in models)
-    with pytest.raises(BackendError, match="was dropped on rank 1: keep it as long as its parameters are trained"):
+    with pytest.raises(BackendError, match="was garbage-collected on rank 1: keep it as long as its parameters are"):
         loss.backward()
     return len(optimizers)
 
