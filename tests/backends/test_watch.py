@@ -130,7 +130,7 @@ def test_an_exception_in_a_with_statement_is_reported_to_the_others():
 def leaves_early(backend):
     if backend.rank == 0:
         return backend.close()
-    with short_waits(backend):  # a rank that leaves without a failure sends no second report
+    with short_waits(backend):  # don't wait for a second report: a rank that leaves without a failure sends none
         return call_until_failure(backend, backend.barrier)
 
 
