@@ -201,7 +201,7 @@ def test_ranks_bound_to_one_core_each_do_not_outnumber_the_cores():
     assert advise([row(rank, cores=[rank]) for rank in range(2)], "horovod") == ([], [])
 
 
-# Only the second rank lacks Horovod.
+# Program in which only rank 1 cannot import Horovod.
 ONE_WITHOUT = WITHOUT_HOROVOD.replace(
     "sys.meta_path.insert", "import os\nif os.environ['RANK'] == '1': sys.meta_path.insert"
 )
