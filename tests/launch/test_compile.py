@@ -1,4 +1,4 @@
-"""A compiled model. This test is among the launches because compilation takes as long as a launch."""
+"""A compiled model. This test is in tests/launch because compilation takes as long as a launch."""
 
 from __future__ import annotations
 
