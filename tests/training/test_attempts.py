@@ -19,7 +19,7 @@ from dualtrain.training import attempts, last_step, restarts
 from dualtrain.training.attempts import Attempt, Death
 from dualtrain.training.folder_lock import FolderLock
 
-#: Four steps, an evaluation every two.
+#: Flags of a run with four steps and an evaluation after every two steps.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0", "--epochs", "2")
 FLAGS += ("--checkpoint-every", "1")
 
