@@ -131,7 +131,7 @@ def top_level(name):
 
 
 def layer_of(name, package):
-    """Return the layer of a module, or of a name imported from it; ``None`` for the package itself."""
+    """Return the index of the layer of a module, or of a name imported from it; ``None`` for the package itself."""
     inner = name.removeprefix(f"dualtrain.{package}").removeprefix(".").split(".")
     numbers = {each: number for number, names in enumerate(LAYERS[package]) for each in names}
     modules = (".".join(inner[:count]) for count in range(len(inner), 0, -1))
@@ -209,7 +209,7 @@ def private_methods(path):
 
 
 def overridden_privates(files):
-    """Return (class, private name, base class that defines the name) if the classes are in different packages."""
+    """Yield (class, private name, base class that defines the name) for classes that are in different packages."""
     classes = {}  # full name of a class: its package, the full names of its bases, its private names
     for path in files:
         known = dict(bindings(path))
