@@ -677,7 +677,7 @@ def test_done_becomes_true_without_a_wait_and_waits_may_be_in_any_order(spmd):
 def primitives(backend):
     tensors = [data(backend.rank, 5, seed=n) for n in range(4)]
     works = [backend.start_allreduce(tensor, ReduceOp.SUM, f"p{n}") for n, tensor in enumerate(tensors)]
-    backend.barrier()  # needs no data channel, so it may return before the primitives have ended
+    backend.barrier()  # the barrier needs no data channel, and may return before the primitives have ended
     await_done(works[0])
     for n, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         assert work.wait() is None

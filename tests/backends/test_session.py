@@ -18,7 +18,7 @@ def limit(seconds=20.0):
 
 
 def attempt(store, size):
-    """Run all ranks of an attempt; return the session of each."""
+    """Run all ranks of an attempt; return the session of each rank."""
     with ThreadPoolExecutor(size) as executor:
         return list(executor.map(lambda rank: agree_on_session(store, rank, size, limit()), range(size)))
 

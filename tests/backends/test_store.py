@@ -40,7 +40,7 @@ def job():
 
 @pytest.fixture
 def join():
-    """Function that joins as :func:`dial` does, on this host; the clients are closed when the test ends."""
+    """Function that calls :func:`dial` for this host. The returned clients are closed when the test ends."""
     found = []
 
     def joined(ports, rank, secret="the secret", timeout=5.0, world=""):
