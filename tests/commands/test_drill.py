@@ -152,7 +152,7 @@ def test_the_ranks_of_a_job_are_found_by_its_mark(rank):
 
 def test_remaining_processes_of_a_job_are_ended(rank):
     os.kill(rank.launcher, signal.SIGSTOP)
-    assert rank.end() == []  # after SIGCONT, SIGTERM has ended it
+    assert rank.end() == []  # SIGTERM has ended the process after SIGCONT; no SIGKILL was needed
     assert rank.ranks() == {}
     assert rank.status() == -signal.SIGTERM
 
