@@ -30,7 +30,7 @@ def own_gradients(rank):
 
 
 def averaged(backend, options=None):
-    """Return the gradients of the second of two steps with learning rate 0, as bytes, and the extra scalar."""
+    """Take two steps with learning rate 0; return the second step's gradients, as bytes, and its extra scalar."""
     model = conv_net()
     with small_buckets():
         optimizer = DistributedOptimizer(

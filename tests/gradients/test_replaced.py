@@ -248,7 +248,7 @@ def layout_of_one_rank(backend, change):
     late = nn.Parameter(torch.zeros(3), requires_grad=False)
     inner = torch.optim.SGD([*model.parameters(), late], lr=0.1)
     optimizer = DistributedOptimizer(inner, backend=backend)
-    own = nn.Parameter(torch.ones(backend.rank + 1))  # not the optimizer's
+    own = nn.Parameter(torch.ones(backend.rank + 1))  # not a parameter of the optimizer
 
     def loss():
         return vector_loss(model, backend.rank) + (late * (backend.rank + 1)).sum() + own.sum()
