@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: One core per host, because sums depend on the number of threads, which equals the number of cores.
+#: The core of each host. Each host has one core, because sums depend on the number of threads, which equals that of cores.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.

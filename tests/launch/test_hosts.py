@@ -122,7 +122,7 @@ VIRTUAL = ("--virtual-ranks", "13")
     ids=["virtual ranks", "plain"],
 )
 def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, ranks, more, transport, cluster, tmp_path):
-    # Two ranks per host, so that sums are inside hosts and between them. With virtual ranks, the other run has one rank.
+    # Two ranks per host: sums inside hosts and between them. With virtual ranks, the run on one host has a single rank.
     alone = on_one_host(tmp_path / "alone", ranks, *more[:2])
     folder = tmp_path / "run"
     flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder), *more]
