@@ -49,7 +49,7 @@ def locked(folder: Path) -> FolderLock:
 
 
 def supersede(folder: Path) -> None:
-    """Make the next generation, like a process on another host after its wait."""
+    """Make the next generation, as a process on another host does after its wait."""
     number = generation.newest(folder) + 1
     descriptor = generation.create(folder, number, generation.Owner(7, "elsewhere", 7, "now"))
     assert descriptor is not None

@@ -1,4 +1,4 @@
-"""A run that version 0.1.0 wrote: resumed, compared, reported and used by this version."""
+"""A run that version 0.1.0 wrote: resumed, compared, reported and used for predictions by this version."""
 
 from __future__ import annotations
 

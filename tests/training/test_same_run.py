@@ -71,7 +71,7 @@ def message(call, *args: Any) -> str:
 
 
 def alike(answers: list[Any]) -> Any:
-    """Return the answer of every rank; all must be equal."""
+    """Assert that the ranks have equal answers; return the answer."""
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 

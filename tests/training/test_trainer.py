@@ -187,7 +187,7 @@ def own_loader(backend, folder: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = lr_scheduler.StepLR(optimizer, 2)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, schedule=schedule)
-    # Rank 0 has 17 samples or more, each other rank has 3: these ranks run out of batches first.
+    # Rank 0 has 17 samples or more, each other rank has 3: the other ranks run out of batches first.
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
     history = trainer.fit(loader, epochs=2)
     trainer.save(f"{folder}/state.safetensors")

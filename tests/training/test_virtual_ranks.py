@@ -45,7 +45,7 @@ def test_one_result_on_any_number_of_threads(size, alone):
 
 
 def as_ddp(backend):
-    """Return the hashes of the weights of raw DDP, and of two virtual ranks."""
+    """Train with raw DDP, then with two virtual ranks; return the hashes of both models' weights."""
     hashes = []
     for ddp in (True, False):
         model = conv_net()

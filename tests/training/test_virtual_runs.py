@@ -1,4 +1,4 @@
-"""Runs of the command line with ``--virtual-ranks``: one result on any number of ranks, also interrupted and resumed."""
+"""Runs of the command line with ``--virtual-ranks``: one result on any number of ranks, also after a resume."""
 
 from __future__ import annotations
 
