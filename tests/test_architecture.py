@@ -159,7 +159,7 @@ def test_imports_are_from_earlier_modules_and_packages(path):
     for name in imports(path):
         other = top_level(name)
         assert other is None or TOP_LEVEL.index(other) <= TOP_LEVEL.index(own), f"{own} imports {name}"
-        # ``dualtrain`` itself has names of later modules.
+        # ``dualtrain`` itself imports names from later modules.
         assert other or not name.startswith("dualtrain") or own in ("training", "hvd", "main", "bench"), (
             f"{own} imports {name}"
         )
@@ -270,7 +270,7 @@ def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
 
 
 def uses_of(path, library):
-    """Return the lines of a file that use ``library``: its imports, and attributes such as ``torch.distributed.…``."""
+    """Return the uses of ``library`` in a file: imports, and attributes such as ``torch.distributed.…``."""
     found = [name for name in imports(path) if name == library or name.startswith(f"{library}.")]
     for node in without_type_checking(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and library.endswith(f".{node.attr}") and ast.unparse(node) == library:

@@ -75,7 +75,7 @@ def replace(path: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that reads ``file`` in a folder that ``make`` fills; ``fine``: kinds of bad files that are accepted."""
+    """A function that reads ``file`` in a folder that ``make`` fills. It accepts bad files of the kinds ``fine``."""
 
     make: Callable[[Path], Any]
     file: str
