@@ -725,7 +725,7 @@ def test_the_weights_are_compared_in_each_round_separately():
     [
         (["--nproc", "0"], "--nproc"),
         (["--pairs", "few"], "--pairs"),
-        (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose some of alone"),
+        (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose from alone"),
         (["--jobs", "lenet"], "--jobs: 'lenet' is not known"),
         (["--jobs", "stall", "--contenders", "alone"], "none of the contenders alone has any of the jobs stall"),
         (["--out", "/dev/null/bench"], "cannot be written (Not a directory)"),

@@ -95,7 +95,7 @@ def test_a_start_on_another_host_is_refused_where_the_file_is_renewed(tmp_path, 
         with pytest.raises(UserError, match=f"is used by process {os.getpid()} on .*: wait for its end"):
             FolderLock().take(tmp_path, LIMIT, waits=waits)
         assert first.is_mine()
-    assert ["waiting 6 s for that" in record.getMessage() for record in caplog.records] == [True]
+    assert ["waiting 6 s for a renewal" in record.getMessage() for record in caplog.records] == [True]
     assert locked(tmp_path).generation == 2
     assert len(caplog.records) == 1  # no wait for a process that has left the folder
 
@@ -124,7 +124,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
         FolderLock().take(tmp_path, LIMIT)
 
 
-def test_a_folder_that_a_person_removes_or_empties_is_not_taken_over(tmp_path):
+def test_the_process_keeps_a_folder_that_a_person_removes_or_empties(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     lock = locked(folder)
