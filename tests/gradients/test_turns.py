@@ -144,7 +144,7 @@ def uses_a_dropped_optimizer(backend):
     return len(optimizers)
 
 
-def test_an_optimizer_that_one_rank_has_dropped_is_an_error_on_every_rank():
+def test_an_optimizer_that_was_freed_on_one_rank_is_an_error_on_every_rank():
     assert run_threads(2, uses_a_dropped_optimizer) == [2, 2]
 
 
