@@ -47,7 +47,7 @@ class SumOrder:
         additions: additions of partial sums; made in this order, they leave the sum of all shards in the first partial sum.
         merges: for each rank and each of its shards, how often the rank merges its two newest partial sums once it has
             computed that shard.
-        buffers: the largest number of partial sums that any rank keeps besides its newest one.
+        buffers: the largest number of partial sums that any rank sends besides its last one.
     """
 
     def __init__(self, shards: int, size: int) -> None:
@@ -61,9 +61,8 @@ class SumOrder:
         self.nodes = [node for nodes in self.owned for node in nodes]
         self.additions: list[Addition] = []
         self._add_up(root, {node: number for number, node in enumerate(self.nodes)})
-        programs = [_program(root, owned) for owned in self.ranges]
-        self.merges = [merges for merges, _ in programs]
-        self.buffers = max(depth for _, depth in programs)
+        self.merges = [_merges(root, owned) for owned in self.ranges]
+        self.buffers = max(0, *(len(nodes) - 1 for nodes in self.owned))
 
     @property
     def is_plain_sum(self) -> bool:
@@ -112,19 +111,18 @@ def _cover(node: Node, owned: range) -> list[Node]:
     return [part for child in node.children() for part in _cover(child, owned)]
 
 
-def _program(root: Node, owned: range) -> tuple[list[int], int]:
-    """Return how many merges follow each shard of a rank, and how many partial sums the rank keeps besides its newest."""
+def _merges(root: Node, owned: range) -> list[int]:
+    """Return, for each shard of a rank, how often the rank merges its two newest partial sums after that shard."""
     parents = _parents(root)
     kept: list[Node] = []
-    merges, depth = [], 0
+    merges = []
     for shard in owned:
         newest, count = Node(shard, 1), 0
-        depth = max(depth, len(kept))
         while kept and (kept[-1], newest) in parents:
             newest, count = parents[kept.pop(), newest], count + 1
         kept.append(newest)
         merges.append(count)
-    return merges, depth
+    return merges
 
 
 def _parents(node: Node) -> dict[tuple[Node, Node], Node]:

@@ -124,7 +124,9 @@ class Bucket:
         #: The gradients as real numbers: the front of ``wire``, or a separate buffer.
         self.values = self.wire[:numel] if real == self.wire.dtype else self.wire.new_zeros(numel, dtype=real)
         self._staged = real != self.wire.dtype
-        self.sum: BucketSum = RankSum(backend, self.wire) if order is None else ShardSums(backend, self.wire, order)
+        self.sum: BucketSum = (
+            RankSum(backend, self.wire) if order is None else ShardSums(backend, self.wire, order, self._split)
+        )
         self._before, self._after = transfer.before, transfer.factor_after(self.sum.shards)
         #: Whether the wire dtype has fewer bits than the gradients'. If so, the sum is scaled in the gradients' dtype.
         self._narrow = self.wire.dtype.itemsize < real.itemsize
@@ -134,7 +136,7 @@ class Bucket:
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
         self._layout = layout
-        self._parts_of: dict[int, dict[Slot, torch.Tensor]] = {}  # parts of partial sums, by the buffer's address
+        self._parts_of: dict[int, list[torch.Tensor]] = {}  # the parts of buffers like ``wire``, by address
         for slot, view in zip(self.slots, _views(self.values, layout), strict=True):
             slot.place(self, view)
         start = self.values.data_ptr()
@@ -217,39 +219,29 @@ class Bucket:
         return slots, grads
 
     def add_shard(self) -> None:
-        """Add the gradients and the extra scalars to the partial sums, as a shard that is not this rank's last one."""
+        """Add the gradients and the extra scalars to the partial sums, as a shard that is not this rank's last one.
+
+        The sums take over the gradients' memory, so each gradient must have memory of its own.
+        """
         if self._staged or self._before != 1:
             self.pack()
-            self.sum.add_shard(self._put_all)
-        else:
-            self.sum.add_shard(self._put)
-
-    def _put_all(self, target: torch.Tensor, add: bool) -> None:
-        """Copy the buffer to ``target``, a buffer of the same size; with ``add``, add it to ``target``."""
-        (target.add_ if add else target.copy_)(self.wire)
-
-    def _put(self, target: torch.Tensor, add: bool) -> None:
-        """Copy gradients and extra scalars to ``target``, or ``add`` them to it, without using this bucket's buffer."""
+            self.sum.add_shard([self.wire.clone()])
+            return
         slots, grads = self._sort()
-        parts = self._parts(target)
-        for slot in self._missing:
-            if add:
-                parts[slot].add_(0.0)  # needed for equal bits: it changes -0 to 0
-            else:
-                parts[slot].zero_()
-        targets = [parts[slot] for slot in (*slots, *self._kept)]
-        if targets:
-            # Private in torch 2.5 to 2.15, as in ``pack``.
-            (torch._foreach_add_ if add else torch._foreach_copy_)(targets, [*grads, *(slot.view for slot in self._kept)])
-        extra = target[self.values.numel() :]
-        (extra.add_ if add else extra.copy_)(self.extra)
+        found = dict(zip(slots, grads, strict=True))
+        found.update((slot, slot.view.clone()) for slot in self._kept)
+        missing = [slot for slot in self.slots if slot not in found]
+        found.update((slot, torch.zeros_like(slot.view)) for slot in missing)
+        parts = [found[slot].detach().to(slot.dtype) for slot in self.slots]
+        self.sum.add_shard([*parts, self.extra.clone()])
 
-    def _parts(self, buffer: torch.Tensor) -> dict[Slot, torch.Tensor]:
-        """Return the part of each slot in ``buffer``, which has the size and dtype of the bucket's buffer."""
+    def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a buffer like ``wire`` as shards have them: one for each slot, and the extra scalars."""
+        if self._staged or self._before != 1:
+            return [buffer]
         address = buffer.data_ptr()
         if address not in self._parts_of:
-            views = _views(buffer[: self.values.numel()], self._layout)
-            self._parts_of[address] = dict(zip(self.slots, views, strict=True))
+            self._parts_of[address] = [*_views(buffer[: self.values.numel()], self._layout), buffer[self.values.numel() :]]
         return self._parts_of[address]
 
     def start(self) -> None:
@@ -277,6 +269,24 @@ class Bucket:
             # Another reducer of the same parameter may have replaced ``param.grad`` since ``pack`` ran.
             if grad is None or grad.data_ptr() != slot.address:
                 slot.unpack()
+
+
+@torch.no_grad()
+def separate_gradients(slots: Sequence[Slot]) -> None:
+    """Copy each gradient that shares its memory with another gradient or is a part of a larger tensor.
+
+    Autograd makes such gradients: those of the two inputs of a sum of reshaped parameters, for example.
+    """
+    seen = set()
+    for slot in slots:
+        grad = slot.param.grad
+        if grad is None or grad.layout is not torch.strided:
+            continue
+        storage = grad.untyped_storage()
+        address = storage.data_ptr()
+        if address in seen or storage.nbytes() != grad.numel() * grad.element_size():
+            slot.param.grad = grad.clone()
+        seen.add(address)
 
 
 def _views(flat: torch.Tensor, layout: BucketLayout) -> list[torch.Tensor]:

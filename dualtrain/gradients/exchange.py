@@ -15,7 +15,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError
-from dualtrain.gradients.buckets import Bucket, Slot, make_buckets
+from dualtrain.gradients.buckets import Bucket, Slot, make_buckets, separate_gradients
 from dualtrain.gradients.hooks import ParameterHooks
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.refusals import Refusals
@@ -129,9 +129,13 @@ class Exchange:
             self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
 
     def add_shard(self, scalars: torch.Tensor | None = None) -> None:
-        """Add the gradients of a shard (not this rank's last) to the partial sums; clear the gradients. Not collective."""
+        """Add the gradients to the partial sums, as a shard that is not this rank's last. Not collective.
+
+        The sums take over the gradients' memory: every ``param.grad`` is ``None`` afterwards.
+        """
         self._load_extra(scalars)
         self.refusals.load_none()
+        separate_gradients(self.slots)
         for bucket in self.schedule.buckets:
             bucket.add_shard()
         for slot in self.slots:

@@ -1,6 +1,6 @@
 """Sum the gradients in a bucket: over the ranks in the backend's order, or over shards along a tree.
 
-With a tree, a rank computes several shards of a step, one after another, and keeps their partial sums in buffers. It adds
+With a tree, a rank computes several shards of a step, one after another, and keeps their partial sums. It adds
 up as many partial sums as the tree allows; only the remaining ones are exchanged.
 """
 
@@ -15,8 +15,8 @@ from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.sum_order import SumOrder
 
-#: Function that writes a shard's gradients to a buffer, or adds them to its content if the second argument is true.
-Put = Callable[[torch.Tensor, bool], None]
+#: Function that returns the parts of a buffer: views that together cover it, in the order of a shard's parts.
+Split = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class BucketSum(Protocol):
@@ -27,8 +27,13 @@ class BucketSum(Protocol):
     def begin(self) -> None:
         """Forget shards that were added in a step that was not completed."""
 
-    def add_shard(self, put: Put) -> None:
-        """Add a shard, which ``put`` writes, to the partial sums; not for a rank's last shard. Not collective."""
+    def add_shard(self, parts: list[torch.Tensor]) -> None:
+        """Add a shard to the partial sums; not for a rank's last shard. Not collective.
+
+        Args:
+            parts: the shard's values, shaped like the parts of the buffer. They are kept, and other shards are added to
+                them, so they must not share memory with each other or with tensors that are used later.
+        """
 
     def clear(self) -> None:
         """Replace all shards of this rank but the last one by zeros."""
@@ -47,7 +52,7 @@ class RankSum:
     def begin(self) -> None:
         """See :class:`BucketSum`."""
 
-    def add_shard(self, put: Put) -> None:
+    def add_shard(self, parts: list[torch.Tensor]) -> None:
         """Raise RuntimeError: a rank has no shard before its last one."""
         raise RuntimeError("a rank has one shard in a step, unless the order of the sum is that of virtual ranks")
 
@@ -62,47 +67,45 @@ class RankSum:
 class ShardSums:
     """Sum over all shards along the tree of ``order``.
 
+    A rank's shards are not copied: the gradients themselves are kept until they are added to each other, and only partial
+    sums that other ranks need are copied to buffers that can be sent.
+
     Args:
-        backend: the ranks. Allocating the memory of the partial sums is collective.
+        backend: the ranks. Allocating the buffers is collective.
         wire: the bucket's buffer.
         order: the tree, and the shards that each rank has.
+        split: see :data:`Split`.
     """
 
-    def __init__(self, backend: Backend, wire: torch.Tensor, order: SumOrder) -> None:
+    def __init__(self, backend: Backend, wire: torch.Tensor, order: SumOrder, split: Split) -> None:
         self.shards = order.shards
-        self._backend, self._wire, self._order = backend, wire, order
+        self._backend, self._wire, self._order, self._split = backend, wire, order, split
         self._merges = order.merges[backend.rank]
-        self._partial = [backend.new_buffer(wire.numel(), wire.dtype, wire.device) for _ in range(order.buffers)]
-        self._kept, self._added = 0, 0  # how many partial sums are kept, and how many shards were added, in this step
+        self._sent = [backend.new_buffer(wire.numel(), wire.dtype, wire.device) for _ in range(order.buffers)]
+        self._kept: list[list[torch.Tensor]] = []  # the parts of each partial sum, in the order of their shards
+        self._added = 0  # how many shards were added in this step
 
     def begin(self) -> None:
         """See :class:`BucketSum`."""
-        self._kept = self._added = 0
+        self._kept, self._added = [], 0
 
     @torch.no_grad()
-    def add_shard(self, put: Put) -> None:
+    def add_shard(self, parts: list[torch.Tensor]) -> None:
         """See :class:`BucketSum`."""
         if self._added >= len(self._merges) - 1:
             raise RuntimeError(f"this rank has {len(self._merges)} shards in a step, and was given more")
-        merges = self._merges[self._added]
-        if merges == 0:
-            put(self._partial[self._kept], False)
-            self._kept += 1
-        else:
-            put(self._partial[self._kept - 1], True)
-            for _ in range(merges - 1):
-                self._kept -= 1
-                self._partial[self._kept - 1].add_(self._partial[self._kept])
+        for _ in range(self._merges[self._added]):
+            newest, parts = parts, self._kept.pop()
+            # Private in torch 2.5 to 2.15, and the only way to add many tensors in one call.
+            torch._foreach_add_(parts, newest)
+        self._kept.append(parts)
         self._added += 1
 
     def clear(self) -> None:
         """See :class:`BucketSum`."""
-        self._kept = self._added = 0
-        for partial in self._partial:
-            partial.zero_()
-        for merges in self._merges[:-1]:
-            self._kept += 1 - merges
-            self._added += 1
+        self.begin()
+        for _ in self._merges[:-1]:
+            self.add_shard([torch.zeros_like(part) for part in self._split(self._wire)])
 
     @torch.no_grad()
     def start(self, name: str, factor: float, tail: int) -> Work[None]:
@@ -114,7 +117,9 @@ class ShardSums:
         if self._added != max(0, len(self._merges) - 1):
             raise RuntimeError(f"this rank has {len(self._merges)} shards in a step, and was given {self._added + 1}")
         for _ in range(self._merges[-1] if self._merges else 0):
-            self._kept -= 1
-            torch.add(self._partial[self._kept], self._wire, out=self._wire)
-        self._kept = self._added = 0
-        return self._backend.start_tree_sum(self._wire, self._partial, self._order, name, factor, tail)
+            # Private in torch 2.5 to 2.15, as in ``add_shard``.
+            torch._foreach_add_(self._split(self._wire), self._kept.pop())
+        for buffer, partial in zip(self._sent, self._kept, strict=False):  # other ranks may have more partial sums
+            torch._foreach_copy_(self._split(buffer), partial)
+        self.begin()
+        return self._backend.start_tree_sum(self._wire, self._sent, self._order, name, factor, tail)

@@ -226,3 +226,30 @@ def test_options_that_rule_out_a_fixed_order_of_sums_are_refused():
                 DistributedOptimizer(copy.copy(inner), model.named_parameters(), backend=backend, **options)
 
     run_threads(2, body)
+
+
+def sharing(backend):
+    """Return the gradients of two parameters after a step of four shards; each shard's gradients share their memory."""
+    one, two = (nn.Parameter(torch.zeros(shape)) for shape in (4, (2, 2)))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD([one, two], lr=0.0),
+        [("one", one), ("two", two)],
+        backend=backend,
+        sum_order=sum_order(4, backend.size),
+    )
+    mine = sum_order(4, backend.size).ranges[backend.rank]
+    optimizer.reducer.begin_shards()
+    for shard in mine:
+        with optimizer.no_sync():
+            ((one + two.view(4)) @ torch.full((4,), 2.0**shard)).backward()
+        if shard != mine[-1]:
+            two.grad = one.grad.view(2, 2)
+            optimizer.reducer.add_shard()
+    optimizer.step()
+    optimizer.close()
+    return one.grad.tolist(), two.grad.flatten().tolist()
+
+
+def test_gradients_of_shards_that_share_their_memory_are_summed_once():
+    for size in (1, 2, 4):
+        assert run_threads(size, sharing) == [([15 / 4] * 4, [15 / 4] * 4)] * size

@@ -84,6 +84,9 @@ def test_torch_copies_many_tensors_in_one_call():
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3, dtype=torch.float64)]
     torch._foreach_copy_(targets, sources)
     assert all(bool(target.eq(1).all()) for target in targets)
+    assert hasattr(torch, "_foreach_add_"), f"{VERSION} has no torch._foreach_add_: change gradients/shard_sums.py"
+    torch._foreach_add_(targets, [torch.ones(2), torch.ones(3)])
+    assert all(bool(target.eq(2).all()) for target in targets)
 
 
 def test_torch_shows_what_an_uncoalesced_tensor_stores():
