@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from dualtrain import connect
 from tests.pool import Pool, reference
-from tests.threads import run_threads
 
 LOCAL = [("local", 1)]
 THREADS = [("threads", 2), ("threads", 3)]
@@ -29,7 +26,14 @@ NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 
 # A waiting OpenMP thread sleeps, so that another rank can use the core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-torch.set_num_threads(1)  # as in the worker processes, so that sums have the same bits and threads do not outnumber cores
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Load torch in the processes that run tests, and not in the process of pytest-xdist that only starts them."""
+    if not session.config.getoption("numprocesses", None):
+        import torch
+
+        torch.set_num_threads(1)  # as in the worker processes: equal bits of sums, and no more threads than cores
 
 
 class Spmd:
@@ -46,7 +50,11 @@ class Spmd:
             self._pool.connect(self.name, self.size)
             return self._pool.run(fn, *args)
         if self.name == "threads":
+            from tests.threads import run_threads
+
             return run_threads(self.size, fn, *args)
+        from dualtrain import connect
+
         with connect("local") as backend:
             return [fn(backend, *args)]
 

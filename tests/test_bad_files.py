@@ -229,10 +229,14 @@ class HangsError(Exception):
     """A read used more processor time than its limit, or blocked."""
 
 
-def read_each(results: Connection, name: str, folders: list[Path], limit: int) -> None:
-    """Run in another process: for each folder, read it and send (refusal or None, traceback of another error or "")."""
+def read_each(requests: Connection) -> None:
+    """Run in another process: for each (reader, folder, limit), read, and send (refusal or None, other traceback or "")."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for folder in folders:
+    while True:
+        try:
+            name, folder, limit = requests.recv()
+        except EOFError:
+            return
         used = time.process_time()
         # An unhandled SIGXCPU ends the process.
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used) + limit, resource.RLIM_INFINITY))
@@ -243,7 +247,33 @@ def read_each(results: Connection, name: str, folders: list[Path], limit: int) -
             refusal = str(error)
         except BaseException:
             problem = traceback.format_exc()
-        results.send((refusal, problem))
+        requests.send((refusal, problem))
+
+
+class ReaderProcess:
+    """Process in which readers run, which may hang."""
+
+    def __init__(self) -> None:
+        self.requests, theirs = Pipe()
+        self.process = server().Process(target=read_each, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.requests.close()
+
+
+#: The running process; a reader that hangs or ends it is the last one in it.
+PROCESSES: list[ReaderProcess] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_left() -> Iterator[None]:
+    yield
+    while PROCESSES:
+        PROCESSES.pop().end()
 
 
 def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str | None]:
@@ -254,28 +284,27 @@ def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str
     Raises:
         HangsError: a read reaches its limit.
     """
-    results, sender = Pipe(duplex=False)
-    process = server().Process(target=read_each, args=(sender, name, folders, limit))
-    process.start()
-    sender.close()
+    running = PROCESSES.pop() if PROCESSES else ReaderProcess()
     try:
         for folder in folders:
+            running.requests.send((name, folder, limit))
             asleep, since = "", time.monotonic()
-            while not results.poll(0.05):
-                if (now := asleep_in(process.pid)) != asleep or not now:
+            while not running.requests.poll(0.05):
+                if (now := asleep_in(running.process.pid)) != asleep or not now:
                     asleep, since = now, time.monotonic()
                 if time.monotonic() > since + limit:
                     raise HangsError(f"{name} waits: {folder.name}")
             try:
-                refusal, problem = results.recv()
-            except EOFError:
-                process.join()
-                raise HangsError(f"{name} ends by signal {-process.exitcode}: {folder.name}") from None
+                refusal, problem = running.requests.recv()
+            except (EOFError, ConnectionResetError):
+                running.process.join()
+                raise HangsError(f"{name} ends by signal {-running.process.exitcode}: {folder.name}") from None
             assert not problem, f"{folder.name}: {problem}"
             yield refusal
-    finally:
-        process.kill()
-        process.join()
+    except BaseException:
+        running.end()
+        raise
+    PROCESSES.append(running)
 
 
 def asleep_in(pid: int) -> str:

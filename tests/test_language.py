@@ -8,8 +8,6 @@ import re
 import tokenize
 from functools import cache
 
-import pytest
-
 from dualtrain.version import __version__
 from tests.pool import ROOT
 
@@ -66,6 +64,9 @@ def allowed(path: str, word: str) -> bool:
 def findings(path: str, text: str) -> list[str]:
     """Return one line for each banned word in the identifiers, docstrings and comments of a Python file."""
     found = [f"{path}: its name: {word}" for word in banned(path.removesuffix(".py").replace("/", "_"))]
+    shown = re.sub(r"\\[a-z]", " ", text)  # a docstring may contain "\n"
+    if not (any(map(banned, set(re.findall(r"\w+", text)))) or IN_PROSE.search(shown)):
+        return found  # every identifier, comment and docstring is part of the text
     before = ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         where = f"{path}:{token.start[0]}"
@@ -92,14 +93,15 @@ def test_the_check_finds_words_in_identifiers_comments_and_docstrings():
     assert findings("dualtrain/optimizer.py", "carry = tell\n") == ["dualtrain/optimizer.py:1: tell: tell"]
 
 
-@pytest.mark.parametrize("path", FILES)
-def test_no_file_uses_a_banned_word(path):
-    assert findings(path, (ROOT / path).read_text()) == []
+def test_no_file_uses_a_banned_word():
+    assert len(FILES) > 300
+    found = [line for path in FILES for line in findings(path, (ROOT / path).read_text())]
+    assert found == [], "\n".join(found)
 
 
-@pytest.mark.parametrize("path", PAGES)
-def test_no_page_uses_a_banned_word(path):
-    assert [match[0] for match in IN_PROSE.finditer((ROOT / path).read_text())] == []
+def test_no_page_uses_a_banned_word():
+    found = [(path, match[0]) for path in PAGES for match in IN_PROSE.finditer((ROOT / path).read_text())]
+    assert found == []
 
 
 def test_an_alias_is_removed_in_the_version_that_was_announced():

@@ -125,11 +125,16 @@ def test_packages_for_tests_are_extras(built):
 
 
 def test_the_wheel_trains_predicts_and_reports_without_optional_modules(built, tmp_path):
-    """Use the wheel outside the source tree; the report page contains its style sheet and script."""
+    """Use the wheel outside the source tree; the report page contains its style sheet and script.
+
+    The digits are read first, without scikit-learn and torchvision.
+    """
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")
     program = (
-        f"import sys; sys.modules.update(dict.fromkeys({HEAVY_MODULES}))\n"
+        "import sys; from dualtrain.data.digits import read_digits; read_digits()\n"
+        "print('loaded:', *sorted({'sklearn', 'scipy', 'torchvision'} & set(sys.modules)))\n"
+        f"sys.modules.update(dict.fromkeys({HEAVY_MODULES}))\n"
         "import dualtrain.main, dualtrain.predict, dualtrain.report.__main__ as report\n"
         "from PIL import Image\n"
         "Image.new('L', (8, 8)).save('digit.png')\n"
@@ -143,6 +148,7 @@ def test_the_wheel_trains_predicts_and_reports_without_optional_modules(built, t
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
+    assert lines[0] == "loaded:"
     assert lines[-3:] == [f"{tmp_path / 'site' / 'dualtrain' / '__init__.py'} 0 0", "run/report.html", "0"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "prefers-color-scheme" in page

@@ -108,13 +108,13 @@ bounded() {
 
 environment() { echo "$into/torch-$1-$tag"; }
 
-# wanted: prints a hash of the installation's inputs, without comments; an environment is finished if it has recorded this hash.
-wanted() {
+# hash_inputs: prints a hash of the installation's inputs, without comments; an environment is finished if it has recorded it.
+hash_inputs() {
   { requirements; requirements torch torchvision; grep '^[^#]' "$root/launch/versions.txt"; } |
     grep -vE '^(torch|torchvision)==' | sort -u | sha256sum
 }
 
-finished() { [ "$(cat "$(environment "$1")/versions.done" 2>/dev/null)" = "$(wanted)" ]; }
+finished() { [ "$(cat "$(environment "$1")/versions.done" 2>/dev/null)" = "$wanted" ]; }
 
 # check_index: fails if the index lacks a requested version for this Python.
 check_index() {
@@ -186,7 +186,7 @@ make_environment() {
     fi
     refuse "torch $1 could not be installed ($reason); see $into/install-$1.log"
   fi
-  wanted >"$folder/versions.done"
+  echo "$wanted" >"$folder/versions.done"
   say "torch $1: installed in $((SECONDS - began)) s, $(du -sh "$folder" | cut -f 1)"
 }
 
@@ -232,11 +232,12 @@ print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for nam
 
 # A function, called on the same line as exit: bash reads a script while it runs, and this file may change meanwhile.
 main() {
-  local tag version
+  local tag version wanted
   read_arguments "$@"
   check_versions
   tag=$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
   open_folders
+  wanted=$(hash_inputs)
   check_index
   copy_tree
   for version in "${versions[@]}"; do make_environment "$version"; done

@@ -20,6 +20,7 @@ from dualtrain.backends.watch import Watch
 from dualtrain.errors import PeerFailedError, PeerFailure
 from dualtrain.rendezvous.connection import Connection, cut_off
 from tests.conftest import require_horovod
+from tests.forked import holds
 from tests.pool import Pool
 from tests.short_waits import short_waits
 from tests.test_pool import await_end
@@ -142,22 +143,25 @@ def test_a_wait_for_a_rank_that_has_left_is_an_error(typical):
         assert first < CONTRACT_SECONDS
 
 
-def misses_a_call(backend):
-    """Rank 0 does not make the call. The errors of the other ranks name only rank 0."""
+def misses_a_call(backend, folder):
+    """Rank 0 does not make the call; the other ranks, which wait too, are not named."""
     backend.barrier()
     backend.timeout, before = 4.0, backend.timeout
+    failed = [folder / str(rank) for rank in range(1, backend.size)]
     try:
         if backend.rank == 0:
-            return time.sleep(6.0)
+            assert holds(lambda: all(file.exists() for file in failed), 60)
+            return
         with pytest.raises(BackendError, match="waited 4 s for rank 0, which has not reached this operation, or hangs"):
             backend.barrier()
+        failed[backend.rank - 1].touch()
     finally:
         backend.timeout = before
 
 
-def test_a_wait_that_times_out_names_the_missing_rank(pool):
+def test_a_wait_that_times_out_names_the_missing_rank(pool, tmp_path):
     pool.connect("torch", 3)
-    pool.run(misses_a_call)
+    pool.run(misses_a_call, tmp_path)
     pool.disconnect()
 
 

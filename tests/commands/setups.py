@@ -42,7 +42,7 @@ case "$1 $2" in
     case "$*" in *nvidia-cuda-nvcc*) mkdir -p "$place/nvidia"; cp -r "$here/toolkit" "$place/nvidia/cu13" ;; esac ;;
   "-c "*torch/version.py*) cat "$here/torch" ;;
   "-c "*--check-build*) cat "$here/horovod" ;;
-  *) exec {real} "$@" ;;
+  *) exec {real} -S "$@" ;;
 esac
 """
 SMI = """#!/bin/sh

@@ -6,8 +6,6 @@ import configparser
 import importlib
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -69,13 +67,18 @@ def _main_of(module: str) -> str:
     return module if (ROOT / f"{module.replace('.', '/')}.py").exists() else f"{module}.__main__"
 
 
+#: ``python -m dualtrain`` whose ranks are forked; the next test starts one as a new interpreter.
+PROGRAM = """
+import runpy, torch.multiprocessing
+from tests.afresh import AfreshContext
+torch.multiprocessing.get_context = lambda method: AfreshContext()
+runpy.run_module("dualtrain", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_train_is_the_command_line_of_a_run(tmp_path):
-    end = run(
-        ("-m", "dualtrain", "train", "--nproc", "2", "--max-steps", "2", "--log-seconds", "0", "--run-dir", "run"),
-        tmp_path,
-        env=ENV,
-        cwd=tmp_path,
-    )
+    flags = ("--nproc", "2", "--max-steps", "2", "--log-seconds", "0", "--run-dir", "run")
+    end = run(("-c", PROGRAM, "train", *flags), tmp_path, env=ENV, cwd=tmp_path)
     assert (end.returncode, end.stderr) == (0, "")
     first, *_, last = end.stdout.splitlines()
     assert first.startswith("digits-convnet on 2 × cpu, 1 thread each, torch backend over shm, started by spawn: ")
@@ -86,21 +89,14 @@ def test_train_is_the_command_line_of_a_run(tmp_path):
 
 
 def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path):
-    """Use a new process: Python puts the installed script's folder into ``sys.path``, and ranks inherit ``sys.path``."""
+    """Python puts the installed script's folder into ``sys.path``; the rank, a new interpreter, inherits the path."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "dualtrain"
     script.write_text("import sys\nfrom dualtrain.__main__ import main\nsys.exit(main())\n")
     model = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))"
     (tmp_path / "mine.py").write_text(f"import torch\n\n\ndef model():\n    return {model}\n")
-    flags = ["--model", "mine:model", "--max-steps", "2", "--log-seconds", "0", "--run-dir", "run", "--nproc", "2"]
-    end = subprocess.run(
-        [sys.executable, script, "train", *flags],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    flags = ["--model", "mine:model", "--max-steps", "2", "--log-seconds", "0", "--run-dir", "run", "--nproc", "1"]
+    end = run((script, "train", *flags), tmp_path / "output", env=ENV, cwd=tmp_path)
     assert (end.returncode, end.stderr) == (0, "")
+    assert "started by spawn: " in end.stdout
     assert "model: mine:model, 650 parameters" in end.stdout

@@ -30,7 +30,7 @@ case "$(basename "$0") $1 $2" in
   *" -m pip") shift 2; echo "$*" >>"$here/calls"; . "$here/pip" ;;
   *" -m pytest") shift 2; . "$here/pytest" ;;
   *metadata*) printf '%s\\n' Python=3.11.7 torch=2.6.0+cpu torchvision=0.21.0 ;;
-  *) exec {real} "$@" ;;
+  *) exec {real} -S "$@" ;;
 esac
 """
 PIP = 'case "$*" in "index versions torch") echo "{index}" ;; *) {install} ;; esac'

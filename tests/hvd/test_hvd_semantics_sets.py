@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tests.forked import holds
 from tests.hvd.worlds import OURS, OURS_3, PAIR, check, library, ours, same
 
 
@@ -119,29 +120,31 @@ def test_sets_can_be_given_to_init(real):
     real(at_init)
 
 
-def barriers(backend):
-    """A set's barrier waits for members of the set only."""
+def barriers(backend, folder):
+    """A barrier of ranks 0 and 1 waits for both, and for no other rank; files record the order of events."""
     with library(backend) as hvd:
         me = hvd.rank()
         pair = hvd.add_process_set([0, 1])
         hvd.barrier()
-        start = time.monotonic()
-        if me == 2:
-            time.sleep(0.5)
         if me == 1:
+            time.sleep(0.15)  # rank 0 would now leave a barrier that does not wait
+            (folder / "enters 1").touch()
+        if me == 2:
+            # Rank 2 reaches no barrier before both members have left theirs.
+            assert holds(lambda: all((folder / f"leaves {rank}").exists() for rank in pair.ranks), 30)
             time.sleep(0.15)
-        if pair.included():
+            (folder / "enters 2").touch()
+        else:
             hvd.barrier(process_set=pair)
-        within = time.monotonic() - start
+            assert (folder / "enters 1").exists()
+            (folder / f"leaves {me}").touch()
         hvd.barrier()
-        return within, time.monotonic() - start
+        assert (folder / "enters 2").exists()
 
 
 @OURS_3
-def test_a_barrier_waits_only_for_members_of_its_set(real):
-    times = real(barriers)
-    assert all(0.1 < within < 0.45 for within, _ in times[:2])
-    assert all(total > 0.45 for _, total in times)
+def test_a_barrier_waits_only_for_members_of_its_set(real, tmp_path):
+    real(barriers, tmp_path)
 
 
 def optimizer_of_a_set(backend):

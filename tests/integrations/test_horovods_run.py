@@ -37,8 +37,7 @@ def fails():
 # Horovod's own run imports this program again in helper processes.
 if __name__ == "__main__":
     found = horovod.run(functions.train, (3,), {"lr": 0.2}, num_proc=2, use_gloo=True)
-    found += horovod.run(scaled, ([1, 2],), {"by": 10}, num_proc=2, use_gloo=True)
-    found += horovod.run(scaled, args=([5],), use_gloo=True)
+    found += horovod.run(scaled, args=([5, 6],), kwargs={"by": 10}, use_gloo=True)
     try:
         horovod.run(fails, num_proc=2, use_gloo=True)
     except RuntimeError:
@@ -65,7 +64,7 @@ def test_results_are_those_of_horovod(tmp_path):
     assert [theirs[rank].pop("library") for rank in range(2)] == ["horovod"] * 2
     assert [ours[rank].pop("library") for rank in range(2)] == ["dualtrain"] * 2
     assert ours == theirs
-    assert ours[2:] == [[10, 20], [11, 21], [5], "RuntimeError"]
+    assert ours[2:] == [[50, 60], "RuntimeError"]
 
 
 def test_every_argument_of_horovod_is_known():
