@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import eq
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.nn import functional
 #: are among the five likeliest classes, which only evaluations report.
 NAMES = ("loss", "weight", "correct", "top5")
 IGNORED = -100  # a target that is left out
+_TINY = 128  # largest number of targets that are counted in Python
 
 
 #: A tensor, (4,), or four floats, which need no conversion.
@@ -72,6 +74,15 @@ def _counted(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tu
     return count_nonzero(targets != IGNORED), count_nonzero(best == targets)
 
 
+def _counted_on_cpu(logits: torch.Tensor, targets: torch.Tensor) -> tuple[int, int]:
+    """Count as :func:`_counted` does. NumPy takes a fraction of torch's time for small arrays, and Python for tiny ones."""
+    best = logits.detach().numpy().argmax(1)
+    if len(best) > _TINY:
+        return _counted(best, targets.numpy(), np.count_nonzero)
+    numbers = targets.tolist()
+    return len(numbers) - numbers.count(IGNORED), sum(map(eq, best.tolist(), numbers))
+
+
 class CrossEntropy:
     """Cross entropy of logits (…, classes) and class numbers (…). Targets of -100 are left out."""
 
@@ -90,9 +101,8 @@ class CrossEntropy:
             return sums[0] / max(sums[1].item(), 1.0), sums.tolist()
         logits, targets = _flatten(outputs, targets)
         loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
-        if loss.is_cpu:  # NumPy takes a fraction of torch's time for small arrays
-            best = logits.detach().numpy().argmax(1)
-            mean, (counted, correct) = loss.item(), _counted(best, targets.numpy(), np.count_nonzero)
+        if loss.is_cpu:
+            mean, (counted, correct) = loss.item(), _counted_on_cpu(logits, targets)
         else:
             counts = _counted(logits.argmax(1), targets, torch.count_nonzero)
             mean, counted, correct = torch.stack([loss.detach().double(), *counts]).tolist()  # waits for the device once
