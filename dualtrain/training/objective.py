@@ -22,7 +22,7 @@ IGNORED = -100  # a target that is left out
 _TINY = 128  # largest number of targets that are counted in Python
 
 
-#: A tensor, (4,), or four floats, which need no conversion.
+#: The sums of ``NAMES``: a tensor, (4,), or four floats, which need no conversion.
 Sums = torch.Tensor | Sequence[float]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -154,7 +154,10 @@ class TorchCrossEntropy:
         self._other = Adapted(loss)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. In all other cases each target has weight 1: with class weights, the mean is inexact."""
+        """See :class:`Objective`.
+
+        Where :class:`CrossEntropy` does not apply, each target has weight 1: with class weights, the mean is inexact.
+        """
         if self._counting is not None and outputs.dim() == 2 and targets.dtype == torch.int64:
             return self._counting(outputs, targets)
         return self._other(outputs, targets)
