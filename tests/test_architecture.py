@@ -51,7 +51,7 @@ LAYERS = {
     "backends": [
         {"watch", "objects"},
         {"base"},
-        {"wire", "serial", "agreement", "sum_order", "shm.semaphores"},
+        {"wire", "serial", "agreement", "sum_order", "shm.semaphores", "shm.short"},
         {"shm.segment", "shm.shards", "tree_sum"},
         {"shm.reductions"},
         {"collectives"},

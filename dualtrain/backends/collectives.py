@@ -404,10 +404,20 @@ class Backend(Primitives):
         """Reduce in the wire dtype; the result is ``tensor`` itself if no conversion is needed."""
         call = Call.on(op.value, tensor, name)
         primitive = self._primitive(tensor, op, call)
-        agree(self, call)
         packed = wire.pack(tensor)
-        self.start_allreduce(packed, primitive, name or op.value).wait()
+        self.reduce_checked(call, packed, primitive, name or op.value)
         return wire.average_(packed, self.size) if op is ReduceOp.AVERAGE else packed
+
+    def reduce_checked(self, call: Call, tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
+        """Check that all ranks make the same ``call``, and only then reduce ``tensor``, in place. Collective; blocks.
+
+        ``tensor`` and ``op`` are as in :meth:`start_allreduce`.
+
+        Raises:
+            BackendError: on every rank, if the calls differ; as :meth:`allreduce`.
+        """
+        agree(self, call)
+        self.start_allreduce(tensor, op, name).wait()
 
     def _primitive(self, tensor: torch.Tensor, op: ReduceOp, call: Call) -> ReduceOp:
         """Return the primitives' operation for ``op`` on ``tensor``; if there is none, raise on every rank."""
@@ -420,11 +430,16 @@ class Backend(Primitives):
     @torch.no_grad()
     def _allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
         fresh = _fresh(tensor)
-        return wire.unpack(self._reduce_wire(fresh, op, name), fresh)
+        reduced = self._reduce_wire(fresh, op, name)
+        return fresh if reduced is fresh else wire.unpack(reduced, fresh)
 
     @torch.no_grad()
     def _allreduce_(self, tensor: torch.Tensor, op: ReduceOp, name: str | None) -> torch.Tensor:
-        reduced = wire.unpack(self._reduce_wire(tensor.detach(), op, name), tensor)
+        detached = tensor.detach()
+        reduced = self._reduce_wire(detached, op, name)
+        if reduced is detached:
+            return tensor
+        reduced = wire.unpack(reduced, tensor)
         return tensor if reduced.data_ptr() == tensor.data_ptr() else tensor.copy_(reduced)
 
     @torch.no_grad()

@@ -16,6 +16,8 @@ All backends use the same table, so that they round at the same places.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from dualtrain.backends.base import REDUCIBLE, ReduceOp
@@ -31,6 +33,7 @@ _WIDER = {
 _LOGICAL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 
 
+@cache
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the wire dtype of tensors of ``dtype`` (not complex).
 
@@ -46,6 +49,7 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     return _WIDER[dtype]
 
 
+@cache
 def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
     """Return the primitives' operation for ``op`` on tensors of ``dtype``.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from dualtrain.training.objective import NAMES, added, metrics
+from dualtrain.training.objective import NAMES, added, training_metrics
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Cursor:
 
     def update_best(self, evaluation: dict[str, float], measure: str) -> bool:
         """Record an evaluation; return whether it is the best so far: the lowest loss, or the highest accuracy."""
-        self.last = {**metrics(self.sums, "train_"), **evaluation}
+        self.last = {**training_metrics(self.sums, "train_"), **evaluation}
         self.evaluated_step = self.step
         sign = -1 if measure.endswith("loss") else 1
         better = not self.best or sign * evaluation[measure] > sign * self.best[measure]

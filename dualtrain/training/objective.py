@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import eq
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 #: The sums: the loss; its weight (the number of samples, or of tokens to predict); correct predictions; and targets that
-#: are among the five likeliest classes.
+#: are among the five likeliest classes, which only evaluations report.
 NAMES = ("loss", "weight", "correct", "top5")
 IGNORED = -100  # a target that is left out
+_TINY = 128  # largest number of targets that are counted in Python
 
 
 #: The sums of ``NAMES``: a tensor, (4,), or four floats, which need no conversion.
@@ -53,7 +55,10 @@ def cross_entropy(
     with torch.no_grad():
         # In double precision, so that the sum hardly depends on how the samples are split into batches.
         total = losses.sum(dtype=torch.float64)
-        return losses, torch.stack([total, *_count(_top_classes(logits), targets, torch.count_nonzero)])
+        # The five likeliest classes, or all where there are fewer; a hit is never IGNORED.
+        hits = logits.topk(min(5, logits.shape[1]), 1).indices == targets[:, None]
+        counts = [torch.count_nonzero(each) for each in (targets != IGNORED, hits[:, 0], hits)]
+        return losses, torch.stack([total, *counts])
 
 
 def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,15 +69,18 @@ def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
     return logits, targets if targets.device == logits.device else targets.to(logits.device)
 
 
-def _top_classes(logits: torch.Tensor) -> torch.Tensor:
-    """Return the five likeliest classes, (n, 5), or all where there are fewer."""
-    return logits.topk(min(5, logits.shape[1]), 1).indices
+def _counted(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Count the targets that are not ``IGNORED``, and those that are the ``best`` class: tensors or arrays."""
+    return count_nonzero(targets != IGNORED), count_nonzero(best == targets)
 
 
-def _count(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    """Count targets that are not ``IGNORED``, correct predictions, and targets in the top five; takes tensors or arrays."""
-    hits = best == targets[:, None]  # never true for IGNORED
-    return count_nonzero(targets != IGNORED), count_nonzero(hits[:, 0]), count_nonzero(hits)
+def _counted_on_cpu(logits: torch.Tensor, targets: torch.Tensor) -> tuple[int, int]:
+    """Count as :func:`_counted` does. NumPy takes a fraction of torch's time for small arrays, and Python for tiny ones."""
+    best = logits.detach().numpy().argmax(1)
+    if len(best) > _TINY:
+        return _counted(best, targets.numpy(), np.count_nonzero)
+    numbers = targets.tolist()
+    return len(numbers) - numbers.count(IGNORED), sum(map(eq, best.tolist(), numbers))
 
 
 class CrossEntropy:
@@ -82,23 +90,26 @@ class CrossEntropy:
         self.label_smoothing = label_smoothing
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-        """See :class:`Objective`. Training uses few operations, since their overhead dominates a tiny model's step."""
-        if not torch.is_grad_enabled():  # evaluation: sums in double precision, equal at all world sizes
+        """See :class:`Objective`. In training, where the loss has a gradient, the fourth sum is 0: it is not computed.
+
+        Training uses few operations, since their overhead dominates a tiny model's step.
+        """
+        if not (
+            outputs.requires_grad and torch.is_grad_enabled()
+        ):  # evaluation: sums in double precision, equal at all world sizes
             sums = cross_entropy(outputs, targets, self.label_smoothing)[1].cpu()
             return sums[0] / max(sums[1].item(), 1.0), sums.tolist()
         logits, targets = _flatten(outputs, targets)
         loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=self.label_smoothing)
-        best = _top_classes(logits.detach())
-        if loss.is_cpu:  # NumPy takes a fraction of torch's time for small arrays
-            found = [loss.item(), *_count(best.numpy(), targets.numpy(), np.count_nonzero)]
+        if loss.is_cpu:
+            mean, (counted, correct) = loss.item(), _counted_on_cpu(logits, targets)
         else:
-            counts = _count(best, targets, torch.count_nonzero)
-            found = torch.stack([loss.detach().double(), *counts]).tolist()  # waits for the device once
-        mean, counted, correct, top5 = map(float, found)
+            counts = _counted(logits.argmax(1), targets, torch.count_nonzero)
+            mean, counted, correct = torch.stack([loss.detach().double(), *counts]).tolist()  # waits for the device once
         if not counted:
             # All targets of a batch may be left out: the mean is then 0, not 0/0.
             loss, mean = logits.sum() * 0.0, 0.0
-        return loss, [mean * counted, counted, correct, top5]
+        return loss, [mean * counted, float(counted), float(correct), 0.0]
 
 
 class Adapted:
@@ -171,3 +182,10 @@ def metrics(sums: Sums, prefix: str) -> dict[str, float]:
     loss, weight, correct, top5 = map(float, sums)
     whole = weight or math.nan
     return {f"{prefix}loss": loss / whole, f"{prefix}accuracy": correct / whole, f"{prefix}top5": top5 / whole}
+
+
+def training_metrics(sums: Sums, prefix: str) -> dict[str, float]:
+    """Return :func:`metrics` without those that only evaluations compute."""
+    found = metrics(sums, prefix)
+    del found[f"{prefix}top5"]
+    return found

@@ -92,7 +92,8 @@ class Passes:
         Raises:
             DivergedError: on every rank, if a loss is infinite or not a number.
         """
-        self.optimizer.synchronize()
+        if not self.optimizer.reducer.is_reduced():  # on a rank without samples; otherwise backward has reduced them
+            self.optimizer.synchronize()
         step, diverged = StepScalars.result(self._totals())
         if diverged:
             raise DivergedError(self._divergence())

@@ -21,7 +21,7 @@ class Step:
     """Result of one optimizer step, summed over ranks: metric totals and the caller's control flags.
 
     Attributes:
-        totals: the sums of ``objective.NAMES``.
+        totals: the sums of ``objective.NAMES``; cross entropy computes the fourth, ``top5``, only in evaluations.
         control_flags: the sums of the caller's numbers.
     """
 

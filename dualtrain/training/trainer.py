@@ -23,7 +23,7 @@ from dualtrain.gradients.parameters import check_supported, warn_of_ddp
 from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.state import broadcast_parameters
 from dualtrain.training import checkpoint
-from dualtrain.training.objective import NAMES, Loss, Objective, added, as_objective, metrics
+from dualtrain.training.objective import NAMES, Loss, Objective, added, as_objective, metrics, training_metrics
 from dualtrain.training.on_ranks import on_rank_zero
 from dualtrain.training.parts import Batches, Evaluation, Parts, RankParts
 from dualtrain.training.passes import Passes, Tensors
@@ -203,7 +203,7 @@ class Trainer:
         loader's ``sampler.set_epoch`` is called, if there is one.
 
         Returns:
-            One dict for each epoch: the mean loss and, for classifiers, the accuracies, over all ranks' samples.
+            One dict for each epoch: the mean loss and, for classifiers, the accuracy, over all ranks' samples.
 
         Raises:
             RanksDifferError: the ranks are given different ``epochs``.
@@ -220,7 +220,7 @@ class Trainer:
             set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(epoch)
-            history.append(metrics(self._epoch(loader), ""))
+            history.append(training_metrics(self._epoch(loader), ""))
         return history
 
     def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> list[float]:

@@ -98,9 +98,9 @@ def test_two_ranks_get_the_same_bits_as_over_gloo(pool):
 
 
 def interleaved(backend):
-    """Run several operations at once, in shared and in other memory; each rank waits in a different order."""
+    """Run several operations at once, short and long, in shared and in other memory; each rank waits in another order."""
     generator = torch.Generator().manual_seed(backend.rank)
-    buffers = [backend.new_buffer(1000 + n, torch.float32, CPU) for n in range(4)]
+    buffers = [backend.new_buffer(count, torch.float32, CPU) for count in (1000, 5001, 1002, 5003)]
     for step in range(30):
         tensors = [*buffers, torch.empty(400000), torch.empty(3)]
         works = []
@@ -242,6 +242,27 @@ def test_different_calls_are_an_error_on_all_ranks_and_the_backend_stays_usable(
     shared(other_calls)
 
 
+def short_among_other_calls(backend):
+    """Short reductions, after calls that do not match, while a sum is pending, and by ranks that are late in turn."""
+    last = backend.rank == backend.size - 1
+    for step in range(12):
+        values = torch.arange(5.0) + 10 * backend.rank + step
+        with pytest.raises(BackendError, match=r"average \(float32, 5\); rank \d: (barrier|average \(float32, 4\))"):
+            backend.allreduce(values[:4]) if last and step % 2 else backend.barrier() if last else backend.allreduce(values)
+        pending = backend.start_sum(torch.full((step * 2000 + 1,), float(backend.rank)), "pending")
+        if step % backend.size == backend.rank:
+            time.sleep(0.005)
+        for shift in range(3):
+            found = backend.allreduce(values + shift, "sum")
+            want = [sum(n + 10 * rank + step + shift for rank in range(backend.size)) for n in range(5)]
+            assert found.tolist() == want
+        pending.wait()
+
+
+def test_short_reductions_are_right_among_calls_that_do_not_match(shared):
+    shared(short_among_other_calls)
+
+
 def different_sum(backend, name, count):
     """Start a different sum on the last rank."""
     backend = share_memory(backend, (0,) * backend.size)
@@ -262,19 +283,20 @@ def test_a_different_sum_on_one_rank_is_an_error_on_every_rank(name, count):
         )
 
 
-def many_pending(backend):
+def many_pending(backend, count):
     backend = share_memory(backend, (0,) * backend.size)
-    buffers = [backend.new_buffer(2, torch.float32, CPU) for _ in range(150)]
+    buffers = [backend.new_buffer(count, torch.float32, CPU) for _ in range(150)]
     for buffer in buffers:
         buffer.fill_(1.0)
     works = [backend.start_sum(buffer, f"b{n}") for n, buffer in enumerate(buffers)]
     for work in works[:: 1 if backend.rank == 0 else -1]:
         work.wait()
-    assert all(buffer.tolist() == [backend.size] * 2 for buffer in buffers)
+    assert all(buffer.tolist() == [backend.size] * count for buffer in buffers)
 
 
-def test_more_operations_than_tags_may_be_pending():
-    run_threads(2, many_pending)
+@pytest.mark.parametrize("count", [2, 5000])
+def test_more_operations_than_tags_may_be_pending(count):
+    run_threads(2, many_pending, count)
 
 
 def group_between(backend):

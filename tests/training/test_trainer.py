@@ -21,7 +21,7 @@ from dualtrain.config import parse
 from dualtrain.errors import DivergedError
 from dualtrain.models.freezing import freeze_backbone
 from dualtrain.training.assemble import compiled, determinism
-from dualtrain.training.objective import CrossEntropy, metrics
+from dualtrain.training.objective import CrossEntropy, metrics, training_metrics
 from dualtrain.training.optimizers import make_optimizer, make_schedule, optimizer_names, scaled_lr
 from dualtrain.training.precision import Precision
 from tests.forked import ROOT, run
@@ -331,6 +331,22 @@ def test_targets_may_be_a_column(graded):
         mean, sums = CrossEntropy()(logits, targets)
     assert mean.item() == pytest.approx(functional.cross_entropy(logits, targets[:, 0]).item())
     assert sums[1] == 4
+
+
+@pytest.mark.parametrize("count", [50, 300])
+@pytest.mark.parametrize("classes", [2, 7])
+def test_training_and_evaluation_count_the_same_correct_predictions(classes, count):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(count, classes, requires_grad=True), torch.randint(0, classes, (count,))
+    targets[::7] = -100
+    loss, trained = CrossEntropy()(logits, targets)
+    with torch.no_grad():
+        _, evaluated = CrossEntropy()(logits, targets)
+    assert trained == [pytest.approx(evaluated[0]), *evaluated[1:3], 0]  # the top five are counted in evaluations only
+    assert evaluated[1] == (targets != -100).sum()
+    assert evaluated[3] >= evaluated[2] > 0
+    assert set(training_metrics(trained, "train_")) == {"train_loss", "train_accuracy"}
+    assert loss.requires_grad
 
 
 def test_an_outer_autocast_is_off_in_a_trainer_without_mixed_precision():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from dualtrain.backends.agreement import Call, agree
 from dualtrain.backends.base import ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.shm.reductions import SharedMemory
@@ -120,6 +122,12 @@ class SharedMemoryBackend(DelegatingBackend):
             return self.inner.start_allreduce(tensor, op, name)
         # Not in place: the tensor may lie in a shared buffer on this rank, but not on another rank.
         return self.memory.start(tensor, op, name, in_place=False)
+
+    def reduce_checked(self, call: Call, tensor: torch.Tensor, op: ReduceOp, name: str) -> None:
+        if tensor.device.type != "cpu" or not self.memory.is_short(tensor):
+            super().reduce_checked(call, tensor, op, name)
+            return
+        self.memory.reduce_beside(tensor, op, partial(agree, self, call))
 
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         if tensor.device.type != "cpu":

@@ -4,6 +4,9 @@ Every rank's buffer is in memory that all ranks of its host map. When all ranks 
 shard of all buffers, in rank order, and writes the result into all of them. When all ranks have posted "done", every buffer
 holds the whole result. No data is sent, nothing is copied twice, and the fixed order gives the same bits in every run.
 
+A short tensor is copied to a slot in shared memory instead, and every rank reduces all ranks' values for itself
+(``short.py``): one signal instead of two, which take longer than the reduction.
+
 With several hosts, the ranks that have the same shard all-reduce it over the library before they write the result.
 
 The caller's thread does the work: when it waits, and, as far as possible without blocking, when it starts the next
@@ -30,6 +33,7 @@ from dualtrain.backends.base import Primitives, ReduceOp, Work
 from dualtrain.backends.shm.segment import map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
 from dualtrain.backends.shm.shards import PAGE, Plan, Region, Tree
+from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.errors import BackendError, PeerFailedError
 
@@ -79,6 +83,10 @@ class SharedMemory:
         places = [slot.view(torch.int64).view(2, -1).numpy() for slot in self._new_region(2 * _VECTOR_BYTES).slots]
         self._vectors = [[memoryview(place) for place in two] for two in places]  # each begins with its length
         self._next_vector = 0  # index into the double buffer
+        #: Values of short tensors: those of reductions, and those that accompany an exchanged vector.
+        halves = zip(*(slot.view(2, -1) for slot in self._new_region(4 * SHORT_BYTES).slots), strict=True)
+        self._short, self._short_beside = (ShortTensors(slots, self.rank) for slots in halves)
+        self._next_short = 0  # index into the double buffer of the reductions
         #: For each rank, a ring buffer with the tags of its last operations; tags at the same position must be equal.
         self._tags = [memoryview(slot.numpy()) for slot in self._new_region(_TAGS * _TAG_BYTES).slots]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
@@ -128,12 +136,36 @@ class SharedMemory:
             work = _Reduction(self, flat, region, op, name, factor, tail, tree)
             if self._failure is not None:
                 self._raise_failure(work.what)
-            # Posts must be in the order of the operations: don't post while an earlier operation has posts to make.
-            if region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending)):
+            if self._may_post(work):
                 self.post_ready(work)
             self._pending.append(work)
             self.advance()
         return work
+
+    def _may_post(self, work: _Reduction) -> bool:
+        """Return whether ``work``, which starts now, may post "ready" before the pending operations have ended."""
+        if work.short:
+            # A peer that has posted a short operation has ended all earlier ones, so it has read this rank's other slot.
+            return not self._pending
+        # Posts must be in the order of the operations: don't post while an earlier operation has posts to make.
+        return work.region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending))
+
+    def is_short(self, tensor: torch.Tensor) -> bool:
+        """Return whether every rank reduces a tensor of this size for itself; the same on every rank."""
+        return self._across is None and self._short.fits(tensor)
+
+    def reduce_beside(self, tensor: torch.Tensor, op: ReduceOp, compare: Callable[[], object]) -> None:
+        """Reduce a short ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; blocks.
+
+        ``compare`` calls :meth:`exchange_short` on every rank, and raises if the ranks are in different calls. The values
+        are written before this exchange, and read after it: no other signal is needed.
+        """
+        with self._lock:
+            self._raise_failure(_COMPARING)
+            flat = tensor.view(-1)
+            values = self._short_beside.write(flat, self._next_vector)
+            compare()
+            reduce_into(flat, values, op)
 
     def tree(self, order: SumOrder, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> Tree | None:
         """Return the tree of ``order`` over partial sums in ``others`` and ``tensor``.
@@ -217,6 +249,8 @@ class SharedMemory:
             self._vectors.clear()
             self._tags.clear()
             self._others_tags.clear()
+            self._short.close()
+            self._short_beside.close()
             self.stage.slots.clear()
 
     @property
@@ -228,7 +262,10 @@ class SharedMemory:
 
     def post_ready(self, work: _Reduction) -> None:
         """Post that this rank's values for ``work`` are in its buffer."""
-        work.posted = work.region is not None
+        work.posted = work.region is not None or work.short
+        if work.short:
+            work.values = self._short.write(work.tensor, self._next_short)
+            self._next_short = 1 - self._next_short
         at = self._posted_ready % _TAGS * _TAG_BYTES
         self._tags[self.rank][at : at + _TAG_BYTES] = work.tag
         self._posted_ready += 1
@@ -237,11 +274,7 @@ class SharedMemory:
     def reduce_shard(self, plan: Plan, work: _Reduction) -> Iterator[Need]:
         """Reduce this rank's shard, from "ready" to "done"; yield the conditions to wait for."""
         yield from self._posts[_READY]
-        at = self._seen_ready % _TAGS * _TAG_BYTES
-        self._seen_ready += 1
-        for tags in self._others_tags:
-            if tags[at : at + _TAG_BYTES] != work.tag:
-                self._raise_mismatch(at)
+        self._check_tags(work)
         if self._across is None:
             plan.reduce(work.op, work.factor)
         else:
@@ -250,6 +283,20 @@ class SharedMemory:
             plan.copy_to_all(work.factor)
         self._semaphores.post(_DONE)
         yield from self._posts[_DONE]
+
+    def reduce_short(self, work: _Reduction) -> Iterator[Need]:
+        """Reduce a short tensor, from "ready" on; yield the conditions to wait for."""
+        yield from self._posts[_READY]
+        self._check_tags(work)
+        reduce_into(work.tensor, work.values, work.op, work.factor, work.scaled)
+
+    def _check_tags(self, work: _Reduction) -> None:
+        """Check that all ranks, which have posted "ready", are in the same operation. Raises BackendError if not."""
+        at = self._seen_ready % _TAGS * _TAG_BYTES
+        self._seen_ready += 1
+        for tags in self._others_tags:
+            if tags[at : at + _TAG_BYTES] != work.tag:
+                self._raise_mismatch(at)
 
     def _raise_mismatch(self, at: int) -> NoReturn:
         """Raise BackendError, on every rank of this host, since the tags at ``at`` are of different operations."""
@@ -339,12 +386,14 @@ class _Reduction(Work[None]):
     ) -> None:
         self._memory = memory
         self._tree = tree
-        self._tensor = tensor
+        self.tensor = tensor
         self.region = region
+        self.short = tree is None and memory.is_short(tensor)
+        self.values: list[torch.Tensor] = []  # of a short tensor: the ranks' slots
         self.posted = False  # whether this rank has posted "ready" for the whole tensor
         self.op, self.name = op, name
         self.factor = factor
-        self._scaled = tensor.numel() - tail
+        self.scaled = tensor.numel() - tail
         self.tag = _tag(op, name, tensor.dtype, tensor.numel(), region is None)
         self.ended = False
         self._steps: Iterator[Need] = self._run()
@@ -374,18 +423,23 @@ class _Reduction(Work[None]):
         return False
 
     def _run(self) -> Iterator[Need]:
-        memory, tensor, dtype = self._memory, self._tensor, self._tensor.dtype
+        memory, tensor, dtype = self._memory, self.tensor, self.tensor.dtype
+        if self.short:
+            if not self.posted:
+                memory.post_ready(self)
+            yield from memory.reduce_short(self)
+            return
         if self.region is not None:
             if not self.posted:
                 memory.post_ready(self)
-            plan = self.region.plan(dtype, tensor.numel(), self._scaled, self._tree)
+            plan = self.region.plan(dtype, tensor.numel(), self.scaled, self._tree)
             yield from memory.reduce_shard(plan, self)
             return
         room = _STAGE_BYTES // dtype.itemsize
         for first in range(0, tensor.numel(), room):
             piece = tensor[first : first + room]
             count = piece.numel()
-            plan = memory.stage.plan(dtype, count, min(max(self._scaled - first, 0), count))
+            plan = memory.stage.plan(dtype, count, min(max(self.scaled - first, 0), count))
             plan.own.copy_(piece)
             memory.post_ready(self)
             yield from memory.reduce_shard(plan, self)

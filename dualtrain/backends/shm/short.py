@@ -1,0 +1,72 @@
+"""Reductions of short tensors, which every rank computes for itself from the values of all ranks.
+
+This needs one signal from each rank, where the reduction of a shard needs two. The values are added in rank order, as in a
+shard, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
+
+import torch
+
+from dualtrain.backends.base import FOLD, ReduceOp
+
+SHORT_BYTES = 16 << 10  # size of the longest tensor that every rank reduces for itself
+_LAYOUTS = 64  # cached per object
+
+
+class ShortTensors:
+    """Two slots of ``SHORT_BYTES`` per rank: a rank fills one while other ranks may still read its other one.
+
+    Args:
+        slots: for each rank, in rank order, memory of ``2 * SHORT_BYTES`` bytes that all ranks share, as uint8.
+        rank: this process's rank.
+    """
+
+    def __init__(self, slots: Sequence[torch.Tensor], rank: int) -> None:
+        self._slots = [list(slot.view(2, -1)) for slot in slots]
+        self._rank = rank
+        self._values: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is short enough for a slot."""
+        return tensor.nbytes <= SHORT_BYTES
+
+    def write(self, tensor: torch.Tensor, number: int) -> list[torch.Tensor]:
+        """Copy ``tensor`` (one-dimensional) to this rank's slot ``number`` (0 or 1); return that slot of all ranks.
+
+        Read them after each rank has signalled that it has written.
+        """
+        key = tensor.dtype, tensor.numel()
+        if key not in self._values:
+            if len(self._values) == _LAYOUTS:
+                self._values.clear()
+            with torch.inference_mode(False):  # cached for callers in any mode
+                self._values[key] = self._new_values(*key)
+        values = self._values[key][number]
+        values[self._rank].copy_(tensor)
+        return values
+
+    def _new_values(self, dtype: torch.dtype, count: int) -> list[list[torch.Tensor]]:
+        nbytes = count * dtype.itemsize
+        return [[slots[number][:nbytes].view(dtype) for slots in self._slots] for number in range(2)]
+
+    def close(self) -> None:
+        """Drop the references to the memory."""
+        self._slots.clear()
+        self._values.clear()
+
+
+def reduce_into(
+    tensor: torch.Tensor, values: Sequence[torch.Tensor], op: ReduceOp, factor: float = 1.0, scaled: int = 0
+) -> None:
+    """Reduce ``values`` in their order into ``tensor``, and multiply its first ``scaled`` elements by ``factor``."""
+    # Only inference tensors need inference mode to be written; entering it takes longer than a short copy.
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():
+        # ``tensor`` holds the only value of a single rank already.
+        reduce(partial(FOLD[op], out=tensor), values)
+        if factor != 1:
+            tensor[:scaled].mul_(factor)
