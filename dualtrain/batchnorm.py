@@ -131,7 +131,7 @@ class RankNorm(SyncBatchNorm):
     """BatchNorm over the samples of all ranks of ``backend``.
 
     ``backend`` is a class attribute, which copies of a layer share. It is a :meth:`~dualtrain.Backend.channel`, since the
-    order of these exchanges and the gradient buckets may differ between ranks: a rank without gradients for some parameters
+    order of exchanges and gradient buckets may differ between ranks: a rank without gradients for some parameters
     sends its buckets at other points of backward.
     """
 

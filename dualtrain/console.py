@@ -33,7 +33,7 @@ def show(text: object, file: TextIO | None = None) -> None:
     """Print ``text``, made :func:`printable`, on standard output or ``file``.
 
     This is one write, even if Python does not buffer, because launchers mix the output of several processes. If the pipe is
-    closed, as by ``| head``, this and all later output is dropped: a run continues, and keeps its exit status.
+    closed, as by ``| head``, this and all later output is discarded: a run continues, and keeps its exit status.
     """
     stream = file or sys.stdout
     try:

@@ -50,7 +50,7 @@ class PeerFailure:
     """A rank that has left the job, and the reason.
 
     Attributes:
-        rank: the number of the rank in the job.
+        rank: the rank in the job.
         reason: one line, then the rank's traceback if it sent one.
         quiet: whether the rank left normally, which is an error only for operations that wait for this rank.
     """
@@ -79,7 +79,7 @@ class RankFailedError(RuntimeError):
     """A function that was started on several ranks failed on one of them, or that rank's process ended.
 
     Attributes:
-        rank: the number of the rank.
+        rank: the rank that failed.
         trace: the traceback of the exception on that rank; empty if its process ended without one.
         by_peer: whether a collective operation failed, for which another rank may be the cause.
     """
@@ -109,7 +109,7 @@ class NotSavedError(RuntimeError):
 
 
 class StoppedError(RuntimeError):
-    """The signal ``number`` ended the run after a checkpoint was written. Raised on every rank after the same step."""
+    """The signal ``number`` ended the run, which tried to save a checkpoint. Raised on every rank after the same step."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)

@@ -139,7 +139,7 @@ def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> 
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """Replace the content of an existing file, whole or not at all; a link, the file's mode and its owner stay.
+    """Replace the content of an existing file, whole or not at all; a symbolic link to it, its mode and its owner stay.
 
     Raises:
         OSError: the file cannot be written.

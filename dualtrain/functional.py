@@ -122,7 +122,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None
     ) -> torch.Tensor:
-        # The asynchronous form returns the numbers of rows even without splits.
+        # The asynchronous form returns the count of rows from each rank even without splits.
         rows, ctx.received = backend.alltoall_async(tensor, splits, name="alltoall").wait()
         ctx.backend, ctx.rows = backend, tensor.shape[0]
         return rows

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
 _MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts, and that its own adjustment reaches
-#: If the user has set one of these, glibc's settings stay.
+#: If the user has set one of these variables, glibc's settings stay as they are.
 _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
@@ -39,6 +39,6 @@ def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
-        # Setting the first option disables glibc's own adjustment of the second, so set that too.
+        # Setting the first option disables glibc's own adjustment of the second, so set the second too.
         library.mallopt(_TRIM_THRESHOLD, _NEVER)
         library.mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)

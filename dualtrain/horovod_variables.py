@@ -27,7 +27,7 @@ HONOURED = {
     "HOROVOD_TIMELINE",
     "HOROVOD_TIMELINE_MARK_CYCLES",
 }
-#: Variables that launchers set, which are not logged as ignored.
+#: Variables that launchers set. They are not logged as ignored.
 _OF_LAUNCHERS = {f"HOROVOD_{name}" for name in (*_PLACE, "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME")}
 
 

@@ -21,8 +21,9 @@ class World:
     """Rank and size of one process's world, as its launcher describes them.
 
     Attributes:
-        local_rank, local_size: rank among the processes on this host, and their number.
-        cross_rank, cross_size: rank among the hosts that have a process with this local rank, and their number.
+        local_rank, local_size: this process's rank among the processes on this host, and the number of these processes.
+        cross_rank, cross_size: this host's rank among the hosts that have a process with this local rank, and the number of
+            these hosts.
         launcher: name of the launcher; "none" for a process that was started without one.
         rendezvous: (host, port) of rank 0, if the launcher provides one.
         ports: number of consecutive ports, from the port of ``rendezvous`` on, that rank 0 may try. More than 1 if the
@@ -83,7 +84,7 @@ class World:
         return self.local_size == self.size
 
 
-#: Environment variable of ranks that dualtrain has started: 1 for ranks on its own host, else the engine's name.
+#: Environment variable of ranks that dualtrain has started: "1", or the name of the engine that started them.
 SPAWNED = "DUALTRAIN_SPAWNED"
 #: Environment variable of the job's shared secret; the user or a launch script sets it if the launcher has none.
 SECRET = "DUALTRAIN_SECRET"
@@ -233,7 +234,8 @@ def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | N
 
 
 def _by_pmi(env: Mapping[str, str]) -> bool:
-    # srun may set PMI_* too (--mpi=pmi2), equal to its own numbers. If they differ, an mpiexec inside the step set PMI_*.
+    # srun may set PMI_* too (--mpi=pmi2), with the values of its own variables. If the values differ, an mpiexec inside the
+    # step set PMI_*.
     same = env.get("PMI_RANK") == env.get("SLURM_PROCID") and env.get("PMI_SIZE") == env.get("SLURM_NTASKS")
     return "PMI_RANK" in env and not (_in_a_step(env) and same)
 

@@ -126,7 +126,7 @@ def _give_up(error: BaseException, backend: Backend) -> int:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return the reason why the run ends: with the traceback of the failed code, and in one line."""
+    """Return two texts of the reason why the run ends: one with the failed code's traceback, and one of a single line."""
     from dualtrain.user_code import in_one_line, user_traceback
 
     if isinstance(error, UserError):

@@ -42,7 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: any torch optimizer; its state is kept.
-        named_parameters: ``model.named_parameters()``, for readable errors; without it, errors have numbers. It must
+        named_parameters: ``model.named_parameters()``, for readable errors; without it, errors show numbers. It must
             contain all of the optimizer's parameters; other parameters are ignored.
         backend: the ranks to average over.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
@@ -102,8 +102,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether the wrapped optimizer's step uses ``grad_scale`` and ``found_inf``. GradScaler reads this.
 
-        Reading it is collective: it averages the gradients, if backward has not done so (:meth:`synchronize`). GradScaler
-        reads it just before it checks for an overflow: in averaged gradients, all ranks find the same.
+        A read is collective: it averages the gradients, if backward has not done so (:meth:`synchronize`). GradScaler
+        reads it just before the check for an overflow; in averaged gradients, all ranks find the same overflow.
         """
         self.synchronize()
         return self._unscales_itself()
@@ -189,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ) * (1.0 / self.backend.size)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients as the wrapped optimizer does; drop averages that no step has used."""
+        """Zero the gradients as the wrapped optimizer does; averages that no step has used are lost."""
         self.reducer.renew()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 

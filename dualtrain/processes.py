@@ -50,7 +50,7 @@ def start_tracker() -> None:
 def start_forkserver(preload: Sequence[str]) -> None:
     """Start the server that worker processes are forked from, if it does not run yet.
 
-    The server imports ``preload``. It blocks the job's signals; its workers do so until :func:`begin_worker`.
+    The server imports ``preload``. It blocks the job's signals; its workers block them until :func:`begin_worker`.
     """
     start_tracker()  # before the signals are blocked, since starting the tracker would unblock them
     _note_own_folder()

@@ -34,14 +34,14 @@ PASSED_ON = (*STOPPING, signal.SIGUSR1)
 GRACE_SECONDS = 6.0  # for the other ranks to detect and report a failed rank, and exit
 END_SECONDS = 3.0  # from SIGTERM to SIGKILL, and from SIGKILL to giving up
 REPORT_SECONDS = 0.5  # to wait for a killed rank's exit status: ranks that fail because of it may be reaped first
-REPEAT_SECONDS = 2.0  # within it, a second stop signal is the same one, sent to both the process and its group
+REPEAT_SECONDS = 2.0  # a second stop signal within this time is the same one, sent to both the process and its group
 RANKS_PER_CORE = 16
 
 
 def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -> int:
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
-    Blocks until all have exited: without a limit while all run, but for at most a few seconds after one has failed, or
+    Blocks until they have exited: without a limit while all run, but for at most a few seconds after one has failed, or
     after a second SIGTERM or SIGINT. Each process is a rank of the launcher ``"spawn"``. Call this in the main thread. A
     program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the call, since every
     rank imports the program again.

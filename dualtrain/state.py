@@ -129,7 +129,7 @@ def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
 
 def _named_tensors(params: Params) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, torch.nn.Module):
-        # Don't use its state_dict, which leaves out buffers that are not persistent.
+        # Don't use the module's state_dict, which leaves out buffers that are not persistent.
         params = {**dict(params.named_parameters()), **dict(params.named_buffers())}
     entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     pairs = [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]

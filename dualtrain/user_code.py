@@ -21,8 +21,9 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without arguments if it takes none; return its result.
 
     Raises:
-        UserError: the module or the callable does not exist, or takes neither the arguments, which ``takes`` describes,
-            nor none; or the user's code raises, and the error has its traceback. The message names ``flag``.
+        UserError: the module or the callable does not exist; the callable accepts neither the arguments (``takes``
+            describes them) nor an empty call; or the user's code raises (the error has that code's traceback). The
+            message names ``flag``.
     """
     module_name, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
@@ -62,7 +63,7 @@ def _takes(build: Any, arguments: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Convert an exception of the user's own code, which the block runs, into a UserError with its traceback.
+    """Convert an exception of the user's own code, which the block runs, into a UserError with that exception's traceback.
 
     Errors of this package pass through, as do those from too little memory.
     """
@@ -86,7 +87,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format the traceback from the first to the last line of the user's code, and beyond if it called this package.
+    """Format the traceback from the user's first frame to their last, or to the end if the last one called this package.
 
     Errors that led to this one are included. Empty if none of the user's code ran.
     """
@@ -127,7 +128,7 @@ def _is_users(file: str) -> bool:
 
 
 def _layer(error: BaseException) -> str:
-    """Return the name and the class of the innermost module whose forward raised ``error``; empty if none did."""
+    """Return the name and the class of the innermost submodule whose forward raised ``error``; empty if there is none."""
     from torch import nn
 
     frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))

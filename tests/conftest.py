@@ -131,7 +131,7 @@ def real(request: pytest.FixtureRequest) -> Spmd:
 
 
 def _place(item: pytest.Item) -> int:
-    """Return the index of a test's world in ``WORLDS``; -1 without one; the first of ``REAL`` for a test of ``pool``."""
+    """Return the index in ``WORLDS`` of a test's world (with ``pool``: of the first in ``REAL``), or -1 without a world."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
     if used:

@@ -63,7 +63,7 @@ inside() { docker run --rm "$@"; }
 in_container() { docker exec "$container" "$@"; }
 service() { compose run --rm -T "$@"; }
 
-# trained RANKS: checks that both runs in $out have that many ranks, an accuracy of 0.97 and equal weights. Prints the weights.
+# trained RANKS: checks that both runs in $out have that many ranks, an accuracy of 0.97 and equal weights. Prints a row for each.
 trained() {
   local table
   table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')

@@ -34,7 +34,7 @@ PRELOADED = ["tests.warm"]
 @cache
 def server() -> ForkServerContext:
     """Return the context whose processes are forked from the server. The first process starts the server."""
-    # Start the server as a run does for its data workers: a process has only one, and it must survive job signals.
+    # Start the server as a run does for its data workers: a process has only one server, which must survive job signals.
     start_forkserver(PRELOADED)
     return multiprocessing.get_context("forkserver")
 

@@ -12,14 +12,14 @@ from tests.forked import ROOT, End, Forked, places
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SECONDS = 120.0  # limit of each wait, enough on a busy machine
-#: Epochs of four steps with a checkpoint after each step; dropout, so that the result depends on random numbers.
+#: Flags of a job: four steps per epoch, a checkpoint after each step, and dropout, which makes random numbers matter.
 FLAGS = ("--model", "tests.models_for_tests:dropping", "--global-batch-size", "360", "--lr", "0.02", "--momentum", "0.9")
 FLAGS += ("--epochs", "7", "--checkpoint-every", "1", "--threads", "1", "--workers", "0", "--log-every", "1")
-#: The phases, ordered so that each is reached and no three consecutive kills follow the same step, which would end the run.
+#: The phases. In this order, each is reached, and no three kills in a row follow the same step: they would end the run.
 PHASES = ("start-up", "connect", "forward", "evaluation", "backward", "copy", "all-reduce", "write", "rename", "end")
 ONCE = ("start-up", "connect", "end")
 OF_RANK_0 = ("copy", "write", "rename", "end")
-#: Program with the arguments RANK PHASE NUMBER: kill that rank in that phase, at the call with that number.
+#: Program with the arguments RANK PHASE NUMBER. The process of this rank kills itself at this call of this phase.
 PROGRAM = """
 import os, signal, sys
 victim, phase, number, *arguments = sys.argv[1:]
@@ -83,13 +83,13 @@ sys.exit(dualtrain.main.main())
 
 
 def kills(first: int) -> list[tuple[int, str, int]]:
-    """Return one kill (rank, phase, call) per phase; the ranks alternate, beginning with ``first``."""
+    """Return one kill (rank, phase, call) per phase. Ranks alternate, except in the phases ``OF_RANK_0``."""
     ranks = [0 if phase in OF_RANK_0 else (first + number) % 2 for number, phase in enumerate(PHASES)]
     return [(rank, phase, 1 if phase in ONCE else 2) for rank, phase in zip(ranks, PHASES, strict=True)]
 
 
 def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[End]:
-    """Run two ranks, and kill the rank that ``kill`` names; -1: none."""
+    """Run two ranks, and kill the rank that ``kill`` names (-1 for no rank)."""
     arguments = (*FLAGS, *flags, "--run-dir", str(folder), "--resume", "auto")
     command, output = ("-c", PROGRAM, *map(str, kill), *arguments), folder.with_name("output")
     ranks = [Forked(command, output, env={**ENV, **place}) for place in places(2)]

@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def reference(fn: Callable[..., Any]) -> tuple[str, str]:
-    """Return the names of module and function by which another process imports ``fn``."""
+    """Return the names of module and function with which another process imports ``fn``."""
     if "<" in getattr(fn, "__qualname__", "<"):
         raise TypeError(f"{fn!r} cannot be sent to other processes: test bodies are functions at the top of a module")
     return fn.__module__, fn.__qualname__

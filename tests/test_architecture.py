@@ -131,7 +131,7 @@ def top_level(name):
 
 
 def layer_of(name, package):
-    """Return the layer of a module, or of a name imported from it; ``None`` for the package itself."""
+    """Return the index of the layer of a module, or of a name imported from it; ``None`` for the package itself."""
     inner = name.removeprefix(f"dualtrain.{package}").removeprefix(".").split(".")
     numbers = {each: number for number, names in enumerate(LAYERS[package]) for each in names}
     modules = (".".join(inner[:count]) for count in range(len(inner), 0, -1))
@@ -159,7 +159,7 @@ def test_imports_are_from_earlier_modules_and_packages(path):
     for name in imports(path):
         other = top_level(name)
         assert other is None or TOP_LEVEL.index(other) <= TOP_LEVEL.index(own), f"{own} imports {name}"
-        # ``dualtrain`` itself has names of later modules.
+        # ``dualtrain`` itself imports names from later modules.
         assert other or not name.startswith("dualtrain") or own in ("training", "hvd", "main", "bench"), (
             f"{own} imports {name}"
         )
@@ -209,7 +209,7 @@ def private_methods(path):
 
 
 def overridden_privates(files):
-    """Return (class, private name, base class that defines the name) if the classes are in different packages."""
+    """Yield (class, private name, base class that defines the name) for classes that are in different packages."""
     classes = {}  # full name of a class: its package, the full names of its bases, its private names
     for path in files:
         known = dict(bindings(path))
@@ -270,7 +270,7 @@ def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
 
 
 def uses_of(path, library):
-    """Return the lines of a file that use ``library``: its imports, and attributes such as ``torch.distributed.…``."""
+    """Return the uses of ``library`` in a file: imports, and attributes such as ``torch.distributed.…``."""
     found = [name for name in imports(path) if name == library or name.startswith(f"{library}.")]
     for node in without_type_checking(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and library.endswith(f".{node.attr}") and ast.unparse(node) == library:

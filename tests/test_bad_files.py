@@ -75,7 +75,7 @@ def replace(path: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that reads ``file`` in a folder that ``make`` fills; ``fine``: kinds of bad files that are accepted."""
+    """A function that reads ``file`` in a folder that ``make`` fills. It accepts bad files of the kinds ``fine``."""
 
     make: Callable[[Path], Any]
     file: str
@@ -84,7 +84,7 @@ class Reader:
 
 
 def status(command: Callable[[list[str]], int], *arguments: str) -> None:
-    """Run a command; if it fails, raise a UserError with its line on standard error."""
+    """Run a command; if its exit status is 2, raise a UserError with the line that the command prints to stderr."""
     errors = StringIO()
     with redirect_stderr(errors), redirect_stdout(StringIO()):
         end = command(list(arguments))
@@ -143,7 +143,7 @@ def make_script(folder: Path) -> None:
 
 
 def load_script_of(folder: Path) -> None:
-    with suppress(SyntaxError):  # python would raise it too
+    with suppress(SyntaxError):  # Python itself would raise it too
         load_script(str(folder / "script.py"), [])
 
 

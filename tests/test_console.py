@@ -45,14 +45,14 @@ def test_a_command_prints_log_messages_from_level_warning_on(capsys):
 
 @pytest.fixture
 def closed_pipe():
-    """A pipe whose reader has exited, like ``| head``."""
+    """The write end of a pipe whose read end is closed, as after the end of ``| head``."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
     os.close(writer)
 
 
-def test_output_to_a_closed_pipe_is_dropped(monkeypatch, closed_pipe):
+def test_output_to_a_closed_pipe_is_discarded(monkeypatch, closed_pipe):
     with open(os.dup(closed_pipe), "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         show("one")

@@ -29,7 +29,7 @@ TIMEOUT = 20.0
 
 
 class _Meeting:
-    """One call of a primitive, while ranks join it."""
+    """One call of a primitive, which each rank joins."""
 
     def __init__(self) -> None:
         self.arrived: dict[int, Any] = {}
@@ -67,7 +67,7 @@ class Room:
 
 
 class _ThreadsWatch(Watch):
-    """A watch without sockets: threads report failures by calls to each other."""
+    """A watch without sockets: a thread reports a failure by calling the other threads' watches."""
 
     def __init__(self, backend: Backend, room: Room) -> None:
         self.room = room

@@ -1,4 +1,4 @@
-"""Imports of most tests' ranks. The fork server imports this module once."""
+"""Imports that the ranks of most tests need. The fork server imports this module once."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 If calls do not match, Horovod reports an error; Gloo may hang, abort the process or return a wrong sum (int32 1 and
 float32 1.0 add up to 1065353217). So every checked call first exchanges two integers: a fingerprint of the call, and an
-extent, which may differ between ranks (the number of rows of an allgather). If the fingerprints are equal, the call gets
+extent, which may differ between ranks (for an allgather, the number of rows). If the fingerprints are equal, the call gets
 the extents of all ranks. Otherwise no data is sent: the ranks exchange descriptions of their calls, and all of them raise
 the same error. The backend stays usable.
 """

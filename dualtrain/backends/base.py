@@ -62,7 +62,7 @@ FOLD: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
 }
 
-#: Dtypes that ``start_allreduce`` reduces on every backend; others are converted to one of these (``wire.py``).
+#: Dtypes that ``start_allreduce`` reduces on every backend; other dtypes are converted to one of these (``wire.py``).
 REDUCIBLE = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 
 
@@ -96,12 +96,12 @@ class Primitives(ABC):
         versions: versions of the backend's libraries besides torch, by the library's name.
         world: this process's place; for a group, its place in the group.
         device: the expected device of this rank's tensors.
-        hosts: the number of each rank's host, in rank order; equal numbers mean the same host.
+        hosts: the index of each rank's host, in rank order; equal indices mean the same host.
         timeout: the longest time in seconds that any wait lasts.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
         on_wait: called about every quarter of a second during a wait, with this backend, the operation and the seconds
             waited.
-        members: for each rank of this backend, its rank in the job; the two differ in a group, which counts from 0.
+        members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Primitives(ABC):
 
     @property
     def rank(self) -> int:
-        """Number of this process in the backend, from 0."""
+        """Index of this process in the backend, from 0."""
         return self.world.rank
 
     @property
@@ -130,7 +130,7 @@ class Primitives(ABC):
 
     @property
     def local_rank(self) -> int:
-        """Number of this process among those on its host."""
+        """Index of this process among those on its host."""
         return self.world.local_rank
 
     @property
@@ -140,12 +140,12 @@ class Primitives(ABC):
 
     @property
     def cross_rank(self) -> int:
-        """Number of this host among the hosts that have this local rank."""
+        """Index of this host among the hosts that have a process with this local rank."""
         return self.world.cross_rank
 
     @property
     def cross_size(self) -> int:
-        """Number of hosts that have this local rank."""
+        """Number of hosts that have a process with this local rank."""
         return self.world.cross_size
 
     @abstractmethod

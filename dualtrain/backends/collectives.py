@@ -322,7 +322,7 @@ class Backend(Primitives):
             tensor: contiguous, of the same size on every rank; holds this rank's last partial sum, if the rank has any.
             others: ``order.buffers`` tensors like ``tensor``; the first of them hold this rank's earlier partial sums.
                 Their content is undefined afterwards.
-            order: made for as many ranks as this backend has.
+            order: an order for as many ranks as this backend has.
             name: shown in errors and reports.
             factor: factor on the sum.
             tail: how many elements at the end are not scaled.
@@ -363,7 +363,7 @@ class Backend(Primitives):
             self.disconnect()
 
     def release(self) -> None:
-        """Free resources that need no other rank. :meth:`close` calls it once, before :meth:`disconnect`."""
+        """Free the resources that this rank can free alone. :meth:`close` calls it once, before :meth:`disconnect`."""
 
     def abort(self, reason: str) -> None:
         """Report to every other rank that this rank stops for ``reason``: a message, or a formatted traceback."""
@@ -522,7 +522,7 @@ class Backend(Primitives):
         return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
 
     def _refuse_if_unsent(self, lengths: dict[int, int], problem: TypeError | None) -> None:
-        """Raise on every rank, with the reason, if a rank's object cannot be sent: its length is negative."""
+        """Raise on every rank, with the reason, if a rank's object cannot be sent (its length is then negative)."""
         refused = [rank for rank, length in lengths.items() if length < 0]
         if not refused:
             return

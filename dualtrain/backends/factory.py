@@ -42,7 +42,7 @@ def choose(name: str, world: World) -> str:
 def choose_for_horovod_api(env: Mapping[str, str]) -> str:
     """Return the backend of Horovod's API: ``"horovod"`` under horovodrun or MPI if it is installed, else ``"torch"``.
 
-    DUALTRAIN_BACKEND overrides this.
+    DUALTRAIN_BACKEND overrides this choice.
 
     Raises:
         UserError: DUALTRAIN_BACKEND has another value than torch, horovod and auto.
@@ -284,7 +284,7 @@ def _share_memory(backend: Backend, transport: str) -> Backend:
         return backend
     try:
         return SharedMemoryBackend(backend)
-    except (UnsharedError, BackendError, ValueError) as reason:  # making the groups between hosts raises the latter two
+    except (UnsharedError, BackendError, ValueError) as reason:  # groups between hosts may raise the last two
         if not isinstance(reason, UnsharedError) and backend.watch is not None and backend.watch.failure is not None:
             raise
         if backend.rank == 0:

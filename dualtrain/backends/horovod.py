@@ -121,9 +121,9 @@ class _HorovodWork(Work[None]):
     """Handle of a Horovod operation.
 
     It keeps a view of each input until the operation has ended, to prevent a deadlock after a peer has failed. Horovod's
-    thread then drops its tensors while it holds Horovod's lock. In torch 2.13, this takes the GIL if only Python refers to
-    the tensor afterwards; but a thread that starts an operation holds the GIL while it waits for Horovod's lock. Because
-    of the view, Horovod's thread does not take the GIL.
+    thread then releases its tensors while it holds Horovod's lock. In torch 2.13, the release of a tensor takes the GIL if
+    only Python still refers to the tensor; but a thread that starts an operation holds the GIL while it waits for Horovod's
+    lock. Because of the view, Horovod's thread does not take the GIL.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class HorovodBackend(Backend):
         return self._start(f"{op.value} of {name!r}", issue, tensor)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
-        # Horovod numbers the root in its whole world, even for process sets.
+        # Horovod expects the root's rank in its whole world, even for process sets.
         global_root = self._set.ranks[root] if self._set.ranks else root
         issue = partial(self.library.broadcast_async_, tensor, global_root, name=self._scope + name, process_set=self._set)
         return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)
@@ -330,12 +330,12 @@ def _initialise(
 
 
 def _scope(store: KeyValueStore | None) -> str:
-    """Return the prefix of all operation names in the world that was made with ``store``; each world has another one.
+    """Return the prefix of all operation names in the world that was made with ``store``. It differs between worlds.
 
     Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
     the table of process sets after it has checked for the shutdown). That operation takes part in the process's next world,
-    where an operation of the same name would get its data. Processes that Horovod's launcher started have been in equally
-    many worlds, so the prefix is a count. Other processes may not; their prefix is a hash of the store's random address.
+    where another operation of that name would get its data. For processes that Horovod's launcher started, the prefix is a
+    count: they have all been in equally many worlds. For other processes, it is a hash of the store's random address.
     """
     return f"{next(_worlds)}." if store is None else f"{fingerprint(store.get(_ADDRESS_KEY).decode()):x}."
 
@@ -395,7 +395,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
 
 
 def _check_name() -> None:
-    """Check that this host's own name has an address. Horovod 0.28.1 over Gloo looks it up, and crashes without one.
+    """Check that this host's own name has an address: Horovod 0.28.1 over Gloo crashes without one.
 
     Raises:
         UserError: the name has no address.

@@ -41,12 +41,12 @@ class SumOrder:
 
     Attributes:
         shards: the number of shards, V.
-        ranges: for each rank, the numbers of its shards.
+        ranges: for each rank, the indices of its shards.
         owned: for each rank, the subtrees that its shards form, from left to right.
         nodes: the subtrees of all ranks, from left to right; their partial sums are exchanged.
-        additions: additions of partial sums; made in this order, they leave the sum of all shards in ``nodes[0]``.
-        merges: for each rank and each of its shards, how many times the rank adds its two newest partial sums after the
-            shard.
+        additions: additions of partial sums; made in this order, they leave the sum of all shards in the first partial sum.
+        merges: for each rank and each of its shards, how often the rank merges its two newest partial sums once it has
+            computed that shard.
         buffers: the largest number of partial sums that any rank keeps besides its newest one.
     """
 
@@ -113,7 +113,7 @@ def _cover(node: Node, owned: range) -> list[Node]:
 
 
 def _program(root: Node, owned: range) -> tuple[list[int], int]:
-    """Return how many merges follow each shard of a rank, and how many partial sums it keeps beside the newest one."""
+    """Return how many merges follow each shard of a rank, and how many partial sums the rank keeps besides its newest."""
     parents = _parents(root)
     kept: list[Node] = []
     merges, depth = [], 0

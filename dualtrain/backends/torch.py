@@ -57,7 +57,7 @@ _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 def _end(groups: list[Any]) -> None:
     """End groups by dropping their last references, which are in ``groups``. Blocks for a second at most.
 
-    If a peer has failed, a group may wait for an unfinished operation; then only the thread made here waits.
+    If a peer has failed, a group may wait for an unfinished operation; then only the thread that is started here waits.
     """
     ending = threading.Thread(target=groups.clear, name="dualtrain-group-end", daemon=True)
     ending.start()
@@ -68,7 +68,7 @@ def _end(groups: list[Any]) -> None:
 def _end_all() -> None:
     """End the groups of a program that does not close its backend.
 
-    Gloo's threads take the GIL to drop a tensor, and abort the process if the interpreter has ended.
+    Gloo's threads take the GIL to release a tensor, and abort the process if the interpreter has ended.
     """
     groups = [group for process, group in _IN_USE if process == os.getpid()]
     if not groups:
@@ -170,7 +170,7 @@ class _JobStore(dist.Store):
 
 @cache
 def _adapted(store: Store, seconds: float) -> _JobStore:
-    """Return the adapter of ``store``; the cache keeps it, since torch keeps only its C++ object alive, not its methods."""
+    """Return the adapter of ``store``; the cache keeps it alive: torch would keep only its C++ part."""
     return _JobStore(store, seconds)
 
 
@@ -353,12 +353,12 @@ def default_group_place() -> tuple[int, int] | None:
 
 
 def _limit(timeout: float) -> timedelta:
-    """Return the timeout of a process group. It is longer than the backend's, whose message names the operation."""
+    """Return the timeout of a process group. It exceeds the backend's timeout, whose message names the operation."""
     return timedelta(seconds=timeout + 10)
 
 
 def chosen_interface(world: World) -> str | None:
-    """Return the interface that Gloo must listen on: loopback if all ranks are on one host, else one to other hosts.
+    """Return Gloo's interface: loopback if all ranks are on one host, else the one that reaches the other hosts.
 
     ``None`` if GLOO_SOCKET_IFNAME is set. Gloo's own default is the interface that the host's name resolves to, which may
     be loopback with several hosts.
@@ -463,7 +463,7 @@ def _of_this_attempt(store: dist.Store, world: World, timeout: float) -> dist.St
 
 
 def job_in_store(world: World, timeout: float) -> str:
-    """Return the job's name in the store of torchrun's agents. The first call sets it; it stays there over restarts.
+    """Return the job's name in the store of torchrun's agents. The first call sets the name; restarts keep it.
 
     Raises:
         UserError: the store cannot be reached.

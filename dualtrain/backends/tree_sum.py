@@ -1,8 +1,8 @@
 """Sum partial sums of all ranks along a fixed tree, with any library: the bits depend on the tree alone.
 
 An all-reduce adds in an order that depends on the library and the number of ranks. Here each rank receives its slice of
-every partial sum (all-to-all) and adds these along the tree; then the slices are gathered on all ranks. Small partial sums
-are gathered whole instead, in one operation.
+every partial sum (all-to-all) and adds the slices along the tree; then the sums are gathered on all ranks. Small
+partial sums are gathered whole instead, in one operation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TreeSum(Work[None]):
         mine = [other.view(-1) for other in others[: count - 1]] + [self._tensor] if count else []
         self._ended = False
         whole = tensor.nbytes <= GATHERED_BYTES
-        #: Elements of each rank's slice; the last slices may be shorter, or empty.
+        #: Number of elements in each rank's slice; the last slices may be shorter, or empty.
         self._width = tensor.numel() if whole else -(-tensor.numel() // backend.size)
         self._work, self._received = self._gather(mine) if whole else self._scatter(mine)
         self._whole = whole

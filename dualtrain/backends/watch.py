@@ -29,7 +29,7 @@ Message = dict[str, Any]
 
 
 class Watch:
-    """One rank's record of the failures and long waits of all others.
+    """One rank's record of the failures and long waits of all other ranks.
 
     Construction is collective over ``ranks`` and blocks. A rank that leaves the job normally is recorded as a quiet
     failure: an error only for operations that wait for this rank.
@@ -82,7 +82,7 @@ class Watch:
 
         def unhook() -> None:
             atexit.unregister(self.leave)
-            # A hook that was installed later still calls this hook, which then only calls the earlier one.
+            # Leave a hook that was installed later: it may still call this one, which now only calls the earlier hook.
             if sys.excepthook is report_and_print:
                 sys.excepthook = earlier
 

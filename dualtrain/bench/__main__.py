@@ -1,9 +1,9 @@
 """``python -m dualtrain.bench [--quick]``: compare the speed of the libraries on this machine.
 
 The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
-Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes, each close in time to its reference. This
-takes up to 20 minutes, or 3 with --quick, which measures fewer contenders and workloads. Run nothing else meanwhile. The
-results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to
+Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes; compared contenders run close together.
+This takes up to 20 minutes, or 3 with --quick, which measures fewer contenders and workloads. Run nothing else meanwhile.
+The results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to
 move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
 --targets also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met.
@@ -148,7 +148,7 @@ def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict
 
 
 def _versions() -> Iterator[str]:
-    """Yield the versions of those compared libraries that are installed."""
+    """Yield the versions of the compared libraries that are installed."""
     for name in ("torch", "horovod", "accelerate", "lightning-fabric", "pytorch-ignite"):
         with suppress(metadata.PackageNotFoundError):
             yield f"{name} {metadata.version(name)}"
@@ -169,7 +169,7 @@ def _write(folder: Path, results: Results, rows: Sequence[Row], machine: dict[st
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     plain |= {"rounds": results.rounds, "allreduce": sweep_of(results), **dataclasses.asdict(results)}
-    # Write the JSON file first, so that an error in a chart does not lose it.
+    # Write the JSON file first, so that the results are not lost if a chart fails.
     write_whole(folder / "bench.json", json.dumps(plain, indent=1).encode())
     contents = {"bench.html": page(results, rows, machine, targets=targets)}
     reference, groups = chart_groups(results)

@@ -15,9 +15,9 @@ WIDE, NARROW = 760, 360  # widths of the chart in pixels; the narrow chart has t
 REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the first of these that was measured is 1 on the axis
 LEFT_OUT = {AGAIN, "alone"}  # the second run of tuned DDP, and the loop without communication
 SKIPPED = ("empty",)  # the empty model is not a realistic workload
-TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # the most important first
+TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # ratios, the most important first
 LABELS, VALUES, EDGE = 250, 130, 12  # widths of the columns beside the intervals, and of the margin
-ROW, HEAD, AXIS = 20, 30, 26  # heights
+ROW, HEAD, AXIS = 20, 30, 26  # heights of a line, of a workload's heading, and of the axis
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ Groups = dict[str, list[Mark]]  # by workload
 
 
 def chart_groups(results: Results) -> tuple[str, Groups]:
-    """Return the reference's name, and the lines of the chart by workload; "" and no lines without a reference."""
+    """Return the reference's name, and the lines of the chart by workload; ``("", {})`` if there is no reference."""
     reference = next((name for name in REFERENCES if results.count(name)), "")
     groups: Groups = {}
     for job in (job for job in LENGTHS if job not in SKIPPED and reference):
@@ -119,7 +119,7 @@ class _Axis:
         return self.left + share * (self.right - self.left)
 
     def ticks(self, bottom: float) -> Iterator[str]:
-        """Yield vertical lines with their numbers; skip those that are too close to a more important one."""
+        """Yield vertical lines with their labels; skip lines that are too close to a more important line."""
         places: list[float] = []
         for ratio in TICKS:
             x = self(ratio)

@@ -41,7 +41,7 @@ class Results:
     Attributes:
         samples: for each contender, one sample per round; ``None`` if the contender failed or no time was left.
         missing: for each contender that was left out, the reason.
-        failures: messages of all failed starts, including those that succeeded when repeated.
+        failures: messages of all failed starts, including starts that succeeded when repeated.
         step_fractions: for each round, the fraction of each workload's steps that it ran.
     """
 
@@ -161,7 +161,7 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
     if entry.module == IMPORT:
         return Sample({"import": _import_seconds()})
     if not entry.steps and not spec.prefix:
-        # dualtrain.main divides the cores among the ranks: give the tutorials' script as many threads.
+        # dualtrain.main divides the cores among the ranks: give the tutorial script as many threads.
         spec = replace(spec, threads=share_of(usable_cores(), spec.ranks))
     if entry.module == MAIN:
         return _main(entry, spec)

@@ -1,4 +1,4 @@
-"""Choice of the number of steps per round, so that enough rounds for a verdict end within the time limit.
+"""Choice of the number of steps per round: enough rounds for a verdict must fit into the time limit.
 
 Many rounds of few steps are better than few rounds of many steps, because times differ more between processes than between
 steps of one process.
@@ -18,7 +18,7 @@ _USED = 0.97  # planned fraction of a round's time; the rest is a margin, becaus
 class Pace:
     """Chooses ``step_fraction``, the fraction of each workload's steps (``plan.LENGTHS``) that a round runs.
 
-    The first of several rounds runs the smallest fraction. It measures the contenders' fixed time (their start) and the
+    The first of several rounds runs the smallest fraction, and measures the contenders' fixed time (their start) and the
     time of their steps. Later rounds run the largest fraction for which there is time at the speed of the previous round.
 
     Args:

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: Steps of each workload: (discarded, timed). The first step is slower. DDP's second step is not, although it rebuilds the
-#: buckets. A round runs a fraction of the timed steps (``pace.py``), at most half with --quick.
+#: Steps of each workload: (discarded, timed). The first step is slower. DDP's second step is not, although DDP rebuilds its
+#: buckets then. A round runs a fraction of the timed steps (``pace.py``), at most half with --quick.
 LENGTHS = {
     "tiny": (2, 4),
     "empty": (20, 200),
@@ -73,7 +73,7 @@ ABOUT = {
     "epoch": "an epoch of mnist-convnet on 12,000 images, with reading, without evaluation",
     "import": "the time that import dualtrain adds to import torch",
 }
-#: Number of rounds, if time permits, and of pairs that a verdict needs.
+#: Number of rounds, if time permits; a verdict needs as many pairs.
 ROUNDS = 7
 TRAINER_STEPS = 250
 STALL_STEPS = 2
@@ -178,7 +178,7 @@ class Comparison:
     """Rows of throughput ratios, ``one`` divided by ``other``, one row for each job that both measure.
 
     Attributes:
-        targets: for each job, the value that the lower end of the interval should reach; "*" is for other workloads.
+        targets: for each job, the value that the lower end of the interval should reach; "*" is for all other workloads.
         allow_noise: whether to lower the targets by the noise floor, the difference between two equal contenders.
     """
 
@@ -227,7 +227,7 @@ COMPARISONS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Row of the time of ``job`` with the contender ``one``, minus the time with ``other`` if given; at most ``target``."""
+    """Row with the time of ``job`` for ``one``, minus the time for ``other`` if given. ``target`` is the maximum."""
 
     title: str
     one: str
@@ -255,5 +255,5 @@ def steps_of(job: str, step_fraction: float) -> int:
 
 
 def jobs_of(entry: Entry, chosen: Collection[str]) -> tuple[str, ...]:
-    """Return the jobs that a contender measures, in order. The first also measures the time from launch to first step."""
+    """Return a contender's jobs, in order. The first job also measures the time from launch to first step."""
     return tuple(job for job in entry.steps + entry.jobs if job in chosen)

@@ -1,7 +1,7 @@
 """Rows of the result table: throughput ratios and costs, each with its interval, target and verdict.
 
-A target is met if the whole interval reaches it, and not met if no part of it does; otherwise the verdict is "not shown".
-Rows with fewer pairs than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
+A target is met if the whole interval reaches it, and not met if no part of the interval does; otherwise the verdict is
+"not shown". Rows with fewer pairs than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]
 
 
 def _verdict(reached: bool, missed: bool) -> str:
-    """Return the verdict: ``reached`` if the whole interval reaches the target, ``missed`` if no part of it does."""
+    """Return the verdict, given whether the whole interval reaches the target, and whether no part of it does."""
     return MET if reached else NOT_MET if missed else NOT_SHOWN
 
 
@@ -102,7 +102,7 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 
 
 def _weights(job: str, one: str, other: str, results: Results) -> str:
-    """Compare both contenders' final weights in each round with the raw script's; NONE if there are none to compare."""
+    """Compare both contenders' final weights in each round with the raw script's; NONE if weights are missing."""
     pair = {one, other} - {"alone"}
     rounds = [_hashes(job, {*RAW, *pair}, results, number) for number in range(results.rounds)]
     if not any(found.keys() & RAW and pair <= found.keys() for found in rounds):
@@ -111,7 +111,7 @@ def _weights(job: str, one: str, other: str, results: Results) -> str:
 
 
 def _hashes(job: str, names: Collection[str], results: Results, number: int) -> dict[str, str]:
-    """Return the hashes of the contenders' final weights in one round. Rounds have different numbers of steps."""
+    """Return the hashes of the contenders' final weights in one round. Different rounds have different step counts."""
     columns = {name: results.samples[name][number : number + 1] for name in names if name in results.samples}
     return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 

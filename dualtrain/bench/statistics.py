@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEVEL = 0.98  # least confidence level; an interval from the smallest to the largest of seven values has 98.4 %
+LEVEL = 0.98  # smallest confidence level; an interval from the smallest to the largest of seven values has 98.4 %
 
 
 def pairs_of(count: int) -> str:
@@ -35,7 +35,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the median of ``values``, one per pair, and the narrowest order-statistic interval of at least ``LEVEL``.
+    """Return the median of ``values``, one per pair, and the narrowest order-statistic interval of level ``LEVEL`` or more.
 
     The interval is from the k-th smallest to the k-th largest value. With fewer than seven values, it is from the smallest
     to the largest value, and its level is lower.

@@ -61,7 +61,7 @@ def _line(parts: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def bytes_of(size: int) -> str:
-    """Format a number of bytes, and a multiple of a million as "100 MB (10⁶)"."""
+    """Format a number of bytes; a multiple of a million is formatted as "100 MB (10⁶)"."""
     if size % 1_000_000 == 0:
         return f"{size // 1_000_000} MB (10⁶)"
     return size_in_words(size)

@@ -53,9 +53,9 @@ def main() -> None:
             os.write(sys.stdout.fileno(), f"{MARK}{text}\n".encode())
     contender.close()
     if "mpi4py" not in sys.modules:
-        # Skip the interpreter's shutdown, because it takes a second, and torch's Gloo may abort the process during it
+        # Skip the interpreter's shutdown: it takes a second, and torch's Gloo may abort the process during the shutdown
         # ("terminate called without an active exception", torch 2.13, after large allreduces). Horovod has already
-        # finalized MPI, but mpi4py needs the ordinary shutdown to finalize it.
+        # finalized its MPI; MPI that mpi4py has initialized is finalized in the ordinary shutdown.
         os._exit(0)
 
 

@@ -16,7 +16,7 @@ from dualtrain.config.sections import AUTO, SECTIONS, SETTINGS, Config, ModelSec
 from dualtrain.console import Parser, program, show
 from dualtrain.errors import UserError
 
-LARGEST = 2**32 - 1  # of whole numbers: the largest seed; its product with 2**31 still fits in an int64
+LARGEST = 2**32 - 1  # the largest whole number in a flag (the largest seed); its product with 2**31 fits in an int64
 
 
 class _Parser(Parser):
@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
     ``--help`` and ``--recipe list`` print and raise SystemExit.
 
     Raises:
-        UserError: an unknown flag, a value out of bounds, or flags that exclude each other.
+        UserError: a flag is unknown, a value is out of bounds, or flags exclude each other.
     """
     given = {name: text for name, text in vars(_parser().parse_args(arguments)).items() if text is not None}
     flags = {name: value if isinstance(value, bool) else _convert(SETTINGS[name], value) for name, value in given.items()}
@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
 
 
 def _without_overridden(recipe: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Drop the recipe's values that depend on a setting which a flag overrides."""
+    """Return ``recipe`` without the values that depend on a setting that a flag overrides."""
     dropped: set[str] = set()
     if "batch_size" in flags or "global_batch_size" in flags:
         dropped |= {"batch_size", "global_batch_size"}

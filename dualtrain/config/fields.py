@@ -46,16 +46,16 @@ def setting(
     fixed: bool = False,
     resumed: bool = False,
 ) -> Any:
-    """Declare a field of a section, which is also a flag.
+    """Declare a field of a section. Each field is also a flag.
 
     Args:
         default: the value without a flag and without a recipe.
         help: the text for ``--help``.
         bounds: the values that are accepted; any of the field's type by default.
-        flag: the flag's name, with underscores, if it differs from the field's.
+        flag: the flag's name, with underscores, if it differs from the field's name.
         fixed: a resumed run must have the value with which the run was started.
-        resumed: a resumed run takes the checkpoint's value if none is given, and refuses another one. If the checkpoint has
-            no value, any may be given, unless the setting is ``fixed`` too.
+        resumed: a resumed run takes the checkpoint's value if none is given, and refuses another value. If the checkpoint
+            has no value, any value may be given, unless the setting is ``fixed`` too.
     """
     metadata = {"help": help, "bounds": bounds, "flag": flag, "fixed": fixed, "resumed": resumed}
     return dataclasses.field(default=default, metadata=metadata)
@@ -73,8 +73,8 @@ class Setting:
         section: the attribute of ``Config`` that it is in.
         attribute: its name in that section.
         kind: bool, int, float or str.
-        default: ``None`` if it has none.
-        help: for ``--help``.
+        default: its default; ``None`` if it has none.
+        help: its text in ``--help``.
         bounds: the values that are accepted.
         fixed: a resumed run must have the value with which the run was started.
         resumed: a resumed run takes the checkpoint's value if none is given.

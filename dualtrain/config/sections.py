@@ -126,7 +126,7 @@ class StepSection:
     )
 
     def parts(self, size: int) -> int:
-        """Return the number of parts of a global batch: virtual ranks, else ``size``. ``batch_size`` is per part."""
+        """Return the number of parts of a global batch: ``virtual_ranks``, else ``size``. ``batch_size`` is per part."""
         return self.virtual_ranks or size
 
     def global_batch(self, size: int) -> int:
@@ -220,7 +220,7 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration from ``values`` by the names of flags (``run_dir``), with defaults for the others."""
+        """Make a configuration from ``values`` by the names of flags (``run_dir``), with defaults for missing values."""
         given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in values.items():
             given[SETTINGS[name].section][SETTINGS[name].attribute] = value

@@ -14,7 +14,7 @@ _WORDS |= {".nan": math.nan, ".inf": math.inf, "+.inf": math.inf, "-.inf": -math
 
 
 def option_value(text: str) -> Any:
-    """Return the value that ``text`` stands for.
+    """Return the value that ``text`` represents.
 
     The first of these formats that fits is used: JSON; true, false and none as Python and YAML write them; a Python
     integer or float; numbers joined by colons, as a tuple (``0.9:0.999``); text in single quotes. Other text stays text.

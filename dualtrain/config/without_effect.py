@@ -17,7 +17,7 @@ def _own(name: str) -> bool:
     return ":" in name
 
 
-#: Settings; whether they have an effect, given the other settings; and the reason if they have none.
+#: Each rule: names of settings, a function that returns whether these have an effect, and the reason if they have none.
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
     (_IMAGES, lambda s: s["augment"] != "weights", "--augment weights uses the transforms of the model's weights"),
     (
@@ -60,7 +60,7 @@ def without_effect(
         steps_of_epochs: optimizer steps in all epochs of the run.
         resumed: whether the run resumes from a checkpoint.
         norms: whether the model has BatchNorm that is trained.
-        cores: the number of the host's cores.
+        cores: how many cores this host has.
     """
     given = {name for name, one in SETTINGS.items() if settings[name] not in (one.default, None)}
     lines: dict[str, str] = {}
@@ -85,7 +85,7 @@ def without_effect(
 
 
 def _beyond_the_end(settings: Settings, steps: int, steps_of_epochs: int) -> dict[str, str]:
-    """Return the settings that would take effect only after the last step, with the reason."""
+    """Return the settings that would take effect only after the last step, each with the reason."""
     warmup, last = settings["warmup_steps"], f"the run ends after step {steps}"
     drops = [part for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdigit()]
     found = {

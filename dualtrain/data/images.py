@@ -53,7 +53,7 @@ class Geometry:
             )
 
     def pipeline(self) -> Callable[[Any], torch.Tensor]:
-        """Build a function from a PIL image to a uint8 tensor (3, size, size), which uses torch's global generator."""
+        """Build a function that converts a PIL image to uint8 (3, size, size), with torch's global generator."""
         t = v2()
         how = {"interpolation": t.InterpolationMode(self.interpolation), "antialias": True}
         if self.augment == "imagenet":
@@ -113,6 +113,6 @@ class ImageFiles:
 
 
 def _bytes_of(path: str) -> bytes:
-    """Return the first ``_COMPARED_BYTES`` of a file, which is usually all of it. Raises OSError."""
+    """Return the first ``_COMPARED_BYTES`` of a file, usually the whole file. Raises OSError."""
     with open_regular(path) as file:
         return file.read(_COMPARED_BYTES)

@@ -15,7 +15,7 @@ from dualtrain.data.transforms import Transform
 from dualtrain.errors import UserError
 from dualtrain.processes import begin_worker, start_forkserver
 
-Wanted = tuple[list[int], int]  # sample numbers and seed of a batch; sending a tensor would take a file descriptor
+Wanted = tuple[list[int], int]  # sample indices and seed of a batch; no tensor, since sending one takes a file descriptor
 
 
 class Reader(Protocol):
@@ -109,7 +109,7 @@ class LoaderSource(Source):
 
 
 class _Loader(DataLoader[Any]):
-    """A DataLoader without torch's warning of more workers than cores: each loader would print it, but the run does so."""
+    """A DataLoader without torch's warning of more workers than cores: the run prints its own, once."""
 
     def check_worker_number_rationality(self) -> None:
         """Do nothing."""

@@ -19,7 +19,7 @@ from dualtrain.files import open_regular
 from dualtrain.torchvision_shim import torchvision
 
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
-UINT8 = 8  # the idx format's number of this type
+UINT8 = 8  # the idx format's code for this type
 CLASSES = 10
 
 

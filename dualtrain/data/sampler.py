@@ -1,6 +1,6 @@
 """Order of the samples and their division into batches.
 
-The samples of a global batch are a pure function of (seed, epoch, batch number). They do not depend on the world size, the
+The samples of a global batch are a pure function of (seed, epoch, batch index). They do not depend on the world size, the
 backend, or restarts. Each rank gets a consecutive part of the global batch; the parts differ by at most one sample.
 """
 
@@ -37,7 +37,7 @@ class Sampler:
         return self.global_batch if self.drop_last else (self.samples - 1) % self.global_batch + 1
 
     def batch(self, epoch: int, number: int) -> torch.Tensor:
-        """Return the sample numbers of a global batch: int64, (global_batch,), fewer in the last batch."""
+        """Return the indices of a global batch's samples: int64, (global_batch,), fewer in the last batch."""
         order = _order(self.samples, self.seed, epoch)
         return order[number * self.global_batch : (number + 1) * self.global_batch]
 

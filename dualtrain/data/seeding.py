@@ -14,9 +14,9 @@ from dualtrain.data.draws import sample_seed
 
 @contextmanager
 def seeded(seed: int, number: int) -> Iterator[None]:
-    """Seed torch (CPU), ``random`` and numpy from (seed, sample number), and restore their states afterwards.
+    """Seed torch (CPU), ``random`` and numpy from (seed, sample index), and restore their states afterwards.
 
-    ``torch.manual_seed`` is not used because it would also seed the GPUs, whose random numbers are the model's.
+    ``torch.manual_seed`` is not used because it would also seed the GPUs, whose generators the model uses.
     """
     value = sample_seed(seed, number)
     states = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()

@@ -18,7 +18,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples ``numbers``, int64, (n,), of a split; n may be 0.
+    """The samples of a split with the indices ``numbers``, int64, (n,); n may be 0.
 
     ``seed`` determines the augmentation: sample i is augmented as a function of (seed, i) alone, which does not depend on
     the world size, the other samples of the batch, the worker processes, or restarts.
@@ -49,9 +49,9 @@ class Source(ABC):
     stored: bool = False
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
-        """Yield the samples ``numbers`` before augmentation, as tensors, bytes or plain values. Ranks compare them.
+        """Yield the samples with the indices ``numbers`` as tensors, bytes or plain values, for a comparison of ranks.
 
-        The default yields the samples of a stream with seed 0, whose augmentation is the same on every rank.
+        Samples are not augmented, except by this default: a stream with seed 0, which augments alike on every rank.
         """
         return self.stream((Batch(torch.tensor([number])) for number in numbers), torch.device("cpu"))
 

@@ -21,7 +21,8 @@ from dualtrain.files import read_text
 SPECIAL = ("[PAD]", "[UNK]", "[MASK]", "[CLS]")
 PAD, UNK, MASK, CLS = range(4)
 IGNORED = -100  # the target at positions without a loss: the default ignore_index of cross_entropy
-CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1  # fraction of tokens chosen; of these, replaced by [MASK], by a random token
+# Fraction of the tokens that are chosen; of these, the fractions that [MASK] replaces, and that a random token replaces.
+CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 
 
 class MaskedText(Source):

@@ -22,7 +22,7 @@ class Samples:
 
     def __init__(self, dataset: Any, sample: Tensors) -> None:
         self.dataset = dataset
-        self.sample = sample  # an empty batch gets its shapes and dtypes
+        self.sample = sample  # gives an empty batch its shapes and dtypes
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -47,7 +47,7 @@ class Samples:
         return inputs, targets
 
     def __reduce__(self) -> Any:
-        # Unpickling the dataset may import torchvision, which needs the shim; a worker process has not loaded it yet.
+        # Unpickling the dataset may import torchvision, which needs the shim: a worker process must install it first.
         return _unpickled, (pickle.dumps((self.dataset, self.sample)),)
 
 

@@ -1,1 +1,1 @@
-"""Diagnosis of the machine: would a run work here, and if not, what to fix. No other package imports it."""
+"""Diagnosis of the machine: whether a run would work here, and what to fix if not. No other package imports it."""

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = _parse(arguments)
     except UserError as error:
         return refuse_on_all(error, world)
-    # Silence the stack traces that torch's C++ code logs when ranks are missing: the report says it in one line.
+    # Silence the stack traces that torch's C++ code logs when ranks are missing: one line of the report is enough.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from dualtrain.doctor.doctor_text import page
     from dualtrain.doctor.examine import Examination

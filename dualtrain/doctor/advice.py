@@ -25,7 +25,7 @@ def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
     if rebuilt := _built_for_another(rows):
         broken = chosen == "horovod" and bool(_failures(rows, "horovod"))
         (problems if broken else notes).append(rebuilt)
-    # One line per host: the advice for its first rank that has any.
+    # One line per host: the advice for the host's first rank that gets any.
     found = {row["host"]: line for row in reversed(rows) if (line := gpu_advice(row))}
     return problems, [*notes, *found.values(), *_crowded(rows), *_cpus(rows)]
 
@@ -123,7 +123,7 @@ def _cpus(rows: Sequence[Row]) -> list[str]:
 
 def _cores(rows: Sequence[Row]) -> int:
     """Return how many cores the ranks of one host may use in total."""
-    cores = len(set().union(*(row["cores"] for row in rows)))  # mpirun may bind each rank to other cores
+    cores = len(set().union(*(row["cores"] for row in rows)))  # mpirun may bind each rank to different cores
     quotas = [row["quota"] for row in rows]
     # Ranks of one host usually share a cgroup and its quota. If their quotas differ, use the largest.
     return cores if None in quotas else min(cores, max(1, int(max(quotas))))

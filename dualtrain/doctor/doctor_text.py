@@ -43,7 +43,7 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "threads", f"{report['threads']} intra-op for each rank; --threads sets another number"
 
 
-#: Explanations of the launchers that are not commands.
+#: Explanations of launchers whose names are not commands.
 _LAUNCHERS = {
     "environment": "an unknown program, or the user, has set these variables",
     "ray": "each rank is a Ray actor, started by dualtrain.ray or Ray Train",

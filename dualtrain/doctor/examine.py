@@ -23,7 +23,7 @@ class Examination:
     """Examination of a world. Collective: every process of the job makes one, with the same arguments.
 
     Attributes:
-        report: plain values. It covers all ranks if this rank reached the others, otherwise only this rank.
+        report: plain values. It covers all ranks if this rank reached the other ranks, otherwise only this rank.
     """
 
     def __init__(self, wanted: str, world: World, timeout: float) -> None:
@@ -57,7 +57,7 @@ class Examination:
 
     @property
     def _control(self) -> Backend | None:
-        """A backend that reached the other ranks, for exchanging refusals and facts; ``None`` if there is none."""
+        """A backend that reached the other ranks, for exchanging refusals and facts; ``None`` if no backend did."""
         ready = sorted(
             (found for found in self._probes.values() if found.backend), key=lambda found: found.error is not None
         )
@@ -67,14 +67,14 @@ class Examination:
         return self._control.world.single_host if self._control else self.world.single_host
 
     def _why_not(self, name: str) -> str | None:
-        """Return why a backend cannot work after the other has failed, or ``None`` if it may work."""
+        """Return why a backend cannot work after the other backend has failed; ``None`` if it may work."""
         own_rendezvous = self.world.size == 1 or self.world.launcher.startswith(("horovodrun", "mpi"))
         if name == "horovod" and not own_rendezvous and "torch" in self._probes and self._control is None:
             return f"not tried: under {self.world.launcher} it uses torch's rendezvous, which has failed (see torch)"
         return None
 
     def _agreed(self, name: str, refusal: str | None) -> Probe | None:
-        """Return a failed probe if this rank, or a rank that it reaches, has a reason not to try; else ``None``."""
+        """Return a failed probe if this rank, or a rank that it reaches, cannot try the backend; else ``None``."""
         if self._control is None:
             return Probe(name, error=refusal) if refusal else None
         try:

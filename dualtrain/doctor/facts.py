@@ -25,7 +25,7 @@ from dualtrain.launchers import World, ignored
 from dualtrain.rendezvous.hosts import OVERRIDES
 from dualtrain.version import __version__
 
-# Run in a child process, because a broken MPI may end it. In this process, only a backend may initialize MPI.
+# Run in a child process, because a broken MPI may end the process. In this process, only a backend may initialize MPI.
 _MPI_VERSION = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -93,7 +93,7 @@ def _mpi() -> str:
 
 
 def _devices() -> list[str]:
-    """Return the names of the GPUs that this process sees, or of its processor."""
+    """Return the name and memory of each GPU that this process sees; without a GPU, the processor's name and memory."""
     if torch.cuda.is_available():
         each = (torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count()))
         return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in each]

@@ -71,7 +71,7 @@ def _join(found: Probe, world: World, timeout: float) -> None:
 
 
 def _measure(backend: Backend, size: int) -> float:
-    """Return the median seconds of an allreduce of ``size`` bytes, with the primitive and the memory of gradients.
+    """Return the median seconds of an allreduce of ``size`` bytes, in the memory and by the primitive that gradients use.
 
     Raises:
         BackendError: the allreduce failed, or its sum is wrong.

@@ -17,8 +17,8 @@ from dualtrain.errors import UserError
 from dualtrain.files import read_json
 
 _POLL_SECONDS = 0.002
-_EXIT_SECONDS = 0.03  # in which a killed process disappears
-_REPEATS = 2  # faults in a row after the same step: after the third death there, the run would refuse to restart
+_EXIT_SECONDS = 0.03  # after which a killed process has disappeared
+_REPEATS = 2  # most faults in a row after the same step: after a third death there, the run would refuse to restart
 _BY_TIME = 0.25  # fraction of the faults that are injected after a random time, not after a step
 _SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
 
@@ -166,7 +166,7 @@ class Exercise:
         return summary
 
     def _plan(self, faults: int, steps: int, kinds: Sequence[Fault]) -> list[tuple[Fault, int]]:
-        """Return the faults in a random order, each kind about equally often, each with the step after which it comes."""
+        """Return the faults in a random order, each kind about equally often, each with the step after which it is due."""
         planned: list[Fault] = []
         while len(planned) < faults:
             planned += self._choice.sample(kinds, len(kinds))
@@ -215,7 +215,7 @@ class Exercise:
         return target
 
     def _await_moment(self, job: Job, step: int) -> str:
-        """Wait until the job has taken ``step`` steps, or for a random time; return in words which of them."""
+        """Wait until the job has taken ``step`` steps, or for a random time; return the moment in words."""
         if self._choice.random() < _BY_TIME:
             seconds = self._choice.uniform(0.1, 3.0)
             deadline = time.monotonic() + seconds

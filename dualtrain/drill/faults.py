@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dualtrain.drill.job import Job, send
 from dualtrain.drill.small_disk import fill
 
-_WRITE_SECONDS = 5.0  # to wait for the beginning of a checkpoint
+_WRITE_SECONDS = 5.0  # longest wait for a write to begin, or to fail
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dualtrain.errors import UserError
 
 #: The environment variable by which the processes of a drill's job are found.
 MARK = "DUALTRAIN_DRILL"
-#: The first line of a run with ``--resume auto``.
+#: Matches the first line of a run with ``--resume auto``.
 _START = re.compile(rb"--resume auto: (?:resuming from|beginning at) step (\d+)")
 _RANK_VARIABLES = (b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK")
 END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
@@ -50,7 +50,7 @@ class Job:
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
         self._starts_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._read, self._starts = 0, list[int]()  # bytes of the output that were read, and the steps of starts in them
+        self._read, self._starts = 0, list[int]()  # number of output bytes read; the step at which each start began
 
     # -- processes --------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class Job:
         return self._launcher.pid
 
     def kill_launcher(self) -> bool:
-        """Kill the launcher; return whether it still ran."""
+        """Kill the launcher; return whether it was running."""
         assert self._launcher is not None
         running = self._launcher.poll() is None
         self._launcher.kill()  # does nothing once it has ended
@@ -108,7 +108,7 @@ class Job:
     def end(self) -> list[int]:
         """End all processes of the job; return the ids of those that did not end by themselves.
 
-        Blocks for ``END_SECONDS``, and as long again for a launcher that was killed, at most.
+        Blocks for ``END_SECONDS`` at most, and as long again if the launcher had to be killed.
         """
         deadline = time.monotonic() + END_SECONDS
         for process, _ in self._processes():

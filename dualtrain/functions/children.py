@@ -38,7 +38,7 @@ class Child:
     def __init__(self, rank: int, size: int, env: Mapping[str, str], executable: str) -> None:
         self.rank = rank
         self.size = size
-        self.status: int | None = None  # -N if signal N has ended the process
+        self.status: int | None = None  # exit status; -N if signal N has ended the process
         self.outcome: Outcome | None = None
         ours, theirs = socket.socketpair()
         program = _PROGRAM.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
@@ -90,7 +90,7 @@ class Child:
             self.outcome = loads(message)
 
     def failure(self) -> RankFailedError | None:
-        """Return why this rank has failed, or ``None``."""
+        """Return the exception that describes this rank's failure, or ``None``."""
         if self.outcome is not None and self.outcome.result is None:
             return self.outcome.failure(self.rank, self.size)
         if self.status is None or (self.status == 0 and self.outcome is not None):
@@ -103,7 +103,7 @@ class Child:
     def signal(self, number: int) -> None:
         """Send a signal to the rank and the processes that it has started."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)  # the id is not reused, because close() reaps the process
+            os.killpg(self._process.pid, number)  # the id is not reused before close() reaps the process
 
     def close(self) -> None:
         """Reap the process, and close its descriptors. If it does not end in time, it is not reaped."""
@@ -135,7 +135,7 @@ def run_children(
         executable: the Python interpreter; by default, this process's.
 
     Raises:
-        RankFailedError: the function failed on a rank, or its process ended. The other ranks were ended.
+        RankFailedError: the function failed on a rank, or a rank's process ended. The other ranks were ended.
         UserError: the processes cannot be started.
     """
     children: list[Child] = []

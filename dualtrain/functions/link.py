@@ -1,4 +1,4 @@
-"""Messages between a process and a rank that it has started, over a socket pair that no other process has."""
+"""Messages between a process and a rank that it has started, over a socket pair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class Link:
-    """One end of a socket pair. A message is its length in 8 bytes, then its bytes."""
+    """One end of a socket pair. Each end sends one message: its length in 8 bytes, then its bytes."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -22,7 +22,7 @@ class Link:
         self.socket.sendall(message)
 
     def receive(self) -> bytes:
-        """Return the next message; block until it is complete. Raises EOFError if the other end closes first."""
+        """Return the message; block until it is complete. Raises EOFError if the other end closes first."""
         while (message := self.message()) is None:
             if not self.read():
                 raise EOFError("the other end has closed the socket")
@@ -44,7 +44,7 @@ class Link:
             while self.read():
                 pass
         except BlockingIOError:
-            pass  # the other end is open: by the rank, or by a process that it has forked
+            pass  # the other end is open, in the rank or in a process that the rank has forked
 
     def message(self) -> bytes | None:
         """Return the message that was read, or ``None`` if it is not complete."""

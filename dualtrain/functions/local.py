@@ -25,7 +25,7 @@ def run(
 
     Blocks until all have ended. The function may be defined in a notebook's cell if cloudpickle is installed. In the
     function, ``connect()`` and ``hvd.init()`` (of ``dualtrain.hvd`` or ``horovod.torch``) join the world of these ranks.
-    Functions and results are sent only between this process and its children, over socket pairs that they inherit.
+    Functions and results are sent only between this process and its children, over socket pairs that the children inherit.
 
     Raises:
         RankFailedError: the function raised on a rank (its exception is the ``__cause__``), or a rank's process ended. The
@@ -44,7 +44,7 @@ def run_with(
     variables: Mapping[str, str],
     executable: str | None,
 ) -> list[Any]:
-    """As :func:`run`, with more environment variables for the ranks, and a Python interpreter (``None``: this one)."""
+    """As :func:`run`, with more environment variables for the ranks, and another Python interpreter unless ``None``."""
     _check(function, nproc)
     payload = pickled_call(function, args, kwargs)
     secret, job = secrets.token_hex(32), new_job()
@@ -64,7 +64,7 @@ def run_with(
 def rank_environment(local_size: int) -> dict[str, str]:
     """Return this process's environment without the variables of launchers, for ``local_size`` ranks that it starts.
 
-    Unless it is set, OMP_NUM_THREADS is a rank's share of the cores.
+    If OMP_NUM_THREADS is not set, the returned value is a rank's share of the cores.
     """
     threads = str(share_of(usable_cores(), local_size))
     return {"OMP_NUM_THREADS": threads} | without_launchers(os.environ)
@@ -88,7 +88,7 @@ def _check(function: object, nproc: int) -> None:
 
 
 def refuse_other_backend() -> None:
-    """Refuse DUALTRAIN_BACKEND=horovod: in the ranks, ``dualtrain.hvd`` replaces Horovod."""
+    """Refuse DUALTRAIN_BACKEND=horovod, because ``dualtrain.hvd`` replaces Horovod on the ranks."""
     if os.environ.get("DUALTRAIN_BACKEND") == "horovod":
         raise UserError(
             "DUALTRAIN_BACKEND=horovod requests Horovod itself, which is replaced on these ranks: unset the variable, or "
@@ -96,12 +96,12 @@ def refuse_other_backend() -> None:
         )
 
 
-#: Arguments of horovod.run about several hosts, elastic training or output files.
+#: Arguments of horovod.run that are refused: they request other hosts, elastic training or output files.
 _UNSUPPORTED = (
     *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts", "hostfile"),
     *("host_discovery_script", "output_filename", "min_np", "max_np"),
 )
-#: Arguments of horovod.run that are ignored, such as those about ssh, and the choice between Gloo and MPI.
+#: Arguments of horovod.run that are ignored, such as those for ssh and for the choice between Gloo and MPI.
 _WITHOUT_EFFECT = frozenset(
     ["start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "verbose", "use_gloo", "use_mpi", "mpi_args"]
 )

@@ -70,7 +70,7 @@ def _failed(error: BaseException) -> Outcome:
 
 
 def _without_own_frames(error: BaseException) -> BaseException:
-    """Drop the first frames of the traceback, which are in this package."""
+    """Remove this package's frames from the beginning of the traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_FOLDER):
         trace = trace.tb_next

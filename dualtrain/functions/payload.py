@@ -28,7 +28,7 @@ class _ByName(pickle.Pickler):
 
 
 def dumps(obj: Any, pickler: Any = None) -> bytes:
-    """Pickle ``obj`` by the module ``pickler``; by default, by cloudpickle if it is installed, else by pickle."""
+    """Pickle ``obj`` with the module ``pickler``; by default, with cloudpickle if it is installed, else with pickle."""
     pickler = pickler or _cloudpickle()
     if pickler is not None:
         return bytes(pickler.dumps(obj))

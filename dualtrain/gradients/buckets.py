@@ -45,7 +45,7 @@ class Slot:
     def copy_to_bucket(self) -> None:
         """Copy the gradient, which has just become ready, to its bucket.
 
-        The gradient is then still in the processor's cache, and the next gradient can reuse its memory.
+        The gradient is then still in the processor's cache, and its own memory is free for the next gradient.
         """
         p = self.param
         grad = p.grad
@@ -126,7 +126,7 @@ class Bucket:
         self._staged = real != self.wire.dtype
         self.sum: BucketSum = RankSum(backend, self.wire) if order is None else ShardSums(backend, self.wire, order)
         self._before, self._after = transfer.before, transfer.factor_after(self.sum.shards)
-        #: Whether the wire's dtype is shorter than the gradients'. If so, the sum is scaled in the gradients' dtype.
+        #: Whether the wire dtype has fewer bits than the gradients'. If so, the sum is scaled in the gradients' dtype.
         self._narrow = self.wire.dtype.itemsize < real.itemsize
         if self._narrow and self._after < 1:
             # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
@@ -204,7 +204,7 @@ class Bucket:
                 if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype:
                     self._kept.append(slot)
                     continue
-                grad = grad.clone()  # it is this part of the buffer, but with other strides, shape or dtype
+                grad = grad.clone()  # the gradient is this part of the buffer, but with other strides, shape or dtype
             if grad.shape != slot.shape:
                 self.reshaped = self.reshaped or slot
                 self._missing.append(slot)
@@ -253,7 +253,7 @@ class Bucket:
         return self._parts_of[address]
 
     def start(self) -> None:
-        """Start the all-reduce. The sums of the gradients are scaled as the transfer says; the scalars' sums are not."""
+        """Start the all-reduce. The sums of the gradients are scaled as the transfer says; sums of scalars are not."""
         factor = 1.0 if self._narrow else self._after
         self.work = self.sum.start(self.name, factor, self.extra.numel())
 

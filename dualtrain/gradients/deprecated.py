@@ -11,7 +11,7 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
 
 
 def renamed_option(old: str, value: int | None, new: str, default: int) -> int:
-    """Return ``value``, with a DeprecationWarning, if ``old`` was given, else ``default``, the value of ``new``."""
+    """Return ``value`` and warn if ``old`` was given; otherwise return ``default``, the value of ``new``."""
     if value is None:
         return default
     warn_renamed(old, new, stacklevel=4)

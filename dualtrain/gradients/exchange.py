@@ -83,7 +83,7 @@ class Exchange:
         self.laid_out = True
 
     def expect_sparse(self, found: Mapping[int, int]) -> None:
-        """Gather these sparse gradients (slot number → sparse dimensions) from now on.
+        """Gather these sparse gradients (slot index → number of sparse dimensions) from now on.
 
         Does nothing if a fixed order of the sum needs dense gradients: the exchange then refuses sparse ones.
         """
@@ -91,7 +91,7 @@ class Exchange:
             self.sparse.add(found, self.transfer)
 
     def leave_layout(self, *, host_waits: bool) -> None:
-        """Complete an exchange of zeros before the layout is replaced: ranks that keep it wait. Collective; blocks.
+        """Complete an exchange of zeros before the layout is replaced: other ranks may wait for it. Collective; blocks.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout.
@@ -100,7 +100,7 @@ class Exchange:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, host_waits)
 
     def forget(self) -> None:
-        """Drop the buckets, and with them an exchange that failed. Called when another world replaces the current one."""
+        """Discard the buckets, and with them a failed exchange. Called when another world replaces the current one."""
         self.schedule.use([])
         self.schedule.start_round()
         self.laid_out = self.reduced = False
@@ -129,7 +129,7 @@ class Exchange:
             self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
 
     def add_shard(self, scalars: torch.Tensor | None = None) -> None:
-        """Add the gradients of a shard, not this rank's last, to the partial sums; then drop them. Not collective."""
+        """Add the gradients of a shard (not this rank's last) to the partial sums; clear the gradients. Not collective."""
         self._load_extra(scalars)
         self.refusals.load_none()
         for bucket in self.schedule.buckets:
@@ -181,7 +181,7 @@ class Exchange:
         self._results = [(bucket.values, bucket.values._version) for bucket in buckets] if any_grad else []
 
     def is_reduced(self) -> bool:
-        """Return whether the gradients are the result of the last round, and were not dropped or zeroed since."""
+        """Return whether the gradients are the result of the last round, and were not zeroed or set to ``None`` since."""
         if not self.reduced or not self._results:
             return self.reduced
         if all(slot.param.grad is None for slot in self.slots):

@@ -110,7 +110,7 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
         elif not any(other() is not None for other, _ in _watchers(p)):
             raise RuntimeError(
                 f"the gradient of {name!r} is no longer averaged: its DistributedOptimizer, GradientReducer or Trainer "
-                "was dropped. Keep it as long as the model trains, or call its close() before dropping it"
+                "was garbage-collected. Keep it as long as the model trains, or call its close() first"
             )
 
     hook.watcher = ref, name  # type: ignore[attr-defined]

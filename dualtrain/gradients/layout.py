@@ -51,7 +51,7 @@ class Place:
     """Place of one gradient in its bucket.
 
     Attributes:
-        number: the parameter's number in registration order.
+        number: the parameter's index in registration order.
         offset: where the gradient starts, in elements of its dtype.
         shape: the gradient's shape.
         strides: the gradient's strides, in elements; they are dense, but may be those of channels_last.
@@ -95,7 +95,7 @@ def lay_out(params: Sequence[torch.Tensor], transfer: Transfer = AVERAGE) -> lis
 
 
 def _partition(params: Sequence[torch.Tensor], transfer: Transfer) -> list[list[int]]:
-    """Return the numbers of the parameters in each bucket."""
+    """Return the indices of the parameters in each bucket."""
     group_of = {p: number for number, group in enumerate(transfer.groups) for p in group}
     buckets: list[list[int]] = []
     unfinished: dict[tuple[torch.dtype, torch.device, int | None], tuple[list[int], int]] = {}

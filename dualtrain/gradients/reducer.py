@@ -50,7 +50,7 @@ class GradientReducer:
     In the first reduction, the ranks also compare their layouts (a difference raises BackendError, which names the
     parameter), and agree on which parameters have sparse gradients, whose indices and values are gathered.
     ``param.grad`` is a view into a buffer that the next backward overwrites; you may assign to it or to its ``.data``.
-    Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold none.
+    Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
 
     Attributes:
         extra: float64, (extra,), on the CPU. Set this rank's scalars before a reduction; after it they are the sums over
@@ -96,7 +96,7 @@ class GradientReducer:
         self._closed = False
         self._paused = False
         self._seen = 0  # backward passes since the last reduction
-        #: The callback for the end of the running pass. The reference is dead if the pass failed: autograd has dropped it.
+        #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self.add(named_parameters)
 
@@ -205,7 +205,7 @@ class GradientReducer:
             self._lay_out()
 
     def add_shard(self) -> None:
-        """Add this rank's gradients and :attr:`extra` to the partial sums, as its next shard; drop the gradients.
+        """Add this rank's gradients and :attr:`extra` to the partial sums, as its next shard; set gradients to ``None``.
 
         Not for a rank's last shard, which the next reduction adds. The reducer needs an ``order``; call
         :meth:`begin_shards` before, and run the shard's backward passes in :meth:`no_sync`. Not collective.
@@ -221,7 +221,7 @@ class GradientReducer:
         self._seen, self._ending = 0, None
 
     def is_reduced(self) -> bool:
-        """Return whether the gradients are the average of the last exchange, and were not dropped or zeroed since."""
+        """Return whether the gradients are the average of the last exchange, and not zeroed or set to ``None`` since."""
         return self._exchange.is_reduced()
 
     def renew(self, *, stepped: bool = False) -> None:
@@ -230,7 +230,7 @@ class GradientReducer:
         self._exchange.refusals.steps += stepped
 
     def forget(self, backend: Backend) -> None:
-        """Drop an exchange that failed, and use another backend, whose ranks compare their layouts again."""
+        """Discard a failed exchange, and use another backend, whose ranks then compare their layouts."""
         self.backend = backend
         self._exchange.forget()
         self._seen, self._ending = 0, None
@@ -238,7 +238,7 @@ class GradientReducer:
     # -- during backward ------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse to reduce while a new parameter replaces ``name`` in ``place``; a ``name`` of ``None`` ends this."""
+        """Refuse to reduce while a new parameter replaces ``name`` in ``place``; ``None`` as ``name`` ends the refusal."""
         self._exchange.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

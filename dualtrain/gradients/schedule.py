@@ -16,7 +16,7 @@ class Schedule:
 
     Attributes:
         buckets: the buckets in the order in which they are sent.
-        next: the number of the first bucket that was not sent in this round.
+        next: the index of the first bucket that was not sent in this round.
         round: the number of this round, from 1.
     """
 

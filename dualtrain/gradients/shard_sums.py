@@ -1,7 +1,7 @@
 """Sum the gradients in a bucket: over the ranks in the backend's order, or over shards along a tree.
 
 With a tree, a rank computes several shards of a step, one after another, and keeps their partial sums in buffers. It adds
-up as many of them as the tree allows; only the remaining ones are exchanged.
+up as many partial sums as the tree allows; only the remaining ones are exchanged.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class ShardSums:
     """Sum over all shards along the tree of ``order``.
 
     Args:
-        backend: the ranks; it allocates the memory of the partial sums, which is collective.
+        backend: the ranks. Allocating the memory of the partial sums is collective.
         wire: the bucket's buffer.
-        order: which shards this rank has.
+        order: the tree, and the shards that each rank has.
     """
 
     def __init__(self, backend: Backend, wire: torch.Tensor, order: SumOrder) -> None:

@@ -15,7 +15,7 @@ class SparseGradients:
     """Set of the parameters with sparse gradients, the same on every rank.
 
     Attributes:
-        dims: slot number → number of sparse dimensions, for gradients that are gathered.
+        dims: slot index → number of sparse dimensions, for gradients that are gathered.
         dims_as_dense: the same for gradients that are sent as dense ones.
     """
 
@@ -24,7 +24,7 @@ class SparseGradients:
         self.dims_as_dense: dict[int, int] = {}
 
     def add(self, found: Mapping[int, int] | Iterable[tuple[int, int]], transfer: Transfer) -> None:
-        """Add sparse gradients that were found on a rank, as slot number → number of sparse dimensions."""
+        """Add sparse gradients that were found on a rank, as slot index → number of sparse dimensions."""
         (self.dims_as_dense if transfer.sparse_as_dense else self.dims).update(found)
 
     def restore(self, slots: Sequence[Slot]) -> None:
@@ -61,13 +61,13 @@ class SparseGradients:
 
 
 def sparse_dims(slots: Sequence[Slot]) -> dict[int, int]:
-    """Return slot number → number of sparse dimensions for the gradients that are sparse on this rank."""
+    """Return slot index → number of sparse dimensions, for the gradients that are sparse on this rank."""
     grads = [slot.param.grad for slot in slots]
     return {number: grad.sparse_dim() for number, grad in enumerate(grads) if grad is not None and grad.is_sparse}
 
 
 def has_values(grad: torch.Tensor | None) -> bool:
-    """Return whether a gradient has an element other than zero, or a sparse gradient any stored element."""
+    """Return whether a dense gradient has an element other than zero, or a sparse gradient any stored element."""
     if grad is None:
         return False
     # torch 2.5 to 2.15 has no public name for the number of stored elements of an uncoalesced tensor.

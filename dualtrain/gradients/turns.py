@@ -31,7 +31,7 @@ class Member(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Return whether the reducer has gradients to exchange: in sent buckets, or of the ending backward pass."""
+        """Return whether a bucket was sent already, or the backward pass that ends now has produced gradients to send."""
 
     def exchange(self) -> None:
         """Average the reducer's gradients. Collective; blocks."""
@@ -43,7 +43,7 @@ class Turns:
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)
         self._members: dict[int, weakref.ref[Member]] = {}
-        self._first = 0  # number of the reducer that sends its buckets before the others
+        self._first = 0  # number of the reducer that sends its buckets before the other reducers
 
     def enter(self, member: Member) -> int:
         """Register a reducer, in the same order on every rank; return its number, the lowest free one."""
@@ -52,7 +52,7 @@ class Turns:
         return number
 
     def leave(self, number: int) -> None:
-        """Remove a closed reducer, on every rank; may be repeated. :meth:`due` removes reducers that were dropped."""
+        """Remove a closed reducer, on every rank; may be repeated. :meth:`due` removes garbage-collected ones."""
         self._members.pop(number, None)
 
     def may_send(self, number: int) -> bool:
@@ -63,7 +63,7 @@ class Turns:
         """Return the reducers that exchange gradients together with reducer ``number``. Collective if there are several.
 
         Raises:
-            BackendError: the ranks are in different calls, or a rank has dropped a reducer that another rank uses.
+            BackendError: the ranks are in different calls, or a reducer that a rank uses was garbage-collected on another.
         """
         backend = self._backend()
         if backend is None or len(self._members) < 2:
@@ -84,7 +84,7 @@ class Turns:
         return [each for each in members if each is not None]
 
     def _state(self, number: int) -> int:
-        """Return three sets of reducers as bits: those to exchange, after an odd number of steps, and dropped here."""
+        """Return three bit sets of reducers: to exchange, with an odd step count, and garbage-collected on this rank."""
         due = odd = dropped = 0
         for each, ref in self._members.items():
             member = ref()
@@ -99,8 +99,8 @@ class Turns:
         ranks = [rank for rank, gone in enumerate(dropped) if gone & wanted]
         if ranks:
             raise BackendError(
-                f"an optimizer whose gradients are to be exchanged was dropped on rank {ranks[0]}: keep it as long as its "
-                "parameters are trained, or close() it on every rank"
+                f"an optimizer whose gradients are to be exchanged was garbage-collected on rank {ranks[0]}: keep it as "
+                "long as its parameters are trained, or close() it on every rank"
             )
 
     def _refuse_other_order(self, wanted: int, odd: list[int]) -> None:

@@ -15,7 +15,7 @@ STEPS = ("step", "scaled step")
 
 
 class Event(NamedTuple):
-    """A call in a training step. If it uses a wrapped optimizer: with the optimizer's name and expression."""
+    """A call in a training step, with the name and the expression of the wrapped optimizer that it uses, if any."""
 
     kind: Kind
     node: ast.Call
@@ -52,9 +52,9 @@ def _event(source: Source, call: ast.Call) -> Event | None:
 
 
 def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
-    """Return the events since the last backward, or since a later step unless ``strictly``.
+    """Return the events between the last backward or step and event ``number``. With ``strictly``, steps do not count.
 
-    If there is neither, return all earlier events, or None if ``strictly``.
+    If there is no such backward or step, return all earlier events; with ``strictly``, return None.
     """
     found: list[Event] = []
     this = events[number]

@@ -28,7 +28,7 @@ class Repaired(NamedTuple):
 
 
 def fix(arguments: Sequence[str]) -> int:
-    """Repair all files, or with ``--diff`` print the changes. Return ``--check``'s exit status for what remains."""
+    """Repair all files, or with ``--diff`` print the changes. Return the exit status for the remaining findings."""
     options = [word for word in arguments if word.startswith("-")]
     names = [word for word in arguments if not word.startswith("-")]
     try:
@@ -80,7 +80,10 @@ def repair(source: Source, initialized: bool = True) -> Repaired:
 
 
 def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[Source, list[Finding]] | None:
-    """Return the script after the edits of ``finding``, with its findings; None if the edits cause a new finding."""
+    """Return the script after the edits of ``finding``, with the remaining findings.
+
+    Return None if the edits add a finding, remove none, or make the script invalid.
+    """
     try:
         after = Source(apply(source.text, finding.edits), source.wrapped)
         compile(after.text, "script", "exec", dont_inherit=True)
@@ -91,7 +94,7 @@ def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[S
 
 
 def _move_lines(text: str, origins: list[int], edits: Sequence[Edit]) -> None:
-    """Update ``origins``, the original number of each line, for the lines that ``edits`` insert."""
+    """Update ``origins``, the original line number of each line, for the lines that ``edits`` insert."""
     for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
         index = line_count(text[: edit.start])
         more = line_count(edit.new) - line_count(text[edit.start : edit.end])
@@ -114,7 +117,7 @@ def _write(file: ScriptFile, data: bytes) -> None:
 
 
 def _show_diff(file: ScriptFile, data: bytes) -> None:
-    """Print a unified diff for ``patch``, which therefore has the script's own bytes."""
+    """Print a unified diff with the script's own bytes, because ``patch`` compares bytes."""
     before, after = file.data.splitlines(keepends=True), data.splitlines(keepends=True)
     name = file.name.encode("utf-8", "surrogateescape")
     sys.stdout.flush()
@@ -124,7 +127,7 @@ def _show_diff(file: ScriptFile, data: bytes) -> None:
 
 
 def _report(repaired: dict[str, Repaired], *, diff: bool) -> int:
-    """Print repaired and remaining findings, with ``diff`` to standard error."""
+    """Print repaired and remaining findings; with ``diff``, print them to standard error."""
     output = sys.stderr if diff else sys.stdout
     for name, result in repaired.items():
         for finding in result.fixed:

@@ -42,11 +42,11 @@ class Guards:
         return self._ranks.get(ast.unparse(value), "") if isinstance(value, ast.Name | ast.Attribute) else ""
 
     def depends_on_rank(self, test: ast.expr) -> bool:
-        """Return whether ``test`` is true on one rank only, or on all but one."""
+        """Return whether ``test`` is true on one rank only, or on all ranks but one."""
         return self.signature(test) is not None
 
     def signature(self, test: ast.expr) -> tuple[bool, str] | None:
-        """Return a condition on the rank as (whether it holds on one rank only, its comparison), or None.
+        """Return (whether ``test`` holds on one rank only, its comparison); None if ``test`` does not depend on the rank.
 
         Two conditions are opposites if only the first elements of their signatures differ.
         """
@@ -78,7 +78,7 @@ class Guards:
 
     @staticmethod
     def _constants(value: ast.expr) -> list[ast.expr]:
-        """Return the integer constants in ``value``, which is a list, tuple or set, or a constant."""
+        """Return the integer constants in ``value``, which may be a list, a tuple, a set or one constant."""
         parts = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else [value]
         return [part for part in parts if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
@@ -99,11 +99,11 @@ class Guards:
     # -- without Horovod --------------------------------------------------------------------------------------------
 
     def is_without_horovod(self, node: ast.AST) -> bool:
-        """Return whether ``node`` runs only without Horovod, or with one rank."""
+        """Return whether ``node`` runs only without Horovod or with one rank."""
         return any(self._is_off(test, truth) for test, truth in self._conditions(node))
 
     def lines_without_horovod(self) -> set[int]:
-        """Return the lines that run only without Horovod, or with one rank."""
+        """Return the lines that run only without Horovod or with one rank."""
         return set(self._lines_off(self.source.tree.body))
 
     def _lines_off(self, block: list[ast.stmt]) -> Iterator[int]:

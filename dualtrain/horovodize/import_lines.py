@@ -16,7 +16,9 @@ _IGNITE = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
 
 
 def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list[Finding]]:
-    """Return findings that change the imports, or a finding with the reason why they must not change; one list is empty.
+    """Return two lists: the findings that change the imports, and the finding that says why the imports must not change.
+
+    At least one of the lists is empty.
 
     Args:
         source: the script.

@@ -30,7 +30,7 @@ HOMES = {
 }
 
 
-#: For each module of Horovod that starts ranks on Ray or Spark: dualtrain's module, and the only name that it replaces.
+#: For each module of Horovod that starts ranks on Ray or Spark: dualtrain's module, and the only name that is replaced.
 ENGINES = {
     "horovod.ray": ("dualtrain.ray", "RayExecutor"),
     "horovod.ray.runner": ("dualtrain.ray.executor", "RayExecutor"),

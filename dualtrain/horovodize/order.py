@@ -10,7 +10,10 @@ from dualtrain.horovodize.source import Function, Scope, Source, last_name
 
 
 def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run after ``first``, including functions called later and code after calls of its function."""
+    """Yield the nodes that run after ``first``.
+
+    These include functions that are called later, and the code after calls of the function that contains ``first``.
+    """
     seen: set[Scope] = set()
     for node in _following_with_callers(source, first, depth=0):
         yield node
@@ -19,7 +22,10 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
 
 
 def called(source: Source, call: ast.Call) -> Function | None:
-    """Return the script's function or method that is called, or None. ``model.train()`` is no call of ``train``."""
+    """Return the script's function or method that ``call`` calls, or None.
+
+    ``model.train()`` does not call a function ``train`` of the script.
+    """
     function = source.functions.get(last_name(call.func))
     if function is None:
         return None

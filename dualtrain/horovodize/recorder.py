@@ -100,7 +100,7 @@ class Recorder:
 
         @functools.wraps(original)
         def step(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if this is not optimizer:  # a copy
+            if this is not optimizer:  # a copy of the optimizer
                 return original(this, *args, **kwargs)
             if not self.counts[number]:
                 self._begin(number, optimizer, names)
@@ -179,7 +179,7 @@ class Recorder:
         os._exit(0)
 
     def _meet(self) -> None:
-        """Wait until all ranks have reached this point: if a rank exits earlier, the last step of others may fail."""
+        """Wait until all ranks have reached this point. If a rank exits earlier, the last step of other ranks may fail."""
         import torch
 
         try:
@@ -205,7 +205,7 @@ def summary(p: Any) -> list[Any]:
 
 
 def checksums(params: list[Any]) -> list[int]:
-    """Return the sum of each tensor's elements read as integers. Other bits give another sum, unless changes cancel out."""
+    """Return the sum of each tensor's elements, read as integers. Changed bits change the sum, unless they cancel out."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -83,7 +83,7 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the package exists, but it imports a module that does not
+            raise  # the package exists, but imports a module that does not exist
         spec = None
     except ValueError:
         spec = None

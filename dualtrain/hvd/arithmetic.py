@@ -10,7 +10,7 @@ import torch
 from dualtrain.backends import ReduceOp
 from dualtrain.backends.wire import average_
 
-# Horovod's numbers of the operations.
+# Horovod's integer values of the operations.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 
 NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
@@ -30,7 +30,8 @@ _SMALLEST_NORM = sys.float_info.min**0.5
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``factor`` times ``tensor``, in the same dtype: ``tensor`` itself if the factor is 1, else a new tensor.
 
-    16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied exactly, then truncated toward zero.
+    16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied in 64-bit floats
+    (in int64, values of 2**53 and more are multiplied exactly), then truncated toward zero.
     """
     if factor == 1:
         return tensor

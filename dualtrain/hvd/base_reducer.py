@@ -20,7 +20,7 @@ from dualtrain.hvd import basics, compat
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import ProcessSet
 
-_REASON_SECONDS = 0.5  # wait for a failed rank's message, which may arrive after its connections have closed
+_REASON_SECONDS = 0.5  # for a failed rank's message, which may arrive after that rank's connections have closed
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
 
@@ -54,7 +54,8 @@ class HorovodReducer(ABC):
         passes: number of backward passes that are summed before gradients are combined.
 
     Attributes:
-        channel_name: ``base_name`` and a number; empty before the first exchange in a world.
+        channel_name: ``base_name`` and a number that no other reducer of this name has; empty before the first exchange
+            in a world.
         name: name of the reducer's operations.
         ready: number of parameters for which all ``passes`` are done.
         dirty: whether a backward pass has run since gradients were last synchronized.
@@ -85,7 +86,7 @@ class HorovodReducer(ABC):
 
     @abstractmethod
     def layout_changed(self) -> None:
-        """Make the ranks agree on the parameters before the next exchange, because some were added."""
+        """Make the ranks agree on the parameters before the next exchange, because parameters were added."""
 
     @abstractmethod
     def world_changed(self) -> None:
@@ -178,7 +179,7 @@ class HorovodReducer(ABC):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def parameter_replaced(self, place: tuple[int, str], name: str | None) -> None:
-        """Refuse exchanges, because another parameter replaced ``name`` in ``place``; ``None`` ends the refusal."""
+        """Refuse exchanges, because another parameter replaced ``name`` in ``place``; if ``name`` is None, allow them."""
         self.refusals.replace(place, name)
 
     def gradient_ready(self, slot: Slot) -> None:

@@ -71,9 +71,9 @@ def _connect(comm: Any, settings: Settings) -> Backend:
         world = world_of(comm, world)
     elif comm:
         world = _some_of(world, list(comm))
-    # Longer than the coordinator's limit: its error, which names the missing ranks, must come first.
+    # Wait longer than the coordinator: the coordinator's error names the missing ranks, so it must come first.
     timeout = min(max(settings.stall_shutdown, 300.0) + 60, 1e8)
-    # Native: ranks may use several channels in different orders, and torch runs each channel in separate threads.
+    # transport="native": ranks may use several channels in different orders; torch runs each channel in its own threads.
     # device="cpu": the script itself chooses a GPU, and a script for CPUs may have more ranks than there are GPUs.
     name = "torch" if world.size > 1 else "local"
     return connect(name, world=world, device="cpu", timeout=timeout, transport="native")
@@ -193,7 +193,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether ``init`` was called, because after it Gloo sends CPU tensors."""
+    """Return whether this process is in a world, because Gloo sends the CPU tensors of a world."""
     return is_initialized()
 
 
@@ -203,7 +203,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of NCCL that torch was built with, such as 22703; 0 without it."""
+    """Return the version of NCCL that torch was built with, such as 22703; 0 if torch was built without CUDA."""
     if torch.version.cuda is None:
         return 0
     version: tuple[int, ...] = torch.cuda.nccl.version()
@@ -211,12 +211,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False."""
+    """False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """False."""
+    """False: Intel's oneCCL is not used."""
     return False
 
 

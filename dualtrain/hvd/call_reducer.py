@@ -26,7 +26,7 @@ class CallReducer(HorovodReducer):
         passes: number of backward passes that are summed before the call.
         op: the reduction.
         compression: compresses gradients before the call, and decompresses the results.
-        predivide: f; gradients are multiplied by 1/f before the reduction, and by f after it.
+        predivide: a factor f: gradients are multiplied by 1/f before the reduction, and results by f after it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CallReducer(HorovodReducer):
         self._checked = False
 
     def world_changed(self) -> None:
-        """Check the current parameters from the next call on."""
+        """Discard the previous world's results, and check the current parameters from the next call on."""
         self._checked = self._reduced = False
 
     def reduce(self) -> None:

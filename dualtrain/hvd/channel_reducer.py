@@ -37,7 +37,7 @@ class ChannelReducer(HorovodReducer):
     Attributes:
         exchanges: number of exchanges in this world, including those in which this rank contributed zeros after ``join``.
         exchanging: whether an exchange is in progress.
-        announced: numbers of the exchanges during which this rank knew of a joined rank.
+        announced: indices (from 1) of the exchanges during which this rank knew of a joined rank.
 
     Raises:
         ValueError: the backend cannot send the transfer's dtype, or a parameter's gradient cannot be averaged.
@@ -52,7 +52,7 @@ class ChannelReducer(HorovodReducer):
         self.exchanging = False
         self.announced: set[int] = set()
         self._opening: Pending | None = None
-        self._agreed = False  # whether the channel is open; before that, the engine's thread may send
+        self._agreed = False  # whether the channel is open; until then, the engine's thread may send
         named = list(named)
         self._on_cpu = _are_on_cpu(named)
         #: One extra scalar: the number of joined ranks that averages leave out. It is read and written only if a rank
@@ -69,7 +69,7 @@ class ChannelReducer(HorovodReducer):
         return self._exchange.refusals
 
     def is_reduced(self) -> bool:
-        """Return whether the gradients are the result of the last exchange, and were not dropped or zeroed since."""
+        """Return whether the gradients are the result of the last exchange, and were not set to None or zero after it."""
         return self._exchange.is_reduced()
 
     def renew(self) -> None:
@@ -93,7 +93,7 @@ class ChannelReducer(HorovodReducer):
         finally:
             self.exchanging = False
             self._end_lines()
-        # Reading the scalar waits for a GPU, so do it only if it may be greater than 0.
+        # Reading the scalar waits for a GPU, so read it only if it may be greater than 0.
         if self._on_cpu or self.exchanges in self.announced:
             self._count_active_only()
 
@@ -220,7 +220,7 @@ class ChannelReducer(HorovodReducer):
         return f"at most {t.bucket_bytes} bytes at once, groups {groups}, as {t.dtype}, times {t.before}"
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
-        """Lay out and send all buckets. Runs in the engine's thread: the main thread may wait for another optimizer."""
+        """Lay out and send all buckets, in the engine's thread, because the main thread may wait for another optimizer."""
         self._adopt(channel, sparse)
         while self._exchange.schedule.has_unsent:
             self._send_next()

@@ -60,7 +60,10 @@ class Channels:
         return [one for ref in self._exchangers if (one := ref()) is not None]
 
     def exchanger(self, channel_name: str) -> Exchanger | None:
-        """Return the reducer of the channel; without one, the first reducer that has its base name and no channel yet."""
+        """Return the reducer of the channel.
+
+        If there is none, return the first reducer with the channel's base name that has no channel yet.
+        """
         base, alive = channel_name.rpartition(".")[0], self.exchangers()
         known = [one for one in alive if one.channel_name == channel_name]
         return next(iter(known + [one for one in alive if not one.channel_name and one.base_name == base]), None)

@@ -86,5 +86,5 @@ def _is_something(value: Any) -> bool:
 
 
 def rounded_sum(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a sum in the wire dtype, rounded to 16 bits if ``dtype`` (of the ranks' tensors) is float16."""
+    """Return ``total``; if defects are reproduced and ``dtype`` (of the ranks' tensors) is float16, round it to 16 bits."""
     return total.to(dtype).to(total.dtype) if dtype == torch.float16 and enabled() else total

@@ -43,7 +43,7 @@ class _Narrow(Compressor):
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return floating-point tensors in 16 bits, and others unchanged."""
+        """Return floating-point tensors in 16 bits, and other tensors unchanged."""
         return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @classmethod

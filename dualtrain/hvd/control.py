@@ -34,7 +34,7 @@ class Control(Protocol):
         """Yield the coordinator's messages to this rank, and block for the next. The last is ``{"do": "down", …}``."""
 
     def close(self) -> None:
-        """Close this end. Rank 0 waits up to 5 s for the other ranks to close theirs."""
+        """Close this end. Rank 0 waits up to 5 s for the other ranks to close their ends."""
 
 
 def control(

@@ -1,11 +1,11 @@
 """Rank 0's decisions: which calls belong together, and in what order they are executed.
 
-Horovod matches calls by name, because each rank may make them in another order. So every rank sends its requests to
+Horovod matches calls by name, because each rank may make them in a different order. So every rank sends its requests to
 rank 0. Once all ranks of a process set have made a call, rank 0 matches their requests, and sends them the call. Ranks
 execute calls in the order of these messages. This file uses no sockets and no tensors; ``control.py`` calls it.
 
 Named calls match by (process set, kind, name). Unnamed calls match by (process set, kind): the n-th call of each rank
-matches the n-th of the others. Calls in between, joined ranks and ranks outside the set do not shift this count.
+matches the n-th call of the others. Other calls, joined ranks and ranks outside the set do not shift this count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _JOINABLE = {"allreduce", "grouped_allreduce", "barrier", "channel"}
 
 @dataclass
 class _Waiting:
-    """Calls with one key, which wait for ranks that have not made theirs."""
+    """Calls with the same key, which wait for the ranks that have not made this call yet."""
 
     since: float
     calls: dict[int, deque[Message]] = field(default_factory=dict)
@@ -66,9 +66,9 @@ class Coordinator:
         self._send, self._settings, self._note, self._clock = send, settings, note, clock
         self._table: dict[Key, _Waiting] = {}
         self._joined: dict[int, Message] = {}
-        #: Channel → number of the exchange of gradients → the ranks that have requested zeros from the joined ranks.
+        #: Channel → index of the exchange of gradients → the ranks that have requested zeros from the joined ranks.
         self._zeros_requested: dict[str, dict[int, set[int]]] = {}
-        #: Waits for gradients, which are not matched here: operation → waiting rank → time of its report, and the report.
+        #: Waits for gradients, which are not matched here: operation → waiting rank → (time of the rank's report, report).
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         self._requested: dict[str, float] = {}
         self._reported: set[str] = set()
@@ -211,8 +211,8 @@ class Coordinator:
     def _request_zeros(self, rank: int, message: Message) -> None:
         """Request zeros for an exchange of gradients from the ranks that have joined.
 
-        The request is sent once all other ranks have sent theirs. So each of these ranks knows, before the exchange can
-        end, that a rank has joined, and reads how many ranks the averages leave out.
+        The request is sent once every rank that has not joined has asked for it. So each of these ranks knows, before the
+        exchange can end, that a rank has joined, and reads how many ranks the averages leave out.
         """
         channel, exchange = message["channel"], message["exchange"]
         requests = self._zeros_requested.setdefault(channel, {}).setdefault(exchange, set())

@@ -150,7 +150,7 @@ class Engine:
             name: the channel's name.
             set_id: the process set.
             layout: descriptions of what will be sent, the same on every rank.
-            sparse: this rank's sparse gradients, as pairs of a parameter's number and its sparse dimensions.
+            sparse: this rank's sparse gradients, as pairs of a parameter's index and the number of sparse dimensions.
             then: called with the result in the engine's thread, before the call counts as ended.
 
         Returns:
@@ -265,7 +265,7 @@ class Engine:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the world on every rank: finish the calls that were matched, and fail all others. Blocks for up to 15 s."""
+        """End the world on every rank: finish matched calls, and fail all other calls. Blocks for up to 15 s."""
         self.send({"kind": "shutdown"})
         self._worker.join(_LEAVING_SECONDS)
         self.fail("Horovod was shut down on this rank")

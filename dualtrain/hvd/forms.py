@@ -1,4 +1,7 @@
-"""The forms of the operations: blocking and differentiable, or asynchronous with a handle; grouped; in place."""
+"""Two forms of each operation: a blocking, differentiable call, and an asynchronous call that returns a handle.
+
+Both forms accept groups of tensors. The asynchronous form can also work in place.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Operation:
     """A kind of collective operation, such as allreduce.
 
     Attributes:
-        name: allreduce, …
+        name: the operation's name, such as ``allreduce``.
         start: checks the options and requests the call: (kind, tensors, outputs, options).
         gradient: Horovod's gradient: (gradients of the results, the call, its options) → gradients of the inputs.
     """

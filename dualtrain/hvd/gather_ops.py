@@ -94,8 +94,8 @@ def alltoall(
     """Send rows to each rank; return the rows received, in rank order. Collective by name; blocks; differentiable.
 
     The first ``splits[0]`` rows of a tensor go to rank 0, the next ``splits[1]`` to rank 1, …; without splits, all ranks
-    get the same number. With splits the result is a pair: the rows, and an int32 tensor with the number of rows from each
-    rank. Gradients are sent back to the ranks that the rows came from.
+    get the same number of rows. With splits the result is a pair: the rows, and an int32 tensor with the number of rows
+    from each rank. Gradients are sent back to the ranks that the rows came from.
     """
     results = differentiable(ALLTOALL, [tensor], call_options(name, process_set, splits=splits))
     return results[0] if splits is None else tuple(results)
@@ -122,8 +122,9 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's rows of the reduction over ranks. Collective by name; blocks; differentiable.
 
-    Of d rows the first ``d % size`` ranks get ``d // size + 1``, the others ``d // size``. ``op`` is Average or Sum. The
-    gradient is the ranks' gradients concatenated, multiplied by the size if ``op`` is Sum.
+    Of d rows the first ``d % size`` ranks get ``d // size + 1``, and the other ranks get ``d // size``. ``op`` is Average
+    or Sum; another value raises HorovodInternalError. The gradient is the ranks' gradients concatenated, multiplied by
+    the size if ``op`` is Sum.
     """
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set)
     return differentiable(REDUCESCATTER, [tensor], options, compression=compression)[0]
@@ -169,7 +170,7 @@ def grouped_reducescatter_async(
     return start(REDUCESCATTER, tensors, options, grouped=True)
 
 
-# -- others -------------------------------------------------------------------------------------------------------------
+# -- other operations ---------------------------------------------------------------------------------------------------
 
 
 def sparse_allreduce_async(
@@ -179,7 +180,7 @@ def sparse_allreduce_async(
 
     Return a function that blocks and returns the new sparse tensor, in which indices may repeat.
     """
-    # Private in torch 2.5 to 2.15: indices() and values() refuse tensors that are not coalesced, such as gradients.
+    # Private in torch 2.5 to 2.15; the public indices() and values() refuse uncoalesced tensors, such as gradients.
     indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 

@@ -1,7 +1,7 @@
 """The collective operations, with Horovod's names and arguments.
 
-This module defines ``allreduce``, and ``gather_ops.py`` the others. ``calls.py`` checks arguments and computes gradients;
-``operations.py`` executes matched calls.
+This module defines ``allreduce``; ``gather_ops.py`` defines the others. ``calls.py`` checks arguments and computes
+gradients; ``operations.py`` executes matched calls.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def allreduce(
     Averages of integers are exact, then truncated toward zero. The gradient is the same reduction of the gradients.
 
     Args:
-        tensor: a tensor of any dtype and shape, which must be the same on every rank.
+        tensor: a tensor of any dtype and shape; every rank must pass the same dtype and shape.
         average: the deprecated form of ``op``.
         name: matches the calls of the ranks; calls without a name match by order.
         compression: compresses what is sent; see :class:`Compression`.

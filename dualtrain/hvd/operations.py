@@ -23,7 +23,7 @@ class Task:
 
     Attributes:
         facts: what all ranks agreed on: op, pre, post, divisor, root, members, rows, splits.
-        channel: the ranks of the process set, on which nothing else is sent.
+        channel: the backend of the process set's ranks, on which nothing else is sent.
         tensors: this rank's inputs.
         outputs: where the results go; ``None`` for new tensors.
     """

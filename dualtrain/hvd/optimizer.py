@@ -50,16 +50,16 @@ def DistributedOptimizer(  # noqa: N802
         optimizer: any torch optimizer; its state is kept.
         named_parameters: ``model.named_parameters()``.
         compression: ``Compression.none``, ``fp16``, ``bf16``, or the user's own compressor.
-        backward_passes_per_step: backward passes whose gradients are summed before they are exchanged.
+        backward_passes_per_step: number of backward passes whose gradients are summed before they are exchanged.
         op: Average, Sum, Min, Max, Product; or Adasum: each rank steps alone, then the changes are combined.
-        gradient_predivide_factor: f; gradients are multiplied by 1/f before the sum, by f/size after it. Only for Average.
+        gradient_predivide_factor: a factor f: gradients are multiplied by 1/f, and their sum by f/size. Only for Average.
         num_groups: the deprecated form of ``groups``.
         groups: the number of buckets, or lists of the parameters that are sent together.
         sparse_as_dense: whether sparse gradients are sent as dense ones.
         process_set: the ranks that combine gradients; other ranks step alone.
 
     Raises:
-        ValueError: an option is wrong, or parameters lack names or share one.
+        ValueError: an option is wrong, a parameter has no name, or two parameters have the same name.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -75,7 +75,7 @@ def DistributedOptimizer(  # noqa: N802
     named = name_parameters(optimizer, named_parameters)
     base = _AdasumOptimizer if op == Adasum and (process_set.size() or 1) > 1 else _Optimizer
     # A subclass of the optimizer's class, as with Horovod: a wrapped SGD is an instance of torch.optim.SGD.
-    # Lightning and others recognize a wrapped optimizer by the word "horovod" in str() of its class.
+    # Lightning and other libraries recognize a wrapped optimizer by the word "horovod" in str() of its class.
     names = {"__module__": __name__, "__qualname__": f"horovod.{type(optimizer).__name__}"}
     cls = type(type(optimizer).__name__, (base, type(optimizer)), names)
     made: _Optimizer = object.__new__(cls)
@@ -111,7 +111,7 @@ class _Optimizer(NativeOptimizer):
             self.reducer.follow(optimizer)
 
     def close(self) -> None:
-        """Stop combining gradients: from now on each rank keeps its own. A second call does nothing."""
+        """Stop combining gradients: from now on each rank keeps its own gradients. A second call does nothing."""
         if self.reducer is not None:
             self.reducer.close()
 
@@ -138,7 +138,7 @@ class _Optimizer(NativeOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """The wrapped optimizer's value; GradScaler.step reads it before it looks for an overflow.
+        """The wrapped optimizer's value. GradScaler.step reads this property before it looks for an overflow.
 
         Raises:
             AssertionError: gradients are not combined yet, so that after an overflow one rank alone would skip the step.
@@ -190,7 +190,7 @@ class _Optimizer(NativeOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the wrapped optimizer's step, on combined gradients. Collective.
 
-        The optimizer may call ``closure`` several times, as LBFGS does, which Horovod refuses. The closure's loss is
+        The optimizer may call ``closure`` several times, as LBFGS does; Horovod refuses a second call. The loss is
         averaged over ranks (summed with ``op=Sum``) for the optimizer, so that every rank makes the same decisions.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The options of ``hvd.DistributedOptimizer``: checked, and translated for the reducers."""
+"""Check the options of ``hvd.DistributedOptimizer``, and translate them for the reducers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ NARROW: dict[AnyCompressor, torch.dtype | None] = {
 
 
 def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
-    """Return ``given`` as a list; if it is ``None``, all parameters of ``optimizer`` as pairs with generated names.
+    """Return ``given`` as a list; if it is ``None``, return all parameters of ``optimizer`` with generated names.
 
     Raises:
-        ValueError: ``given`` has other elements, a name twice, or not all parameters of ``optimizer``.
+        ValueError: ``given`` has elements that are not pairs, has a name twice, or lacks a parameter of ``optimizer``.
     """
     all_params = [
         (f"allreduce.noname.{i}.{j}", p)

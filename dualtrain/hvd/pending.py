@@ -24,7 +24,7 @@ class Pending:
         then: called with the result in the engine's thread, before the call counts as ended.
         ended: set once there is a result or an error.
         facts: what all ranks agreed on.
-        events: GPU events after which the inputs are ready; once the call has ended, those for the results.
+        events: GPU events after which the inputs are ready; once the call has ended, the events of the results.
     """
 
     message: Message

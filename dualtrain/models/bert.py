@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-PADDING = 0  # the token number of [PAD]
+PADDING = 0  # the token id of [PAD]
 
 
 class Bert(nn.Module):

@@ -90,7 +90,7 @@ def _unusable(name: Any, tensor: torch.Tensor) -> str | None:
 
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
     """Describe how the names and shapes of ``theirs`` differ from ``ours``; return an empty list if they fit."""
-    # Files written before torch 0.4.1 lack this counter, which is not used here.
+    # Files written before torch 0.4.1 lack num_batches_tracked, which is not used here.
     missing = [name for name in ours if name not in theirs and not name.endswith("num_batches_tracked")]
     unexpected = [name for name in theirs if name not in ours]
     shapes = [

@@ -47,7 +47,7 @@ class Worker:
         self._executable = None if cls is None else cls(*args, **kwargs)
 
     def execute(self, function: Callable[[Any], Any]) -> Any:
-        """Return ``function(object)``. If it raises, this rank leaves the world, so that the others do not wait for it."""
+        """Return ``function(object)``. If the function raises, leave the world, so that other ranks do not wait."""
         try:
             return function(self._executable)
         except BaseException:
@@ -85,7 +85,7 @@ class Actors:
         ]
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Start a method on each actor with its own arguments; return the references of the results."""
+        """Start a method on each actor, with that actor's arguments; return references to the results."""
         pairs = zip(self.workers, arguments, strict=True)
         return [getattr(worker, method).remote(*each) for worker, each in pairs]
 

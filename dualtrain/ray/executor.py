@@ -73,7 +73,7 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Start an actor for each rank, and in each an object ``executable_cls(*args, **kwargs)`` if a class is given.
+        """Start an actor for each rank. If a class is given, create ``executable_cls(*args, **kwargs)`` in each actor.
 
         Raises:
             UserError: Ray is not initialized or cannot place the actors, or they do not start in time.
@@ -128,7 +128,7 @@ class RayExecutor:
         return results(self.run_remote(fn, args, kwargs), None, "run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """Return the results of ``fn(object)`` by rank; ``object`` is an ``executable_cls``. See :meth:`run`."""
+        """Return ``fn(object)`` by rank; ``object`` is the rank's instance of ``executable_cls``. See :meth:`run`."""
         return results(self._execute(fn), None, "execute")
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:

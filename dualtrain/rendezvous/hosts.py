@@ -1,6 +1,6 @@
 """Host identity, addresses and interfaces.
 
-Ranks exchange the identities of their hosts to find out which ranks share a host: launchers disagree or do not report it.
+Ranks exchange the identities of their hosts to find out which ranks share a host: not all launchers report this correctly.
 """
 
 from __future__ import annotations

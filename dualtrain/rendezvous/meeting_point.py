@@ -52,7 +52,7 @@ def meeting_point(world: World, timeout: float) -> World:
 
 
 def join(world: World, timeout: float) -> Store:
-    """Join the job's store at ``world``'s rendezvous. A process joins a store once; later worlds use it again.
+    """Join the job's store at ``world``'s rendezvous. A process joins a store once; later worlds share the connection.
 
     Raises:
         UserError: the store cannot be reached, or rank 0 cannot serve it.
@@ -111,7 +111,7 @@ def world_of(comm: Any, world: World) -> World:
 
 
 def ranks_in_world(comm: Any) -> list[int]:
-    """Return the ranks in MPI's world of a communicator's processes, ascending."""
+    """Return the ranks that a communicator's processes have in MPI's world, in ascending order."""
     from mpi4py import MPI
 
     group = comm.Get_group()

@@ -141,7 +141,7 @@ class StoreServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.05)  # too many open files? Unauthenticated peers are disconnected within seconds
+                time.sleep(0.05)  # probably too many open files, until unauthenticated peers are disconnected
                 continue
             with self._changed:
                 accepted = self._handshakes < _UNAUTHENTICATED + self._size

@@ -94,7 +94,7 @@
     for (const step of columns.found.filter(Number.isInteger)) {
       const x = chart.x(step);
       parts.push(make("line", { x1: x, x2: x, y1: height, y2: height + 5, class: "base" }));
-      const last = x > width - 24; // the tick's number must not leave the page
+      const last = x > width - 24; // the tick's label must not leave the page
       const place = { x: last ? Math.min(x + 24, width + 8) : x, "text-anchor": last ? "end" : "middle" };
       parts.push(make("text", { ...place, y: height + 19 }, label(step, columns.step)));
     }

@@ -145,7 +145,7 @@ def _view(panel: Panel, drawn: Sequence[_Curve]) -> str:
 
 
 def thinned(points: Points) -> Points:
-    """Return at most ``MOST_POINTS`` of a curve's points: both ends, and the extremes in equal parts of the curve."""
+    """Return at most ``MOST_POINTS`` of a curve's points: both ends, and the extremes of equal parts of the curve."""
     if len(points) <= MOST_POINTS:
         return points
     inner, parts = points[1:-1], MOST_POINTS // 2 - 1

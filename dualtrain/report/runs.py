@@ -75,7 +75,7 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Values for the table of runs: from the summary, else from the last metrics with that name, else the settings."""
+        """Values for the table of runs: those of the summary have priority, then the latest metrics, then the settings."""
         settings: dict[str, Any] = {name: self.config[name] for name in ("backend", "device", "amp") if name in self.config}
         known = {key: value for line in self.metrics for key, value in line.items()}
         return {**settings, **known, **self.summary, "finished": bool(self.summary)}

@@ -69,7 +69,7 @@ def run(
         executable: the ranks' Python interpreter; by default, that of Spark's workers.
 
     Raises:
-        RankFailedError: the function failed on a rank, or its process ended.
+        RankFailedError: the function failed on a rank, or a rank's process ended.
         UserError: there is no SparkContext, Spark did not start the tasks in time, or the function cannot be pickled.
     """
     if stdout is not None or stderr is not None:
@@ -96,7 +96,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Task:
-    """The function of Spark's tasks."""
+    """The function that each Spark task calls."""
 
     payload: bytes
     variables: Mapping[str, str]

@@ -33,7 +33,7 @@ class HorovodRunner:
         """Call ``main(**kwargs)`` on each rank; return rank 0's result. Blocks until all have ended.
 
         Raises:
-            RankFailedError: the function failed on a rank, or its process ended.
+            RankFailedError: the function failed on a rank, or a rank's process ended.
             UserError: the ranks cannot be started.
         """
         if self.num_processor < 0:

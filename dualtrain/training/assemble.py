@@ -64,7 +64,7 @@ def _check_sizes(task: Task, name: str) -> Task:
 
 @torch.no_grad()
 def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
-    """Run the model on one sample, to find out before the run begins whether it fits the data.
+    """Run the model on one sample, to find out before the run begins whether the model fits the data.
 
     Args:
         task: the data.
@@ -138,7 +138,7 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -
 def make_computation(
     run: RunSection, section: ModelSection, label_smoothing: float, model: nn.Module, backend: Backend
 ) -> dict[str, Any]:
-    """Return the trainer's arguments for compiling or replicating ``model``; none if it runs unchanged.
+    """Return the trainer's arguments for compiling or replicating ``model``; empty if neither is requested.
 
     Raises:
         UserError: nn.DataParallel cannot be used here.
@@ -212,7 +212,7 @@ def compile_error() -> type[Exception]:
 
 @contextmanager
 def determinism(requested: bool) -> Iterator[None]:
-    """In the block, if ``requested``, allow only operations whose results repeat bit for bit; others raise."""
+    """In the block, if ``requested``, allow only operations whose results repeat bit for bit; others raise an error."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     if requested:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS

@@ -126,7 +126,7 @@ def _is_event(value: Any) -> bool:
     fields = _FIELDS.get(str(value.get("event"))) if isinstance(value, dict) else None
     if fields is None or not all(isinstance(value.get(name, ...), kind) for name, kind in fields.items()):
         return False
-    if not isinstance(value.get("step", 0), int):  # failures have a step, except in runs of version 0.2.0
+    if not isinstance(value.get("step", 0), int):  # version 0.2.0 wrote failures without a step
         return False
     return all(math.isfinite(value[name]) for name in ("time", "seconds") if name in fields)
 
@@ -193,7 +193,7 @@ def _unrecovered(events: Sequence[Event]) -> list[Death]:
 class Attempt:
     """Recorder of this process's attempt at a run. It records nothing before :meth:`begin`.
 
-    Only :meth:`begin` raises. Records that cannot be written are dropped, so the cause of a death may stay unknown.
+    Only :meth:`begin` raises. Records that cannot be written are lost, so the cause of a death may stay unknown.
 
     Attributes:
         lock: the lock of the run's folder; once another process has the folder, nothing is recorded.
@@ -253,7 +253,7 @@ class Attempt:
                 self._last = LastStep(self.folder, self._name, self._step, self.lock)
 
     def step(self, step: int) -> list[str]:
-        """Record a completed step; the first one returns a line for each death that it recovers from. On rank 0."""
+        """Record a completed step. After the first one, return a line for each death that is now recovered. On rank 0."""
         self._step, start = step, self._step
         if self._last is not None:
             self._last.note(step)
@@ -270,7 +270,7 @@ class Attempt:
         return f"recovered: {death.describe()}; {steps}, {seconds:.1f} s from then to the end of step {self._step}"
 
     def fail(self, cause: str, rank: int | None = None, *, requested: bool = False) -> None:
-        """Record what ended this attempt. Only a rank's first call counts; the first record of all ranks is the cause."""
+        """Record what ended this attempt. Only a rank's first call counts. The first record of any rank is the cause."""
         if self._failed:
             return
         self._failed = True
@@ -292,7 +292,7 @@ class Attempt:
                 os.write(self._file, _lines([event]))
 
     def close(self) -> None:
-        """Close the files; later records are dropped."""
+        """Close the files; later records are discarded."""
         if self._last is not None:
             self._last.close()
             self._last = None

@@ -150,7 +150,7 @@ def fitting(what: str) -> Iterator[None]:
 
 
 def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read the newest good checkpoint of a folder; also return the problems of newer checkpoints.
+    """Read the newest good checkpoint of a folder; also return what is wrong with each newer one.
 
     Raises:
         UserError: none is good, or one cannot be read now but may be good.
@@ -165,7 +165,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
-    """Rename the checkpoints of steps after ``step``, including the best: keep them, but never resume from them.
+    """Rename all checkpoints of steps after ``step``: they are kept, but no run resumes from them.
 
     Raises OSError, SupersededError.
     """

@@ -23,7 +23,7 @@ from dualtrain.backends.wire import as_bytes
 
 Vector = numpy.typing.NDArray[Any]
 
-_EXACT = 1 << 24  # float32 has all whole numbers up to this one
+_EXACT = 1 << 24  # float32 represents all integers up to this one
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class _Place:
 
 
 class CommonBuffers:
-    """The buffers of ``model``: their values at the start of a step, and the changes to them by each of ``shards`` shards.
+    """The buffers of ``model``: their values at the start of a step, and how each of ``shards`` shards changes them.
 
-    The caller sums the ``numbers`` of all shards, in float32 at least (in float64 if all parameters are float64).
+    The caller sums the results of :meth:`numbers` over all shards, in float32 at least (in float64 if all parameters
+    are float64).
 
     Attributes:
         count: how many numbers a shard adds to that sum.
@@ -84,8 +85,8 @@ class CommonBuffers:
         self._dtype = torch.float64 if exact > 4 else torch.float32
         self._bools = [place.read().dtype is torch.bool for place in self._counters]
         self._began = [buffer.clone() for buffer in self._read()]
-        self._writable = list[torch.Tensor]()  # tensors that were found to have the form of ``_began``
-        #: The values in ``_began``: those of averaged buffers as one vector, those of counters as numbers.
+        self._writable = list[torch.Tensor]()  # buffers that passed :meth:`_are_writable`
+        #: The values in ``_began``: those of averaged buffers as one vector, those of counters as integers.
         self._vector, self._counts = numpy.empty(0), list[int]()
         self.count = sum(self._sizes) + len(self._averaged) + 3 * len(self._counters) + 1
 
@@ -93,7 +94,7 @@ class CommonBuffers:
         """Keep the present values as those at the start of a step.
 
         Raises:
-            ValueError: the number, a shape or a dtype of the model's buffers has changed.
+            ValueError: the model has more or fewer buffers than before, or a buffer's shape or dtype has changed.
         """
         if self._count_buffers() != self._structure:
             raise ValueError("the model has gained or lost buffers since the trainer was made: make the trainer afterwards")
@@ -120,7 +121,7 @@ class CommonBuffers:
             place.write(began)
 
     def _are_writable(self, now: list[torch.Tensor]) -> bool:
-        """Return whether all buffers have the form of ``_began``; tensors found to have it before are checked briefly."""
+        """Return whether values can be copied into all buffers. Of tensors that passed before, check only the shape."""
         known = len(self._writable) == len(now)
         for number, (buffer, began) in enumerate(zip(now, self._began, strict=True)):
             same = known and buffer is self._writable[number] and buffer.shape == began.shape
@@ -173,7 +174,7 @@ class CommonBuffers:
             for is_bool, change in zip(self._bools, changes, strict=True)
         ]
         counters = [*first, *each, *(change * change for change in each), float(passes > 0)]
-        # numpy, because each of its operations on a few numbers takes a fraction of the time of torch's.
+        # NumPy: on small arrays, its operations take a fraction of the time of torch's.
         numbers = numpy.empty(self.count)
         numbers[: len(vector)] = vector
         if len(vector):
@@ -188,7 +189,7 @@ class CommonBuffers:
 
     @torch.no_grad()
     def _flat(self, buffers: Sequence[torch.Tensor]) -> Vector:
-        """Return the averaged ones of ``buffers`` as one vector."""
+        """Return the averaged buffers among ``buffers`` as one vector."""
         parts = [buffer.reshape(-1) for buffer in buffers[: len(self._averaged)]]
         parts = [part if part.dtype is self._dtype else part.to(self._dtype) for part in parts]
         vector: Vector = torch.cat(parts).cpu().numpy() if parts else numpy.empty(0)
@@ -206,11 +207,11 @@ class CommonBuffers:
         """Set all buffers to the values that the next step begins with.
 
         Args:
-            total: the sum of the ``numbers`` of all shards.
+            total: the sum of the results of :meth:`numbers` over all shards.
             shards: the number of shards.
 
         Raises:
-            ValueError: on every rank: shards have changed an integer buffer by unequal amounts in a pass.
+            ValueError: on every rank, if the shards' forward passes changed an integer buffer by unequal amounts.
         """
         sums_of_values, changed, counters = total.split(
             [sum(self._sizes), len(self._averaged), 3 * len(self._counters) + 1]

@@ -35,7 +35,7 @@ class WithLoss(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the :func:`sums` of this GPU's part of the batch, (1, 4), which are gathered from n GPUs as (n, 4)."""
+        """Return the :func:`sums` of this GPU's part of the batch, (1, 4). Those of n GPUs are gathered as (n, 4)."""
         return sums(self.model(inputs), targets, self.label_smoothing)[None]
 
 
@@ -48,10 +48,10 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
     Args:
         module: a module with its parameters on ``device``.
         device: a GPU.
-        output_device: the number of the GPU on which the outputs are gathered; by default that of ``device``.
+        output_device: the index of the GPU on which the outputs are gathered; by default ``device``.
 
     Raises:
-        UserError: ``device`` is no GPU, or no GPU has the number ``output_device``.
+        UserError: ``device`` is no GPU, or no GPU has the index ``output_device``.
     """
     if device.type != "cuda":
         raise UserError(

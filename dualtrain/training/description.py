@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dualtrain.backends.wire import as_bytes
 
 _DEPTH = 8  # of nested containers
-_ITEMS = 16  # in the longest list that counts as a module's setting
+_ITEMS = 16  # longer lists do not count as settings of a module
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype)
 _ARRAYS = (numpy.generic, numpy.ndarray)
 _CONTAINERS = (Mapping, set, frozenset, list, tuple)
@@ -44,7 +44,7 @@ class Text:
 
 
 def of_object(name: str, value: Any) -> dict[str, Text | None]:
-    """Describe an object or a function, and its settings, by names that begin with ``name``."""
+    """Describe an object or a function, and its settings. All names in the result begin with ``name``."""
     if value is None:
         return {name: None}
     if isinstance(value, nn.Module):

@@ -22,9 +22,10 @@ from dualtrain.rendezvous.hosts import identity
 from dualtrain.training import generation
 from dualtrain.training.generation import Owner, Seen
 
-WAIT_SECONDS = 6.0  # for a process of this host that is about to end, as at a restart
+WAIT_SECONDS = 6.0  # longest wait for a process of this host that is about to end, as at a restart
 RENEW_SECONDS = 2.0
-RENEWALS = 3  # a process of another host is taken to have ended if this many are missing, and to run if this many were seen
+#: A process of another host has ended if it misses this many renewals. A start that ``waits`` fails after it saw as many.
+RENEWALS = 3
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger("dualtrain")
@@ -64,7 +65,7 @@ class FolderLock:
         Args:
             folder: the run's folder.
             limit: the longest wait, in seconds.
-            waits: whether to give a running process time to end: ``WAIT_SECONDS``, or ``RENEWALS`` on another host.
+            waits: whether to give a running process time to end: ``WAIT_SECONDS``; on another host ``RENEWALS`` renewals.
 
         Raises:
             UserError: another process uses the folder; the message names that process.
@@ -127,7 +128,7 @@ class FolderLock:
         return self._superseded.is_set()
 
     def release(self, after: threading.Thread | None = None) -> None:
-        """Unlock the folder, if any, once the thread ``after`` has ended, which may write into it. Does not block."""
+        """Unlock the folder, if any, after the end of the thread ``after``, which may write into it. Does not block."""
         if self._released:
             return
         self._released = True

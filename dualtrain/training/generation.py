@@ -1,4 +1,4 @@
-"""The files ``generation-N`` of a run's folder: one for each process that has used it. Only the newest is valid.
+"""The files ``generation-N`` of a run's folder: one for each process that has used the folder. Only the newest is valid.
 
 A file names its process, which locks it (flock) and renews it every few seconds. The file appears with its content and its
 lock, and only if its number is free: of two processes that try, one succeeds. Older files are removed.

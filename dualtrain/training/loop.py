@@ -71,7 +71,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
         DivergedError: the loss became infinite or not a number.
         BackendError: a rank failed, or the timeout passed.
         NotSavedError: the training ended, but its results could not be written.
-        StoppedError: a signal stopped the run, which first saved a checkpoint.
+        StoppedError: a signal stopped the run, which first tried to save a checkpoint.
     """
     lock = FolderLock()
     try:
@@ -93,14 +93,14 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
         return start.summary
     if start.saved is not None:
         settings = adopted(settings, start.saved["config"])
-    # Bits of matrix products depend on this number, so with virtual ranks it must not depend on the machine's cores.
+    # Bits of matrix products depend on the number of threads: with virtual ranks, it must not depend on a machine's cores.
     number = settings["threads"] or (threads(backend) if settings["virtual_ranks"] is None else 1)
     config = Config.of({**settings, "threads": number})
     use_threads(number, backend)
     with Waiting("loading the data", seconds, shown=first):
         task = load_task(config.data, config.model.name, backend)
     try:
-        # Virtual ranks need operations that repeat bit for bit. On a GPU, or with several threads, not all do.
+        # Virtual ranks need operations that repeat bit for bit. On a GPU, or with several threads, not all operations do.
         repeats = number == 1 and backend.device.type == "cpu"
         exact = config.run.deterministic or (config.step.virtual_ranks is not None and not repeats)
         with determinism(exact):
@@ -138,7 +138,7 @@ class Run:
         self.lock = lock
         self.name = name
         self.platform = platform_of(backend)
-        #: The number of parts of a global batch: of virtual ranks, else of real ranks. All arithmetic uses this number.
+        #: The number of parts of a global batch: one for each virtual rank, else one for each rank. All arithmetic uses it.
         self.parts = step.parts(backend.size)
         self.sampler = Sampler(len(task.train), step.global_batch(self.parts), step.seed, step.drop_last)
         self.cursor = Cursor()
@@ -249,7 +249,7 @@ class Run:
             return Cursor.of(saved["cursor"])
 
     def _data(self) -> dict[str, int]:
-        """Return the sizes by which a checkpoint's data are recognized."""
+        """Return the sizes of the data, which must equal those in a checkpoint."""
         return {"samples": len(self.task.train), "classes": self.task.classes}
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Run:
                     yield Batch(part, seed)
 
     def _passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
-        """Split each of this rank's parts of a global batch into tensors, one a backward pass; an empty part has none."""
+        """Split this rank's parts of a global batch into tensors, one for each backward pass; an empty part has none."""
         parts = [share(batch, number, self.parts) for number in self.mine]
         return [part.tensor_split(min(self.config.step.accumulate, len(part))) if len(part) else () for part in parts]
 
@@ -349,7 +349,7 @@ class Run:
         return 1.0 if self.task.kind == "classes" else max(1.0, round(self.task.shape[0] * CHOSEN))
 
     def _act_on(self, control_flags: list[float]) -> None:
-        """Save or stop if signals on any rank, or the settings, require it."""
+        """Save a checkpoint, or stop the run, if a signal on any rank or a setting requires that."""
         cursor = self.cursor
         received = [number for number, ranks in zip(SIGNALS, control_flags, strict=True) if ranks]
         every = self.config.output.checkpoint_every
@@ -404,7 +404,7 @@ class Run:
         return limit is not None and self.cursor.stale >= limit
 
     def _diverge(self, what: str, step: int) -> NoReturn:
-        """End the run on all ranks."""
+        """Raise DivergedError, on all ranks."""
         self.writer.wait()
         saved = checkpoint.found(self.folder / "checkpoints") if self.backend.rank == 0 else []
         last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"

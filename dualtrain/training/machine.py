@@ -22,7 +22,7 @@ Facts = dict[str, str | None]
 CAPABILITY, ONEDNN, MKL, GPU = "CPU capability", "oneDNN instruction set", "MKL kernels", "GPU"
 #: The names of the facts about a processor.
 PROCESSOR = (CAPABILITY, ONEDNN, MKL, GPU)
-#: oneDNN's instruction sets on x86, each with the flags in /proc/cpuinfo that it needs beyond those before it.
+#: oneDNN's instruction sets on x86, each with the flags in /proc/cpuinfo that show it.
 _SETS = {
     "SSE41": {"sse4_1"},
     "AVX": {"avx"},
@@ -116,7 +116,7 @@ def pin_cpus(unlike: Collection[str]) -> str:
 
 @cache
 def _described(file: Path) -> dict[str, str]:
-    """Return the description of the first processor in ``/proc/cpuinfo`` by name; empty if it cannot be read."""
+    """Return the fields of the first processor in ``/proc/cpuinfo`` by name; empty if the file cannot be read."""
     found: dict[str, str] = {}
     try:
         with file.open(errors="replace") as lines:

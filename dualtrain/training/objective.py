@@ -20,7 +20,7 @@ NAMES = ("loss", "weight", "correct", "top5")
 IGNORED = -100  # a target that is left out
 
 
-#: A tensor, (4,), or four floats, which need no conversion.
+#: The sums of ``NAMES``: a tensor, (4,), or four floats, which need no conversion.
 Sums = torch.Tensor | Sequence[float]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -70,7 +70,7 @@ def _top_classes(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _count(best: Any, targets: Any, count_nonzero: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
-    """Count the targets that are not ``IGNORED``, correct predictions, and targets in the top five: tensors or arrays."""
+    """Count targets that are not ``IGNORED``, correct predictions, and targets in the top five; takes tensors or arrays."""
     hits = best == targets[:, None]  # never true for IGNORED
     return count_nonzero(targets != IGNORED), count_nonzero(hits[:, 0]), count_nonzero(hits)
 
@@ -143,7 +143,10 @@ class TorchCrossEntropy:
         self._other = Adapted(loss)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. In all other cases each target has weight 1: with class weights, the mean is inexact."""
+        """See :class:`Objective`.
+
+        Where :class:`CrossEntropy` does not apply, each target has weight 1: with class weights, the mean is inexact.
+        """
         if self._counting is not None and outputs.dim() == 2 and targets.dtype == torch.int64:
             return self._counting(outputs, targets)
         return self._other(outputs, targets)

@@ -16,7 +16,7 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
 
     Raises:
         UserError: on every rank, with the first rank's reason, if the task raised UserError or OSError on all ranks.
-        RanksDifferError: on every rank, if the task raised these on some ranks only.
+        RanksDifferError: on every rank, if the task raised such an error on some ranks only.
     """
     result, problem, trace = None, None, ""
     try:

@@ -16,7 +16,7 @@ from dualtrain.config import ScheduleSection, StepSection
 from dualtrain.config.values import option_value
 from dualtrain.errors import UserError
 
-_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # the base class; needs a closure; needs sparse gradients
+_UNSUITABLE = {"optimizer", "lbfgs", "sparseadam"}  # in this order: the base class; needs a closure; needs sparse gradients
 
 
 def optimizer_names() -> dict[str, Any]:
@@ -31,7 +31,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
     """Make the optimizer that ``step`` names, over the parameters that require gradients.
 
     Raises:
-        UserError: an unknown optimizer, or options that it does not have.
+        UserError: the optimizer is unknown, or does not accept its options.
     """
     kinds = optimizer_names()
     kind = kinds.get(step.optimizer.lower())
@@ -72,15 +72,15 @@ def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
 
 
 _FACTORED = ("row_var", "col_var")  # state of Adafactor: sums over rows and columns
-#: Options that choose an implementation of the step. Some cannot run on meta tensors.
+#: Options that choose an implementation of the step. Some implementations cannot run on meta tensors.
 _HOW = ("capturable", "foreach", "fused")
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the options and the state that ``optimizer`` has loaded are of the kinds and shapes that it makes itself.
+    """Check that the options and the state that ``optimizer`` has loaded have the kinds and shapes of a new optimizer's.
 
     Raises:
-        ValueError: a part is missing, or has another kind or shape, so that a step would fail, or broadcast it.
+        ValueError: a part is missing, or has another kind or shape, so that a step would fail, or broadcast the part.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     known = inspect.signature(type(inner)).parameters  # loading a state adds names to inner.defaults
@@ -191,7 +191,7 @@ def _milestones(section: ScheduleSection) -> list[int]:
 
 
 def _half_cosine(part: float) -> float:
-    """Fall along a cosine, from 1 at 0 to 0 at 1."""
+    """Return a factor that falls along half a cosine: 1 at ``part`` 0, and 0 at ``part`` 1."""
     return 0.5 * (1 + math.cos(math.pi * min(part, 1.0)))
 
 

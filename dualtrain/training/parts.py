@@ -28,7 +28,7 @@ class Parts(Protocol):
 
     Attributes:
         count: the number of parts of a step; the gradient is the mean of the parts' gradients.
-        numbers: how many numbers a part sends after the scalars.
+        numbers: how many numbers a part sends after the step's scalars (``StepScalars``).
     """
 
     count: int
@@ -36,7 +36,7 @@ class Parts(Protocol):
 
     @property
     def mine(self) -> Sequence[int]:
-        """The numbers of this rank's shards; empty where each rank has one part."""
+        """The indices of this rank's shards; empty where each rank has one part."""
 
     @property
     def order(self) -> Literal["backend"] | SumOrder:

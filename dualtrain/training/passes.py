@@ -36,7 +36,7 @@ class Passes:
         self.backend: Backend = optimizer.backend
         self._measure, self._precision, self._parts, self._piggyback = measure, precision, parts, piggyback
         self._scalars = StepScalars()
-        self._diverged = False  # in any part of the step on this rank
+        self._diverged = False  # whether a part of the step on this rank diverged
         self._extra = optimizer.extra.numpy()
 
     def begin_part(self, control_flags: Sequence[float], *, first: bool = True) -> None:
@@ -75,7 +75,7 @@ class Passes:
             self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def load(self, more: torch.Tensor | None = None) -> None:
-        """Write this part's scalars, and ``more`` numbers behind them, into the buffer that is sent with the gradients."""
+        """Write this part's scalars, then the numbers in ``more``, into the buffer that is sent with the gradients."""
         if self._piggyback:
             self._extra[: StepScalars.COUNT] = self._scalars.values
         if more is not None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dualtrain.console import printable, show
 
 T = TypeVar("T")
-_END_SECONDS = 1.0  # to wait for a line that is being printed
+_END_SECONDS = 1.0  # longest wait for a line that is being printed
 
 
 class Ticker:
@@ -73,7 +73,7 @@ class Progress:
         done: steps before this start.
         shown: whether this is rank 0.
         launcher: what started the process.
-        seconds: between lines; 0 for none.
+        seconds: the time between lines; 0 for no lines.
     """
 
     def __init__(self, total: int, done: int, *, shown: bool, launcher: str, seconds: float) -> None:
@@ -96,7 +96,7 @@ class Progress:
         self._ticker = Ticker(seconds if shown and self._bar.disable else 0, self._line)
         self._step, self._total, self._samples, self._loss = done, total, 0, 0.0
         self._line_step, self._line_samples, self._line_time = done, 0, time.monotonic()
-        #: The first step after this start, and its end. It may compile or wait for workers, so only later steps are timed.
+        #: The first step after this start, and its end. This step may compile or wait for workers: it is not timed.
         self._first: tuple[int, float] | None = None
         self.phase("starting")
 

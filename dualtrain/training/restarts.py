@@ -23,15 +23,15 @@ from dualtrain.training.attempts import Attempt, Death, Event, append_events, as
 from dualtrain.training.folder_lock import FolderLock, SupersededError
 
 NAME = "do-not-restart.json"
-DEATHS = 3  # in a row, after the same step
+DEATHS = 3  # this many in a row, after the same step, forbid a restart
 #: Settings that do not affect how a run ends.
 _UNRELATED = ("resume", "run_dir")
 
 
 def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: FolderLock) -> None:
-    """Refuse a start that would end like the previous one. On rank 0, after it has locked the folder if that holds a run.
+    """Refuse a start that would end like the previous one. On rank 0, which has locked the folder if there is a run in it.
 
-    A start with other settings is allowed, and so is a plain ``--resume`` or ``--resume FILE``, which a person has chosen.
+    A start with other settings is allowed, and so is a plain ``--resume`` or ``--resume FILE``, which a person gives.
     A start with ``--resume auto`` is refused, since a launcher repeats this flag when it restarts a job.
 
     Raises:

@@ -58,7 +58,7 @@ def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str
 
 
 def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise UserError if fixed settings differ from the checkpoint's, since the run would mix the two.
+    """Raise UserError if fixed settings differ from the checkpoint's: the run would mix two settings.
 
     Args:
         tree: the checkpoint.
@@ -81,7 +81,7 @@ def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], f
 
 
 def with_its_weights(folder: Path, unlike: Mapping[str, Any]) -> str:
-    """Format the flag that starts another run from the weights of the run in ``folder``; "" if there is none."""
+    """Format the flag that starts another run from the weights of the run in ``folder``; "" if they cannot be used."""
     files = [folder / name for name in (WEIGHTS, BEST_WEIGHTS) if (folder / name).exists()]
     if not files or unlike.keys() & {"model", "dataset"}:
         return ""

@@ -80,7 +80,7 @@ def claim(output: OutputSection, name: str, content: Mapping[str, Any], lock: Fo
         output: names the folder.
         name: the beginning of a new folder's name, if ``output`` names none.
         content: the content of ``config.json``.
-        lock: locks the folder, unless it has done so already.
+        lock: the folder's lock; taken here, unless it is held already.
         timeout: twice the longest wait, in seconds.
 
     Raises:
@@ -109,7 +109,7 @@ def _another_run(folder: Path) -> UserError:
 
 
 def _holds_another_run(folder: Path, output: OutputSection) -> bool:
-    """Return whether ``folder`` holds a run with a checkpoint or a summary, which this start does not resume."""
+    """Return whether ``folder`` holds a run that has a checkpoint or a summary, and that this start does not resume."""
     if not (folder / "config.json").exists():
         return False
     if output.resume is not None:
@@ -156,7 +156,7 @@ class MetricsFile:
     """``metrics.jsonl``: one object a line. Each line is written at once, whole or not at all."""
 
     def __init__(self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock) -> None:
-        """Keep the metrics up to ``step``; ``report`` lines that are no metrics. Raises OSError, SupersededError."""
+        """Keep the metrics up to ``step``; call ``report`` if any lines are no metrics. Raises OSError, SupersededError."""
         path = folder / "metrics.jsonl"
         lines, unreadable = _lines(path)
         if unreadable:
@@ -164,7 +164,7 @@ class MetricsFile:
             lock.check()
             link_whole(path, aside)
             found = "1 line that is no metric" if unreadable == 1 else f"{unreadable} lines that are no metrics"
-            report(f"{path} has {found}: the resumed run drops such lines; the old file is {aside.name}")
+            report(f"{path} has {found}, left out of the new file; the old file is {aside.name}")
         content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
         write_whole(path, content, lock.check)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -172,7 +172,7 @@ class MetricsFile:
         self._size = len(content)
 
     def write(self, **values: Any) -> None:
-        """Append one line. Raises OSError, and leaves the lines before it whole."""
+        """Append one line. Raises OSError if that fails; the earlier lines then stay whole."""
         line = (json.dumps(values) + "\n").encode()
         if self._file.write(line) != len(line):  # the disk became full within the line
             self._file.truncate(self._size)

@@ -29,7 +29,7 @@ from dualtrain.version import __version__
 
 log = logging.getLogger("dualtrain")
 
-#: Settings that may differ between ranks, and why; all others are compared.
+#: Settings that may differ between ranks, and why; all other settings are compared.
 MAY_DIFFER = {
     "device": "each rank may use another GPU; the kind of device is compared",
     "data_dir": "hosts may have different paths; the data are compared",
@@ -50,7 +50,7 @@ _CURES = {
     **dict.fromkeys(("Python", "torch", "dualtrain", "Horovod"), _SAME_VERSIONS),
     "kind of device": "give all ranks a GPU each, or --device cpu",
 }
-_SAMPLES = 16  # compared in each split
+_SAMPLES = 16  # this many are compared in each split
 _SECONDS = 5.0  # after which no further sample is read to be compared
 
 

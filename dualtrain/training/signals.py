@@ -33,7 +33,7 @@ def note_early_requests() -> None:
 
 
 def take_early_request() -> bool:
-    """Return whether SIGUSR1 was received before there was anything to save, and forget it."""
+    """Return whether SIGUSR1 was received before there was anything to save, and clear that record."""
     came = bool(_early)
     _early.clear()
     return came

@@ -1,9 +1,9 @@
 """Find where a run starts: at step 0 or from a checkpoint.
 
 With ``--resume auto`` one command line is enough for the first start of a run and for every restart. Each rank reports
-what it sees in the run's folder. The newest good checkpoint of any rank is taken, and sent by that rank, so that hosts
-need no common disk. A run that has ended is not trained again. A restart of the job that made the run needs no flag for
-this.
+what it sees in the run's folder. The newest good checkpoint of any rank is used, and that rank sends it, so that hosts
+need no common disk. A run that has ended is not trained again. A restart of the job that made the run does the same
+without the flag.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dualtrain.training.resume import (
 from dualtrain.training.run_dir import enter, step_of
 
 log = logging.getLogger("dualtrain")
-#: How many runs this process has started for each job. A run's job name contains this number, which a restart repeats.
+#: How many runs this process has started for each job. The count is part of a run's job name; a restart counts anew.
 _runs: Counter[str] = Counter()
 
 

@@ -13,7 +13,7 @@ import torch
 from dualtrain.training.objective import NAMES, added, metrics
 
 T = TypeVar("T")
-CONTROL_FLAGS = 3  # numbers of the caller that are summed over the ranks with each step
+CONTROL_FLAGS = 3  # how many numbers of the caller are summed over the ranks with each step
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StepScalars:
         self.values = [0.0] * (len(NAMES) + 1) + list(control_flags)
 
     def add(self, sums: Sequence[float]) -> None:
-        """Add one batch's sums; note whether they are finite."""
+        """Add one batch's sums; set the divergence flag if they are not finite."""
         self.values[: len(NAMES)] = added(self.values[: len(NAMES)], sums)
         if not math.isfinite(sum(sums)):
             self.values[len(NAMES)] = 1.0

@@ -37,12 +37,12 @@ class Trainer:
     """A model in training on every rank of ``backend``. Construction is collective, and broadcasts rank 0's weights.
 
     Args:
-        model: on the backend's device, with the parameters that ``optimizer`` has.
+        model: a model on the backend's device; ``optimizer`` has its parameters.
         optimizer: any torch optimizer of these parameters that needs no closure.
         loss: ``loss(outputs, targets)``, which returns the mean over the samples, or an ``Objective``, which returns a pair
             of that mean and four sums; cross entropy by default.
         backend: the ranks.
-        schedule: a torch scheduler of ``optimizer``; steps once an optimizer step.
+        schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step.
         clip_norm: gradients are scaled down to this total norm, after the sum over ranks.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an exponential moving average of the weights, which is evaluated in their place.
@@ -123,7 +123,7 @@ class Trainer:
 
     @property
     def shards(self) -> Sequence[int]:
-        """The numbers of this rank's shards, for which :meth:`step` is given batches; empty without virtual ranks."""
+        """The indices of this rank's shards, for which :meth:`step` is given batches; empty without virtual ranks."""
         return self._parts.mine
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class Trainer:
             self.ema.update_parameters(self.model)
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
-        """Split a global batch (inputs, targets), which every rank has; return the batch of each of :attr:`shards`.
+        """Split a global batch (inputs, targets), equal on every rank; return the batch of each of :attr:`shards`.
 
         Shards differ by one sample at most; those without samples get ``None``.
 
@@ -199,11 +199,11 @@ class Trainer:
     def fit(self, loader: Iterable[Sequence[torch.Tensor]], epochs: int = 1) -> list[dict[str, float]]:
         """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
-        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps. A
-        loader's ``sampler.set_epoch`` is called if it has one.
+        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps. The
+        loader's ``sampler.set_epoch`` is called, if there is one.
 
         Returns:
-            One dict an epoch: the mean loss and, of classifiers, the accuracies, over all ranks' samples.
+            One dict for each epoch: the mean loss and, for classifiers, the accuracies, over all ranks' samples.
 
         Raises:
             RanksDifferError: the ranks are given different ``epochs``.
@@ -263,7 +263,7 @@ class Trainer:
         Running statistics are averaged over the ranks for the evaluation, and restored after it.
 
         Args:
-            batches: this rank's; with virtual ranks, the batches of each of :attr:`shards`.
+            batches: this rank's batches; with virtual ranks, those of each of :attr:`shards`.
             objective: by default, that of training.
             prefix: the beginning of the names in the result.
         """
@@ -350,5 +350,5 @@ class Trainer:
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
-    """Drop the functions in the state of some schedulers: the resuming program makes the functions anew."""
+    """Leave out the functions in the state of some schedulers: the resuming program makes the functions anew."""
     return {name: value for name, value in state.items() if not callable(value)}

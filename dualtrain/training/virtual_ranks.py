@@ -69,7 +69,7 @@ class VirtualRanks:
             )
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
-        """Return this rank's shards of a global batch, which every rank has; ``None`` for an empty shard."""
+        """Return this rank's shards of a global batch (equal on every rank); ``None`` for an empty shard."""
         numbers = torch.arange(len(batch[1]))
         parts = [share(numbers, shard, self.count) for shard in self.mine]
         return [(batch[0][part], batch[1][part]) if len(part) else None for part in parts]
@@ -96,7 +96,7 @@ class VirtualRanks:
         return step
 
     def _of_shards(self, batches: Iterable[T]) -> list[tuple[int, T]]:
-        """Pair this rank's shards with their batches. Raises ValueError if their numbers differ."""
+        """Pair this rank's shards with their batches. Raises ValueError if the counts differ."""
         given = list(batches)
         if len(given) != len(self.mine):
             raise ValueError(f"this rank has shards {list(self.mine)}, and was given batches for {len(given)} shards")
@@ -127,7 +127,7 @@ class VirtualRanks:
         self._seed_after("step")
 
     def _seed_after(self, what: str) -> None:
-        """Seed the generators for the program, which may shuffle samples: results must not depend on this rank's shards."""
+        """Seed the generators for the user's code between steps, so that it draws the same numbers on every rank."""
         self._after = what
         self._seed_all(self._steps, "after", what)
 
@@ -157,7 +157,7 @@ class VirtualRanks:
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`~dualtrain.training.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
-        rows, buffers = [], CommonBuffers(model, self.count)  # with the present values
+        rows, buffers = [], CommonBuffers(model, self.count)  # restores the present values after each shard
         for shard, part in self._of_shards(batches):
             self._seed_all(self._steps, shard, "evaluation")
             rows.append(sums(part))
@@ -213,7 +213,7 @@ def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
 
 
 def _order_norms(model: nn.Module, order: SumOrder, backend: Backend) -> None:
-    """Make SyncBatchNorm sum in ``order``. Raises ValueError unless every rank has one shard."""
+    """Make SyncBatchNorm sum in ``order``. Raises ValueError for a layer that cannot."""
     for name, layer in model.named_modules():
         if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
             continue

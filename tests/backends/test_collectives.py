@@ -50,7 +50,7 @@ def bits(tensor):
 
 
 def reduced(tensors, op):
-    """Return the expected reduction, computed element by element with Python's own numbers."""
+    """Return the expected reduction, computed in Python, element by element."""
     dtype, size = tensors[0].dtype, len(tensors)
 
     def one(*values):
@@ -121,7 +121,7 @@ def test_allreduce_averages_by_default_and_accepts_names_of_operations(spmd):
 
 
 def layouts(rank):
-    """Return views of several kinds, each in memory of its own, whose values depend on ``rank``."""
+    """Return tensors of several layouts, with values that depend on ``rank``. No two of them share memory."""
 
     def square():
         return data(rank, 4, 6)
@@ -677,7 +677,7 @@ def test_done_becomes_true_without_a_wait_and_waits_may_be_in_any_order(spmd):
 def primitives(backend):
     tensors = [data(backend.rank, 5, seed=n) for n in range(4)]
     works = [backend.start_allreduce(tensor, ReduceOp.SUM, f"p{n}") for n, tensor in enumerate(tensors)]
-    backend.barrier()  # needs no data channel, so it may return before the primitives have ended
+    backend.barrier()  # the barrier needs no data channel, and may return before the primitives have ended
     await_done(works[0])
     for n, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
         assert work.wait() is None
@@ -744,7 +744,7 @@ MISMATCHES += ["reducescatter"]
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_a_mismatch_is_raised_on_every_rank_and_names_the_call_of_each(many, what):
+def test_a_mismatch_is_raised_on_every_rank_and_names_the_calls_of_all_ranks(many, what):
     many(disagree, what)
 
 

@@ -1,4 +1,4 @@
-"""Comparison of named values: every rank gets the same differences, even if a rank cannot read its values."""
+"""Comparison of named values: every rank gets the same differences, or the same error if a rank cannot read its values."""
 
 from __future__ import annotations
 

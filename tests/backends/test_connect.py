@@ -191,7 +191,7 @@ def busy_port():
 
 @pytest.fixture(scope="module")
 def horovod_errors(busy_port):
-    """Errors of one new process: Horovod is missing, the port is in use, Horovod's world has another size."""
+    """Three errors, raised in one new process: Horovod is missing, the port is in use, Horovod's world has another size."""
     command = [sys.executable, "-c", HOROVOD_CASES, str(busy_port)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -270,7 +270,7 @@ GPUS = [f"{number:08x}-0000-4000-8000-000000000000" for number in range(4)]
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Function that makes torch report the GPUs of these numbers."""
+    """Function that makes torch report the GPUs with the given indices in ``GPUS``."""
 
     def see(*numbers):
         properties = [SimpleNamespace(uuid=GPUS[number]) for number in numbers]
@@ -390,7 +390,7 @@ def test_the_default_process_group_is_made_only_on_request():
 
 
 def free_of_the_default_group(backend, port):
-    """Make a default group without a backend for CPU tensors after one world is opened and before the next one is."""
+    """Open two worlds; between them, make a default group that has no backend for CPU tensors."""
     dist = torch.distributed
     there = {"rank": backend.rank, "world_size": backend.size, "init_method": f"tcp://127.0.0.1:{port}"}
     again = replace(backend.world, rendezvous=("127.0.0.1", port))
@@ -442,7 +442,7 @@ def threads_of(backend):
     group.close()
     backend.barrier()
     deadline = time.monotonic() + 20
-    # The counts may be lower than `before`: threads of the first group may have been ending when it was read.
+    # The counts may be lower than `before`: threads of the first group may have been ending when `before` was read.
     while any(now > then for now, then in zip(held(), before, strict=True)):
         assert time.monotonic() < deadline, (held(), before)
         time.sleep(0.01)

@@ -30,7 +30,7 @@ def name_of_an_exchange(backend):
 
 
 def exchange_after_a_kept_operation(backend):
-    """On rank 1, first start the operation that Horovod keeps if it shuts down while an exchange begins."""
+    """Exchange. Before it, rank 1 starts the operation that Horovod keeps if it shuts down while an exchange begins."""
     if backend.rank == 1:
         backend.library.allgather_async(torch.full((1, 2), -5), name=_kept.pop())
     return exchange(backend)

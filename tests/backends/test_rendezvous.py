@@ -78,7 +78,7 @@ ALONE = {
 
 
 def alone(variables, seconds, monkeypatch, capsys):
-    """Return the error of the command line in a process with these variables."""
+    """Run the command line with these environment variables; return its error message."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert command.main(["--backend", "torch", "--timeout", str(seconds)]) == 2

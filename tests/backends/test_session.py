@@ -18,7 +18,7 @@ def limit(seconds=20.0):
 
 
 def attempt(store, size):
-    """Run all ranks of an attempt; return the session of each."""
+    """Run all ranks of an attempt; return the session of each rank."""
     with ThreadPoolExecutor(size) as executor:
         return list(executor.map(lambda rank: agree_on_session(store, rank, size, limit()), range(size)))
 
@@ -107,5 +107,5 @@ def test_only_one_of_two_processes_with_one_rank_joins():
             except UserError as error:
                 errors.append(str(error))
         assert sessions == {leader.result()}
-    assert len(errors) <= 1  # "did not answer" if that process starts after all ranks have joined
+    assert len(errors) <= 1  # the second process gets no answer if it starts after all ranks have joined
     assert all("rank 1 of 2 has joined already" in error or "did not answer" in error for error in errors)

@@ -136,7 +136,7 @@ def test_ranks_on_several_hosts_may_wait_for_operations_in_any_order():
 
 def held(kind):
     if kind == "descriptors":
-        return sorted(os.listdir("/proc/self/fd"))[:-1]  # the last descriptor is that of listdir itself
+        return sorted(os.listdir("/proc/self/fd"))[:-1]  # one fewer: listdir itself uses a descriptor
     return sum("memfd:dualtrain" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -218,7 +218,7 @@ def test_reductions_work_inside_and_outside_of_inference_mode(shared):
 
 
 def buffer_on_rank_zero(backend):
-    """Reduce a tensor that is part of a shared buffer on rank 0 alone."""
+    """Reduce a tensor that is part of a shared buffer on rank 0, and of no buffer on the other ranks."""
     buffer = backend.new_buffer(1000, torch.float32, CPU)
     tensor = buffer[:3] if backend.rank == 0 else torch.empty(3)
     tensor.fill_(backend.rank + 1)
@@ -278,7 +278,7 @@ def test_more_operations_than_tags_may_be_pending():
 
 
 def group_between(backend):
-    """Rank 0 waits for the sum before it makes the group's call, the other ranks after it."""
+    """Rank 0 waits for the sum before it makes the group's call; the other ranks make the call first."""
     group = backend.group(range(backend.size))
     tensor = torch.ones(5)
     work = backend.start_sum(tensor, "t")

@@ -40,7 +40,7 @@ def job():
 
 @pytest.fixture
 def join():
-    """Function that joins as :func:`dial` does, on this host; the clients are closed when the test ends."""
+    """Function that calls :func:`dial` for this host. The returned clients are closed when the test ends."""
     found = []
 
     def joined(ports, rank, secret="the secret", timeout=5.0, world=""):
@@ -121,7 +121,7 @@ def test_another_secret_is_refused_at_both_ends(job, join):
 
 
 def test_the_secret_is_not_sent(job, join):
-    """A false server cannot join the job's server with the bytes that a rank has sent."""
+    """A false server cannot join the job's server with the bytes that a rank has sent to the false server."""
     _, port = job
     with listen(LOCAL, [0], 1) as false:
         said = []

@@ -132,7 +132,7 @@ def test_an_exception_in_a_with_statement_is_reported_to_the_others():
 def leaves_early(backend):
     if backend.rank == 0:
         return backend.close()
-    with short_waits(backend):  # a rank that leaves without a failure sends no second report
+    with short_waits(backend):  # don't wait for a second report: a rank that leaves without a failure sends none
         return call_until_failure(backend, backend.barrier)
 
 
@@ -145,7 +145,7 @@ def test_a_wait_for_a_rank_that_has_left_is_an_error(typical):
 
 
 def misses_a_call(backend):
-    """Rank 0 does not make the call; the other ranks, which wait too, are not named."""
+    """Rank 0 does not make the call. The errors of the other ranks name only rank 0."""
     backend.barrier()
     backend.timeout, before = 4.0, backend.timeout
     try:
@@ -315,7 +315,7 @@ def fails_during_the_handshake(backend):
         send = Connection.send
 
         def send_both(connection, message):
-            if "rank" not in message:  # rank 0's thread sends too
+            if "rank" not in message:  # sent by rank 0's thread, which has the same patch
                 return send(connection, message)
             return connection.socket.sendall(json.dumps(message).encode() + b"\n" + report)
 
@@ -329,7 +329,7 @@ def test_a_report_that_arrives_with_the_handshake_is_received():
 
 
 def receives_waits(backend):
-    """Rank 0 forwards to the others the operation for which rank 1 waits."""
+    """Rank 0 forwards to the other ranks the name of the operation that rank 1 waits for."""
     watch = Watch(backend, "127.0.0.1")
     if backend.rank == 1:
         watch.report_wait("a")

@@ -20,7 +20,7 @@ from tests.pool import ROOT
 SECONDS = 60.0
 
 # The interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the version of torch is
-# in the file "torch"; other calls go to Python. pip's wheel of Horovod stores its build variables in the file "build".
+# in the file "torch"; other calls go to Python. When pip builds Horovod's wheel, the file "build" gets the variables.
 PYTHON = """#!/bin/bash
 here={folder}
 case "$1 $2" in
@@ -107,7 +107,7 @@ class Setup:
         (self._folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
 
     def toolkit(self, version: str, *, complete: bool = True) -> Path:
-        """Make a CUDA toolkit, complete or with only the parts of NVIDIA's wheels. A file "nvcc" makes its nvcc fail."""
+        """Make a CUDA toolkit, complete or with only the parts of NVIDIA's wheels. A file "nvcc" makes this nvcc fail."""
         self._program("toolkit/bin/nvcc", NVCC.format(folder=self._folder, version=version))
         for file in ("include/cuda_runtime.h", "include/cublas_v2.h", "include/cusparse.h", "lib64/libcudart.so"):
             if complete:

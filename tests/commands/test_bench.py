@@ -194,7 +194,7 @@ def test_fewer_than_seven_pairs_give_no_conclusion():
     assert said.endswith("This is based on only 6 pairs: a verdict needs 7.")
 
 
-def test_seven_pairs_give_a_conclusion_without_their_number():
+def test_seven_pairs_give_a_conclusion_without_a_note_on_their_number():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     said = text_of(found)
     assert "not judged" not in said
@@ -622,7 +622,7 @@ def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path, monkeypatch):
 
 
 def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
-    """Run rounds of three contenders on a simulated clock; return the results, the samples' counts, the time and the log.
+    """Run rounds of three contenders on a simulated clock; return the results, sample counts, the end time and the log.
 
     ``step`` has the seconds of one step of ``resnet18`` in each round; its last value is used for all later rounds.
     """
@@ -725,7 +725,7 @@ def test_the_weights_are_compared_in_each_round_separately():
     [
         (["--nproc", "0"], "--nproc"),
         (["--pairs", "few"], "--pairs"),
-        (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose some of alone"),
+        (["--contenders", "ddp,fsdp"], "--contenders: 'fsdp' is not known: choose from alone"),
         (["--jobs", "lenet"], "--jobs: 'lenet' is not known"),
         (["--jobs", "stall", "--contenders", "alone"], "none of the contenders alone has any of the jobs stall"),
         (["--out", "/dev/null/bench"], "cannot be written (Not a directory)"),

@@ -172,7 +172,7 @@ def test_ranks_that_mpirun_binds_to_one_core_each_are_noted():
     bound = [row(rank, cores=[rank], host_cores=8, launcher="mpirun") for rank in range(2)]
     share = "for its threads and data workers together: give mpirun --bind-to none"
     assert advise(bound, "horovod") == ([], [f"here: mpirun binds each rank to 1 of 8 cores, {share}"])
-    free = [{**one, "cores": [0, 1]} for one in bound]  # as in a container
+    free = [{**one, "cores": [0, 1]} for one in bound]  # as in a container with two cores
     assert advise(free, "horovod") == ([], [])
 
 
@@ -201,7 +201,7 @@ def test_ranks_bound_to_one_core_each_do_not_outnumber_the_cores():
     assert advise([row(rank, cores=[rank]) for rank in range(2)], "horovod") == ([], [])
 
 
-# Only the second rank lacks Horovod.
+# Program in which only rank 1 cannot import Horovod.
 ONE_WITHOUT = WITHOUT_HOROVOD.replace(
     "sys.meta_path.insert", "import os\nif os.environ['RANK'] == '1': sys.meta_path.insert"
 )

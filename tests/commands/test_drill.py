@@ -153,7 +153,7 @@ def test_the_ranks_of_a_job_are_found_by_its_mark(rank):
 
 def test_remaining_processes_of_a_job_are_ended(rank):
     os.kill(rank.launcher, signal.SIGSTOP)
-    assert rank.end() == []  # after SIGCONT, SIGTERM has ended it
+    assert rank.end() == []  # SIGTERM has ended the process after SIGCONT; no SIGKILL was needed
     assert rank.ranks() == {}
     assert rank.status() == -signal.SIGTERM
 
@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_best_one_is_kept(rank):
     assert rank._launcher.wait(20) == -signal.SIGKILL
 
 
-#: Program that fills a small file system by the fault FULL_DISK, and prints the effects.
+#: Program that mounts a small file system, fills it with the fault FULL_DISK, and prints the effects.
 IN_SMALL_DISK = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
@@ -256,7 +256,7 @@ def test_without_mounts_a_drill_has_the_other_faults(tmp_path, monkeypatch):
     assert said == [f"without the fault {FULL_DISK.name!r}: no file system can be mounted (Operation not permitted)"]
 
 
-def test_a_run_is_killed_at_one_step_fewer_times_than_restarts_allow(tmp_path):
+def test_a_run_is_killed_less_often_at_one_step_than_restarts_allow(tmp_path):
     steps = [7, 7, 7, 7, 8]
 
     class Slow:

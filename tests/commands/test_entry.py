@@ -86,7 +86,7 @@ def test_train_is_the_command_line_of_a_run(tmp_path):
 
 
 def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path):
-    """Use a new process: Python puts the installed script's folder into ``sys.path``, and ranks inherit it."""
+    """Use a new process: Python puts the installed script's folder into ``sys.path``, and ranks inherit ``sys.path``."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "dualtrain"
     script.write_text("import sys\nfrom dualtrain.__main__ import main\nsys.exit(main())\n")

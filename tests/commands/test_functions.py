@@ -113,7 +113,7 @@ def test_an_exception_comes_back_with_rank_traceback_and_cause():
     assert (seen.value.rank, repr(seen.value.__cause__)) == (1, "ValueError('no such thing')")
     assert "in broken\n" in seen.value.trace
     assert "functions" + os.sep not in seen.value.trace.partition("in broken")[0].replace(__file__, "")
-    assert isinstance(seen.value, RuntimeError)  # as Horovod's run raises
+    assert isinstance(seen.value, RuntimeError)  # horovod.run raises RuntimeError too
 
 
 def test_a_failure_can_be_pickled_itself():
@@ -279,7 +279,7 @@ def test_without_cloudpickle_a_local_function_is_refused_in_one_line(monkeypatch
     assert run(os.getenv, ("RANK",), nproc=2) == ["0", "1"]
 
 
-def test_without_cloudpickle_main_is_refused_since_another_process_has_another_main(monkeypatch):
+def test_without_cloudpickle_a_function_of_main_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
 
     def of_a_notebook():
@@ -335,7 +335,7 @@ def test_an_interpreter_that_does_not_exist_is_refused():
         horovod_run(print, executable="/no-python")
 
 
-def test_horovods_arguments():
+def test_horovods_arguments_are_accepted():
     with pytest.warns(DeprecationWarning, match="np is deprecated"):
         assert horovod_run(os.getenv, ("RANK",), np=2, use_gloo=True, verbose=1, hosts="localhost:2") == ["0", "1"]
     assert horovod_run(os.getenv, ["GLOO_SOCKET_IFNAME"], None, 1, network_interface="lo,eth0") == ["lo"]

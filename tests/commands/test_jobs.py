@@ -88,7 +88,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(backend, tmp_path):
         assert "failing_step" in end.stderr  # the traceback
 
 
-# All cases run in turn in the same processes. The patch makes other ranks print the error of a mistyped flag at once.
+# All cases run in turn in the same processes. Without the patch, rank 1 would wait before it reports a mistyped flag.
 REFUSED = """
 import sys
 from types import SimpleNamespace
@@ -112,7 +112,7 @@ def test_a_refusal_is_printed_by_every_rank_that_it_concerns(backend, tmp_path):
     assert "the local backend is rank 0 of 1" in local
     assert "--data-dir 'missing'" in data
     assert "infinite or not a number in step" in diverged
-    # No launcher has stopped rank 1 meanwhile, so it prints the error too.
+    # No launcher has stopped rank 1 meanwhile, so rank 1 prints the errors that it detects itself.
     lr, local = second.stderr.splitlines()
     assert "(rank 1 of 2): --lr must be" in lr
     assert "the local backend is rank 0 of 1" in local

@@ -154,7 +154,7 @@ def test_the_error_has_do_not_restart_only_if_the_launcher_restarts_ranks(capsys
         assert capsys.readouterr().err == f"dualtrain: error: {said}\n"
 
 
-# The run has saved because of a signal, and gets the signal again before it exits.
+# Program whose run has saved because of a signal. The signal arrives again before the program exits.
 STOPPED_TWICE = """
 import os, signal, sys
 import dualtrain.main, dualtrain.training.loop

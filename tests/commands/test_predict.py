@@ -1,4 +1,4 @@
-"""Prediction from image files: they are transformed like evaluation images, and wrong input is a one-line error."""
+"""Prediction from image files: they are transformed like evaluation images, and wrong input causes a one-line error."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """Copy the run, so that a test may change it."""
+    """Return a copy of the trained run, which a test may change."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
 def save(pixels: torch.Tensor, path: Path) -> str:
-    """Save a digit (1, 8, 8), from 0 to 1, as a PNG file."""
+    """Save a digit of shape (1, 8, 8), with values from 0 to 1, as a PNG file."""
     Image.fromarray(pixels[0].mul(255).round().byte().numpy()).save(path)
     return str(path)
 

@@ -164,7 +164,7 @@ def test_out_names_the_page(tmp_path):
 
 
 def paths_of(shown: Page) -> dict[tuple[str, str], list[str]]:
-    """Return the data of all lines by run and kind of curve."""
+    """Return the path data of all curves, by run and kind of curve."""
     found: dict[tuple[str, str], list[str]] = {}
     run = ""
     for tag, attributes in shown.attributes:
@@ -315,7 +315,7 @@ def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
     shown = page_of(folder / "report.html")
     assert "Not drawn, because they are not finite or too large: 1 of run." in shown.text
     assert "run: 2 lines of metrics.jsonl cannot be read" in shown.text
-    # Numbers that are too large for a float, infinity, and steps that are not in order.
+    # Four values are not drawn: two are too large, one is infinite, one is a bool. The steps are not in order.
     values = [(3, 1e300), (2, 10**400), (5, float("inf")), (4, -0.5), (1, 2), (6, True)]
     lines = (json.dumps({"kind": "step", "step": step, "loss": value}) + "\n" for step, value in values)
     (folder / "metrics.jsonl").write_text("".join(lines) + '{"kind": "step", "st')
@@ -333,7 +333,7 @@ def test_errors_are_one_line(tmp_path, capsys):
     cases += [([good, "--out", str(tmp_path / "gone" / "r.html")], "cannot be written (No such file or directory)")]
     cases += [
         ([good, "--watch", "--out", "r.html"], "leave out --watch or --out"),
-        ([good, "--port", "1"], "--watch, which"),
+        ([good, "--port", "1"], "--port needs --watch"),
     ]
     cases += [([good, "--watch", "--port", "65536"], "--port"), ([str(tmp_path / "gone"), "--watch"], "is no folder")]
     cases += [([good, "--out", "r.pdf"], "must end in .html"), ([good, "--ou", "r.html"], "unrecognized")]

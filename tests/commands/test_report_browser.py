@@ -21,7 +21,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: bash tests/extras.sh browser")
 
-#: Script that runs in the page after the page's script, and writes its observations into an element.
+#: Script that runs after the page's own script, and writes its observations into an element of the page.
 VISIT = """
 const seen = {};
 const figure = document.querySelector("figure.chart");

@@ -114,7 +114,7 @@ def test_a_failed_step_ends_the_build(setup, tmp_path):
     until(lambda: not state.exists() or ") Z " in state.read_text())
 
 
-# The step of torch fails; or it ignores the full disk, and the build of Horovod cannot write its output.
+# In the first case, installing torch fails. In the second, it ignores the full disk, and the build of Horovod fails.
 @pytest.mark.parametrize(("rest", "step"), [("|| exit 1", "torch "), ("", "Horovod's build")])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
 def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup):

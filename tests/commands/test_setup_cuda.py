@@ -1,4 +1,4 @@
-"""launch/setup.sh: which torch it installs, and Horovod with NCCL from a CUDA toolkit or from wheels alone.
+"""launch/setup.sh: which torch it installs, and how it builds Horovod with NCCL: with a CUDA toolkit or with wheels.
 
 The CUDA versions are invented (13.77), so that no toolkit of this machine has one of them.
 """
@@ -13,7 +13,7 @@ NCCL = {"DUALTRAIN_GPU": "nccl", "DUALTRAIN_WITH": "none"}
 
 
 def refusal(setup, **env):
-    """Return the line with which a set-up ends before Horovod's build."""
+    """Run a set-up that is refused before Horovod's build; return its only line of errors."""
     status, _, errors = setup.run(**NCCL | env)
     (line,) = errors.splitlines()
     assert status == 2
@@ -25,7 +25,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     setup.torch("2.15.0+cu1377", "13.77", "75,90")
     setup.toolkit("13.77", complete=False)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # During the build, libraries have the names that Horovod's CMake files look for, and CMake imports torch.
+    # During the build, libraries have the names that Horovod's CMake files look for, and its FindPytorch is not replaced.
     found = '[ -e "$CUDA_HOME/lib64/libcudart.so" ] && [ -e "$HOROVOD_NCCL_LIB/libnccl.so" ]'
     found += ' && [ ! -e "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" ]'
     setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')

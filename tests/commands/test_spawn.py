@@ -46,7 +46,7 @@ QUICK = "dualtrain.spawn.GRACE_SECONDS = dualtrain.spawn.END_SECONDS = 0.5; dual
 
 
 class Job(Forked):
-    """A running program of ranks; ``pids`` are the process ids that they have printed."""
+    """A running program of ranks; ``pids`` are the process ids that the ranks have printed."""
 
     @property
     def pids(self) -> dict[int, int]:
@@ -265,7 +265,7 @@ def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
     ],
 )
 def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsys, statuses, restarts, status):
-    """Each rank of the job exits with the next of the statuses; no process is started."""
+    """At each start, the job's only rank exits with the next of ``statuses``; no process is started."""
     left, arguments = list(statuses), []
 
     def process(target, args, name):

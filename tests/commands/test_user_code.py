@@ -172,7 +172,7 @@ def fail_on(backend, ranks: tuple[int, ...]) -> tuple[str, str]:
     return str(error.value), error.value.trace
 
 
-def test_the_rank_whose_code_failed_has_its_traceback():
+def test_only_the_rank_whose_code_failed_has_the_traceback():
     (one, its_trace), (other, no_trace) = run_threads(2, fail_on, (0,))
     assert one == other
     assert "rank 0: --model" in one

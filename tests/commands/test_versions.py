@@ -158,7 +158,7 @@ def test_a_failure_without_a_reason_gives_the_last_line_of_the_output(versions):
 def test_environments_are_made_once_and_the_table_has_a_row_for_each(versions):
     status, output, errors = versions.run("2.6.0", "2.15.0")
     assert (status, errors) == (0, "")
-    # First the CPU build of torch is installed with its torchvision, then the tools, which keep that torch.
+    # First the CPU build of torch is installed with its torchvision, then the tools, which do not replace torch.
     calls = [call for call in versions.calls() if "torch==2.6.0" in call]
     assert "torch==2.6.0+cpu" in calls[0]
     assert "torchvision>=" in calls[0]

@@ -1,4 +1,4 @@
-"""Sources: each delivers every sample once, with an augmentation that depends only on the seed and the sample number."""
+"""Sources: each delivers every sample once, with an augmentation that depends only on the seed and the sample's index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def epoch(source: Source, seed: int, batch: int, order=None):
-    """Read the source in batches; return all inputs and targets in the order of the sample numbers."""
+    """Read the source in batches; return all inputs and targets in the order of the samples' indices."""
     order = torch.arange(len(source)) if order is None else order
     parts = list(source.stream([Batch(numbers, seed) for numbers in order.split(batch)], CPU))
     back = order.argsort()
@@ -141,7 +141,7 @@ ALL = ["mnist", "cifar10", "imagefolder", "text", "synthetic", "own"]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_augmentation_depends_on_seed_and_sample_number_alone(name, tmp_path, tree):
+def test_augmentation_depends_on_seed_and_sample_index_alone(name, tmp_path, tree):
     task = sources(name, tmp_path, tree)
     before = torch.get_rng_state()
     one = epoch(task.train, 3, 4)

@@ -30,7 +30,7 @@ def own_gradients(rank):
 
 
 def averaged(backend, options=None):
-    """Return the gradients of the second of two steps with learning rate 0, as bytes, and the extra scalar."""
+    """Take two steps with learning rate 0; return the second step's gradients, as bytes, and its extra scalar."""
     model = conv_net()
     with small_buckets():
         optimizer = DistributedOptimizer(
@@ -69,7 +69,7 @@ def test_gradients_have_the_bits_of_the_tree_in_threads(size):
 
 
 def sharded(backend, shards, dtype):
-    """Return the gradients of ``shards`` losses, several on each rank; only shard 1 uses ``rare``, none uses ``never``."""
+    """Return the gradients of ``shards`` losses, several on each rank. Only shard 1 uses ``rare``; none uses ``never``."""
     model = perceptron(dtype=dtype)
     model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=dtype)))
     model.register_parameter("never", nn.Parameter(torch.ones(2, dtype=dtype)))
@@ -120,7 +120,7 @@ def test_sparse_gradients_are_refused_on_every_rank():
 
 
 def with_four_shards(model, backend):
-    """Return an optimizer that leaves the weights as they are, and this rank's shards of four."""
+    """Return an optimizer with learning rate 0 for steps of four shards, and the indices of this rank's shards."""
     order = sum_order(4, backend.size)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, sum_order=order)

@@ -17,7 +17,7 @@ def loss_of(result, rank):
 
 
 def check(backend, call, alone, rows=lambda r: 4):
-    """Compare ``call`` on the ranks with ``alone`` in one process: results, and gradients of the sum of all losses."""
+    """Compare ``call`` on the ranks with ``alone`` in one process: results, and gradients of the ranks' total loss."""
     size, me = backend.size, backend.rank
     leaves = [x.requires_grad_() for x in inputs(size, rows)]
     sum(loss_of(result, r) for r, result in enumerate(alone(leaves))).backward()

@@ -40,7 +40,7 @@ def check(actual, expected, **tolerance):
 
 
 def of_every_rank(backend, loss):
-    """Return for each rank a function of a model that computes ``loss(model, rank)``."""
+    """Return one function for each rank: given a model, it computes ``loss(model, rank)``."""
     return [lambda model, rank=rank: loss(model, rank) for rank in range(backend.size)]
 
 
@@ -166,7 +166,7 @@ def test_strided_transposed_scalar_and_empty_parameters(typical):
 
 
 def several_hooks(backend, numel):
-    """Hooks of a second reducer and of the user still get this rank's own gradient after the first reducer's hook."""
+    """After a reducer's hook has run, hooks of a second reducer and of the user still get this rank's own gradient."""
     p, seen = nn.Parameter(torch.zeros(numel)), []
     halves = Transfer(before=0.5, after=2.0 / backend.size)
     reducers = [GradientReducer([("p", p)], backend, transfer=halves) for _ in range(2)]
@@ -441,7 +441,7 @@ def test_parameters_may_be_frozen_later(typical, unused):
 
 
 def adversaries(backend):
-    """Train two models by two optimizers in turn, then by one backward through both models."""
+    """Train two models with two optimizers in turn, then with one backward through both models."""
     generator, critic = seeded(nn.Linear(4, 4), 1), perceptron(2)
     makes, criticizes = sgd(generator, backend), sgd(critic, backend)
 
@@ -627,7 +627,7 @@ def in_passes(backend, how, unused):
 @pytest.mark.parametrize("how", ["no_sync", "counted", "every"])
 @unused_rules
 def test_gradients_of_several_passes_add_up(typical, how, unused):
-    """Gradients are sent once, after the last pass (``no_sync``, ``backward_passes_per_step``), or after every pass."""
+    """With ``no_sync`` or ``backward_passes_per_step``, gradients are sent after the last pass, else after every pass."""
     typical(in_passes, how, unused)
 
 
@@ -642,7 +642,7 @@ def partial(backend, how):
                 vector_loss(model, backend.rank).backward()
         else:
             vector_loss(model, backend.rank).backward()
-        optimizer.step()  # sends what there is
+        optimizer.step()  # sends the accumulated gradients
         check(gradients(model), expected)
     assert same_on_all(backend, list(model.parameters()))
 
@@ -705,7 +705,7 @@ def retained(backend):
         check(gradients(model), once)
 
 
-# Set once, not by each rank: ranks that are threads share the warning filters.
+# The filter is set here, not by each rank, because ranks that are threads share the warning filters.
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
 def test_a_graph_may_be_used_twice(typical):
     typical(retained)
@@ -828,7 +828,7 @@ def test_extra_scalars_are_summed_with_the_gradients(typical, unused):
 
 
 def sums_extra_scalars_alone(backend):
-    """All parameters are sparse, so no bucket of gradients can hold the scalars."""
+    """All gradients are sparse, so no bucket of gradients can hold the scalars."""
     table = seeded(nn.Embedding(4, 2, sparse=True))
     optimizer = sgd(table, backend, momentum=0, extra=1)
     for _ in range(2):
@@ -903,7 +903,7 @@ class Fragile(nn.Module):
 
 
 def fails_in_backward(backend, sizes, passes):
-    """Backward fails on all ranks in the same place; with small buckets, after the first bucket was sent."""
+    """Backward fails on all ranks in the same place. With small buckets, it fails after the first bucket was sent."""
     model = Fragile()
     losses = of_every_rank(backend, lambda m, rank: passes * vector_loss(m, rank))
     with small_buckets(sizes):

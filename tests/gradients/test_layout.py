@@ -101,7 +101,7 @@ class FakeBucket:
 
 
 def sent_in_a_round(schedule, ready):
-    """Mark gradients of the buckets ``ready``. Return the sent buckets' indices, and how many are sent meanwhile."""
+    """Mark a gradient for each entry of ``ready``. Return the indices of all sent buckets, and how many were sent early."""
     sent = []
     for bucket in ready:
         if schedule.mark_ready(bucket):

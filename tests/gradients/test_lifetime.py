@@ -59,7 +59,7 @@ MAKERS = pytest.mark.parametrize("make", [reducer, optimizer, trainer])
 
 
 @MAKERS
-def test_a_dropped_reducer_is_freed_and_its_model_cannot_train(alone, make):
+def test_a_reducer_without_references_is_freed_and_its_model_cannot_train(alone, make):
     refs = []
     for _ in range(3):
         model = perceptron()
@@ -89,7 +89,7 @@ def freed(backend):
 
 
 @OURS_2
-def test_a_dropped_optimizer_of_hvd_is_freed(real):
+def test_an_optimizer_of_hvd_without_references_is_freed(real):
     assert real(freed) == [0, 0]
 
 

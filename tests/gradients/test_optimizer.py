@@ -141,7 +141,7 @@ def state_dicts(backend):
     train(model, optimizer, backend, 3)
     bare = torch.optim.Adam(oracle.parameters(), lr=1.0)
     oracle.load_state_dict(model.state_dict())
-    bare.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's own loading shares tensors
+    bare.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # load_state_dict of torch shares the given tensors
     assert bare.param_groups[0]["lr"] == 0.05
     alone(oracle, bare, backend, 2, start=3)
     train(model, optimizer, backend, 2, start=3)
@@ -500,7 +500,7 @@ def test_lbfgs_with_a_closure_takes_the_same_steps_on_all_ranks(typical, as_numb
 
 
 def closure_of_sgd(backend):
-    """A closure may return a loss, which is averaged, or any other object if all ranks do."""
+    """A closure may return a loss, which is averaged, or on all ranks any other object."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     losses = [

@@ -29,7 +29,7 @@ def make_optimizer(name, model):
 
 
 def of_two_ranks(worlds):
-    """Return test parameters: all worlds of two ranks. Their one addition is commutative; more depend on the order."""
+    """Return the worlds of two ranks as test parameters. The sum of two values does not depend on their order."""
     chosen = [(name, size) for name, size in worlds if size == 2]
     return {"argvalues": chosen, "ids": [f"{name}-{size}" for name, size in chosen]}
 
@@ -99,7 +99,7 @@ def parts_of_a_batch(backend, steps):
 
 @pytest.fixture(scope="session")
 def hashes():
-    """The hashes of our runs so far: (world, size, case) → hash."""
+    """The hashes of our runs that have ended: (world, size, case) → hash."""
     return {}
 
 
@@ -114,7 +114,7 @@ def our_hash(spmd, case, hashes):
     return hashes[key]
 
 
-# With more ranks the order of additions matters, and Adam with many buckets shows the smallest difference.
+# With more than two ranks the order of additions matters, and Adam with many buckets shows the smallest difference.
 @pytest.mark.parametrize(
     ("real", "case"),
     [

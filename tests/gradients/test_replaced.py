@@ -248,7 +248,7 @@ def layout_of_one_rank(backend, change):
     late = nn.Parameter(torch.zeros(3), requires_grad=False)
     inner = torch.optim.SGD([*model.parameters(), late], lr=0.1)
     optimizer = DistributedOptimizer(inner, backend=backend)
-    own = nn.Parameter(torch.ones(backend.rank + 1))  # not the optimizer's
+    own = nn.Parameter(torch.ones(backend.rank + 1))  # not a parameter of the optimizer
 
     def loss():
         return vector_loss(model, backend.rank) + (late * (backend.rank + 1)).sum() + own.sum()
@@ -281,7 +281,7 @@ def test_a_layout_that_one_rank_changes_alone_is_refused_at_once(many, change):
 
 
 def reshaped(backend, shape):
-    """One rank changes the shape of a parameter that has a gradient."""
+    """One rank changes the shape of a parameter after the first step."""
     model = nn.Module()
     model.q = nn.Parameter(torch.ones(1, 6))
     optimizer = sgd(model, backend)
@@ -301,7 +301,7 @@ def test_a_parameter_whose_shape_changed_before_backward_is_refused(shape):
 
 
 def sparse_and_cast(backend):
-    """All parameters are sparse, so only indices, values and a flag are sent."""
+    """All gradients are sparse, so only indices, values and a flag are sent."""
     table = nn.Embedding(4, 2, sparse=True)
     optimizer = sgd(seeded(table), backend, momentum=0)
     for step in range(2):
@@ -313,7 +313,7 @@ def sparse_and_cast(backend):
     optimizer.close()
 
 
-def test_a_change_is_refused_even_if_all_parameters_are_sparse():
+def test_a_change_is_refused_even_if_all_gradients_are_sparse():
     run_threads(2, sparse_and_cast)
 
 

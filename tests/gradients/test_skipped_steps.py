@@ -31,7 +31,7 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    for step in range(3):  # the ranks' flags distinguish odd and even numbers of steps
+    for step in range(3):  # the ranks' flags distinguish odd and even step counts
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()
         optimizer.zero_grad()

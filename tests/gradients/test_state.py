@@ -116,7 +116,7 @@ def test_broadcast_of_every_dtype_and_layout(typical, dtype):
 
 
 def mixed_layouts(backend):
-    """Ranks may differ in layout, but not in shape. The first tensor has one byte, which shifts the others' offsets."""
+    """Ranks may differ in layout, but not in shape. The first tensor has one byte, which shifts all later offsets."""
     layout = torch.channels_last if backend.rank % 2 else torch.contiguous_format
     tensors = OrderedDict(
         flag=torch.tensor([backend.rank == 0]),
@@ -159,7 +159,7 @@ def test_there_may_be_nothing_to_send(typical):
 
 
 def in_chunks(backend):
-    """Several chunks: tensors larger than a chunk, and chunks that become full."""
+    """Send several chunks: some tensors are larger than a chunk, and two tensors share a chunk."""
     tensors = [torch.full((n,), backend.rank + i, dtype=torch.float32) for i, n in enumerate((3, 100, 1, 20, 20, 50))]
     broadcast_parameters(tensors, backend, backend.size - 1)
     check(tensors, [torch.full_like(t, backend.size - 1 + i) for i, t in enumerate(tensors)])

@@ -139,12 +139,12 @@ def uses_a_dropped_optimizer(backend):
     if backend.rank == 1:
         turns(backend)._members[1] = lambda: None
     loss = sum(model(torch.ones(2, 6)).sum() for model in models)
-    with pytest.raises(BackendError, match="was dropped on rank 1: keep it as long as its parameters are trained"):
+    with pytest.raises(BackendError, match="was garbage-collected on rank 1: keep it as long as its parameters are"):
         loss.backward()
     return len(optimizers)
 
 
-def test_an_optimizer_that_one_rank_has_dropped_is_an_error_on_every_rank():
+def test_an_optimizer_that_was_freed_on_one_rank_is_an_error_on_every_rank():
     assert run_threads(2, uses_a_dropped_optimizer) == [2, 2]
 
 

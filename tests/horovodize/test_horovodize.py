@@ -34,7 +34,7 @@ def python(*command: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def hook(monkeypatch):
-    """Install the import hook in a process without Horovod's modules; restore them afterwards."""
+    """Remove Horovod's modules from this process, and install the import hook. Restore the modules afterwards."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", list(sys.path))

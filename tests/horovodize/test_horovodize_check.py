@@ -309,7 +309,7 @@ def source(snippet: str) -> Source:
 def test_a_rule_finds_only_the_marked_line(rule, wrong, right):
     (finding,) = BY_NAME[rule](source(wrong))
     assert finding.line == 3 + next(i for i, line in enumerate(wrong.splitlines()) if "HERE" in line)
-    assert "; " in finding.message  # the cure
+    assert "; " in finding.message  # the cure follows a semicolon
     assert list(BY_NAME[rule](source(right))) == []
 
 

@@ -258,7 +258,7 @@ def test_repairs_are_listed_with_the_original_line_numbers(tmp_path, capsys):
     assert main(["--fix", str(script)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("] ")[0] for line in lines[:2]] == [f"{script}:7: [fixed", f"{script}:9: [fixed"]
-    assert lines[2].startswith(f"{script}:13: [unsupported]")  # line number of the repaired file
+    assert lines[2].startswith(f"{script}:13: [unsupported]")  # the line number in the repaired file
     assert lines[3] == "1 file read: 1 unsupported; 2 fixed"
 
 
@@ -294,7 +294,7 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, argume
 def test_a_read_only_script_is_not_changed(tmp_path, monkeypatch, capsys):
     script = tmp_path / "script.py"
     script.write_text(f"{START}torch.save(x, 'x')\n")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # because root may write every file
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write every file, even a read-only one
     assert main(["--fix", str(script)]) == 2
     assert "Permission denied" in capsys.readouterr().err
     assert script.read_text() == f"{START}torch.save(x, 'x')\n"

@@ -35,7 +35,7 @@ class Harness:
         self.coordinator.look_for_stalls()
 
     def answers(self, rank, *keys):
-        """Return these keys of the messages that a rank has received since the previous call."""
+        """Return the values of these keys in the messages that a rank has received since the previous call."""
         sent, self.sent[rank] = self.sent[rank], []
         return [tuple(message.get(key) for key in keys) for message in sent]
 
@@ -127,7 +127,7 @@ def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
     for joined in (2, 3):
         assert harness.answers(joined, "do", "channel", "exchange") == [("join_with_zeros", "p.1", 2)]
     assert harness.answers(1, "do") == [("absent",)] * 2
-    # Each exchange needs requests from all ranks; for a process set, only its members' requests count.
+    # Each exchange needs requests from all ranks that have not joined; in a process set, only the set's members count.
     harness.receive(0, **request | {"exchange": 3})
     assert harness.answers(3, "do") == []
     harness.coordinator.sets[7] = [1, 3]

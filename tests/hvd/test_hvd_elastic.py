@@ -272,7 +272,7 @@ def methods_of(held):
 
 
 def attempts(*outcomes):
-    """Return a training function: each call raises the next of the outcomes, and the last call returns the last one."""
+    """Return a training function that raises or returns the next of ``outcomes`` in each call."""
     left = deque(outcomes)
 
     @elastic.run
@@ -635,9 +635,9 @@ def test_more_samples_may_be_recorded_than_exist():
     with world(4, 1):
         sampler = elastic.ElasticSampler(range(10))
         assert len(sampler) == 3
-        for number, batch in enumerate((2, 2)):  # the second batch is short, and records the nominal batch size
+        for number, batch in enumerate((2, 2)):  # the second batch is short, but its nominal size is recorded
             sampler.record_batch(number, batch)
-        assert sampler.processed_num == 16  # of 10 samples, as in Horovod
+        assert sampler.processed_num == 16  # although there are 10 samples, as in Horovod
         sampler.load_state_dict(sampler.state_dict())
         assert (list(sampler), len(sampler)) == ([], 0)
 
@@ -657,7 +657,7 @@ def test_an_epoch_uses_every_sample_although_the_world_changes():
         saved = sampler.state_dict()
     assert saved["processed_num"] >= samples
     assert set(seen) == set(range(samples))
-    assert len(seen) == samples + 1  # the last split is 7 samples over 2 ranks: one is repeated
+    assert len(seen) == samples + 1  # the last split is 7 samples over 2 ranks: one sample is repeated
 
 
 def test_the_next_epoch_begins_with_all_samples_in_another_order():

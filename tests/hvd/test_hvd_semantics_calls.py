@@ -193,7 +193,7 @@ def halves(backend):
         split = {"op": hvd.Sum, "prescale_factor": 1 / size, "postscale_factor": 1.0}
         check(
             hvd,
-            # Horovod sums in 16 bits; dualtrain in 32 bits, with one rounding.
+            # Horovod sums in 16 bits. dualtrain sums in 32 bits, and rounds once.
             ("fp16", average(f16, "a"), [inf], [60000.0]),
             ("compressed", average(f16.float(), "b", compression=hvd.Compression.fp16), [inf], [60000.0]),
             same("sums overflow", average(f16, "c", op=hvd.Sum), [inf]),

@@ -84,7 +84,7 @@ def unfrozen(hvd):
 
 
 def added(hvd):
-    """Add a layer's group after wrapping; options that it lacks come from the class's defaults."""
+    """Add a layer's group after wrapping; options that the group lacks come from the class's defaults."""
     model = model_of()
     inner = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     optimizer = hvd.DistributedOptimizer(inner, model[2].named_parameters())
@@ -93,7 +93,7 @@ def added(hvd):
 
 
 def narrow(hvd, scale, **options):
-    """Send gradients as float16, in which gradients of small weights (``scale``) have few bits."""
+    """Scale the weights so that gradients are small, and send the gradients as float16, in which they have few bits."""
     model = model_of()
     with torch.no_grad():
         for p in model.parameters():

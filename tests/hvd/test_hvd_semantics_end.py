@@ -115,7 +115,7 @@ def one_shuts_down(backend):
             if me == 1:
                 hvd.shutdown()
                 assert not hvd.is_initialized()
-                hvd.shutdown()  # may be repeated
+                hvd.shutdown()  # a second call does nothing
                 continue
             with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="rank 1 has shut"):
                 hvd.allreduce(torch.ones(1), name=f"alone {round_}")

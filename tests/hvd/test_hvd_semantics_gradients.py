@@ -12,7 +12,7 @@ from tests.hvd.worlds import EVERY, OURS_3, library, mean_of_ranks, sum_of_ranks
 
 @pytest.fixture
 def fresh(real):
-    """Restart Horovod. Other tests may leave unequal counters of unnamed calls, which backward makes."""
+    """Restart Horovod: other tests may leave unequal counters of unnamed calls, and backward makes such calls."""
     if real.name == "horovod":
         real.leave()
     return real

@@ -1,6 +1,6 @@
 """dualtrain/hvd/README.md#matching-and-errors: calls that hang or crash only Horovod.
 
-tests/launch/test_hangs.py makes them with Horovod.
+tests/launch/test_hangs.py makes the same calls with Horovod.
 """
 
 from __future__ import annotations

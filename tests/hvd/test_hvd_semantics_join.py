@@ -13,7 +13,7 @@ FAILS = "HorovodInternalError"
 
 
 def identities(backend):
-    """Join on the last rank; return the results on the other ranks, whose inputs are 5, 6, …"""
+    """Join on the last rank; check results on other ranks, whose inputs are 5, 6, …; return the rank that joined last."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         if me == size - 1:

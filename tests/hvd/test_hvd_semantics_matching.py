@@ -162,7 +162,7 @@ def test_calls_that_do_not_match_fail_on_every_rank_and_later_calls_work(real):
 
 
 def local_mistakes(backend):
-    """Make mistakes on rank 0 alone, which raise there before anything is sent."""
+    """Make mistakes on rank 0 alone. They raise there, before anything is sent."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.ones(4, 3)
@@ -222,7 +222,7 @@ def test_calls_before_init_raise(real):
 
 
 def asymmetric(backend):
-    """Make calls after which Horovod's unnamed calls would hang, because each process numbers them by one counter."""
+    """Make calls after which Horovod's unnamed calls would hang, because each process counts all calls in one counter."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.full((2,), me + 1.0)

@@ -104,7 +104,7 @@ def train(backend, cases):
                 scheduler.step()
                 optimizer.zero_grad()
             found[title] = {name: p.detach().clone() for name, p in model.named_parameters()}
-            assert list(model.state_dict()) == list(Net(sparse).state_dict())  # no prefix such as DDP's module.
+            assert list(model.state_dict()) == list(Net(sparse).state_dict())  # no prefix such as DDP's "module."
         return found
 
 
@@ -149,7 +149,7 @@ def test_every_option_on_three_ranks(real):
 
 
 def adversaries(backend):
-    """Train two networks in turns: in each step, one of them is frozen and gets no gradients."""
+    """Train two networks alternately: in each step, one of them is frozen and gets no gradients."""
     with library(backend) as hvd:
         me = hvd.rank()
         torch.manual_seed(0)

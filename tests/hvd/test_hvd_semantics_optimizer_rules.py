@@ -80,7 +80,7 @@ def rules(backend):
         assert len(caught) == 1
         assert "optimizer.step() called without optimizer.skip_synchronize()" in str(caught[0].message)
         optimizer.zero_grad()
-        # Fewer backward passes than backward_passes_per_step, and another number of passes.
+        # Fewer backward passes than backward_passes_per_step, then another value of backward_passes_per_step.
         q, accumulating = wrapped(hvd, name="q", backward_passes_per_step=3)
         (q.sum() * (me + 1)).backward()
         accumulating.step()
@@ -139,7 +139,7 @@ def broken_rules(backend):
             assert p[0].item() == -sum(once + 10 * rank for rank in range(size)) / divisor
         q, optimizer = wrapped(hvd, name="never")
         if me > 0:
-            hvd.barrier()  # Horovod may overwrite a gradient that all ranks have, so rank 0 steps before the others have it
+            hvd.barrier()  # Horovod may reduce a gradient in place once all ranks have it: let rank 0 step before that
         (q.sum() * (me + 1)).backward()
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -169,7 +169,7 @@ def mixed_precision_trap(backend):
         scaler.scale((p * (float("inf") if hvd.rank() == 0 else 1.0)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        if backend.name != "horovod" or hvd.rank() == 0:  # rank 0 of Horovod has skipped its step
+        if backend.name != "horovod" or hvd.rank() == 0:  # on Horovod, only rank 0 has skipped its step
             optimizer.synchronize()
         return p[0].item(), scaler.get_scale()
 

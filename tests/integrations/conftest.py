@@ -1,4 +1,4 @@
-"""Programs that start ranks by Spark or Ray. Each runs in a new process, because the engines keep global state."""
+"""Fixtures for programs that start ranks with Spark or Ray. Each program is a new process: engines keep global state."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: One core per host, because sums depend on the number of threads, which equals the number of cores.
+#: The core of each host. Each host has one core, because sums depend on the number of threads, which equals that of cores.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.
@@ -147,7 +147,7 @@ class Host:
 
     def power_off(self) -> None:
         """End the host and all its processes."""
-        self._first.kill()  # ends the host's first process, and thereby all others
+        self._first.kill()  # the end of the host's first process ends all processes of the host
         self._first.communicate(timeout=20)
 
 
@@ -172,7 +172,7 @@ class Cluster:
 
 @contextmanager
 def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Iterator[Cluster]:
-    """Make two hosts with a link between their eth0 for the duration of the block; ``folder`` holds their files.
+    """Make two hosts with a link between their eth0 interfaces for the duration of the block; ``folder`` holds their files.
 
     Each host resolves its own name to ``own`` (Debian's installer writes 127.0.1.1), or else to its address on the link.
     """

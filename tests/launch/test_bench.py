@@ -12,7 +12,7 @@ from tests.conftest import require_horovod
 from tests.pool import ROOT
 
 
-def test_a_small_run_writes_everything_and_all_end_with_the_same_weights(tmp_path):
+def test_a_small_run_writes_its_files_and_all_contenders_end_with_the_same_weights(tmp_path):
     require_horovod()
     contenders = f"alone,{TUNED},native,hvd-gloo,ours-mpi,fabric,import"
     command = [sys.executable, "-m", "dualtrain.bench", "--quick", "--pairs", "1", "--jobs", "tiny,small,import"]

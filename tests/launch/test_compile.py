@@ -1,4 +1,4 @@
-"""A compiled model. This test is among the launches because compilation takes as long as a launch."""
+"""A compiled model. This test is in tests/launch because compilation takes as long as a launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.training.test_trainer import trains_compiled_as_plain
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, when its compiler is imported
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch warns when its compiler is imported
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
 def test_a_compiled_model_trains_the_same(tmp_path):
     trains_compiled_as_plain(tmp_path)

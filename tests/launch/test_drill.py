@@ -1,4 +1,4 @@
-"""One drill of a job under torchrun: its ranks are killed, and its result is that of an undisturbed run."""
+"""One drill of a job under torchrun: faults are injected, and the result is that of an undisturbed run."""
 
 from __future__ import annotations
 

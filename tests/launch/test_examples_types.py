@@ -1,4 +1,4 @@
-"""Type checks of the pages' examples, which are among the launches because mypy takes a minute to read all of torch."""
+"""Type checks of the pages' examples; in tests/launch because mypy takes a minute to read all of torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ train(hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0))
 
 
 def test_strict_type_checks_of_the_pages_examples_pass(built, tmp_path):  # noqa: F811
-    """The examples are checked against the installed wheel: without its py.typed, mypy would not read its types."""
+    """The examples are checked against the unpacked wheel. Without py.typed in it, mypy would not read its types."""
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")
     programs = {**EXAMPLES, "horovod": HOROVOD_SCRIPT}

@@ -1,4 +1,4 @@
-"""Calls on which Horovod hangs or crashes, but dualtrain.hvd does not (tests/hvd/). The ranks use all cores."""
+"""Calls in which Horovod hangs or crashes. tests/hvd/ shows that dualtrain.hvd does neither in these calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ os._exit(0)
 
 def test_horovod_hangs_or_crashes(tmp_path):
     require_horovod()
-    # Run all at the same time, because they mostly wait.
+    # Run all calls at the same time, because their ranks mostly wait.
     ranks = [
         (
             body,

@@ -1,4 +1,4 @@
-"""A Horovod script on Horovod, and under torchrun and horovodize; tests/horovodize/ tests longer ones on forked ranks."""
+"""``horovodize --prove`` with real launchers; tests/horovodize/ tests it without launchers."""
 
 from __future__ import annotations
 

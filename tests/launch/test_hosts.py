@@ -1,6 +1,6 @@
 """Whole jobs on two hosts, started by the launch scripts, and their end when the link between the hosts is cut.
 
-Hosts are network namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all but torchrun.
+Hosts are network namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all launchers but torchrun.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("machine")  # these tests list all processe
 
 EPOCHS = "4"
 START_SECONDS = 150.0  # for four ranks on a busy machine
-STOP_SECONDS = 30.0  # a host counts as failed after 10 s; the rest is for a busy machine
+STOP_SECONDS = 30.0  # a host counts as failed after 10 s; the other 20 s are for a busy machine
 PLACES = {"hosta": {0}, "hostb": {1}}
 
 
@@ -109,7 +109,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return on_one_host(tmp_path_factory.mktemp("alone") / "run", 2)
 
 
-#: On four ranks, three have two partial sums each.
+#: With this number of virtual ranks, three of four ranks have two partial sums each.
 VIRTUAL = ("--virtual-ranks", "13")
 
 
@@ -122,7 +122,7 @@ VIRTUAL = ("--virtual-ranks", "13")
     ids=["virtual ranks", "plain"],
 )
 def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, ranks, more, transport, cluster, tmp_path):
-    # Two ranks on each host: sums inside a host and between hosts. With virtual ranks, the run on one host has one rank.
+    # Two ranks per host: sums inside hosts and between them. With virtual ranks, the run on one host has a single rank.
     alone = on_one_host(tmp_path / "alone", ranks, *more[:2])
     folder = tmp_path / "run"
     flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder), *more]
@@ -191,7 +191,7 @@ def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend,
     assert job.ranks() == PLACES, job.output()
     cluster.cut()
     job.until(lambda: not any(job.ranks().values()), STOP_SECONDS)
-    # The other ranks' output is in the other host's log, or lost.
+    # The output of ranks on the other host is in that host's log, or lost.
     assert "rank 0 of 2): stopping, since rank " in job.output()
     assert "cannot be reached: its host 10.77.0.2 no longer answers" in job.output()
     if launcher == "torchrun":

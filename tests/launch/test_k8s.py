@@ -16,7 +16,7 @@ from tests.pool import ROOT, free_port
 
 
 def start(container: dict[str, Any], run: Path, **variables: str) -> subprocess.Popen[str]:
-    """Start a container's command for two epochs, in its environment with the operator's variables."""
+    """Start a container's command for two epochs, with the variables of the container and of the operator."""
     env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     env |= {each["name"]: each["value"] for each in container["env"] if "value" in each}
     env |= {"RUN": str(run), "HOME": str(run.parent), "DUALTRAIN_SECRET": "0" * 64, **variables}

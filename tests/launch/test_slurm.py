@@ -117,7 +117,7 @@ def test_a_preempted_job_of_two_nodes_is_requeued_and_ends_with_the_same_weights
         return all(word in shown for word in words)
 
     until(lambda: "epoch 1/" in output.read_text(), output)
-    run("scancel", "--batch", "--signal=USR1", number, SLURM_CONF=slurm)  # as Slurm does before the limit
+    run("scancel", "--batch", "--signal=USR1", number, SLURM_CONF=slurm)  # as Slurm does before the time limit
     until(lambda: job_is("Restarts=1", "JobState=PENDING"), output)
     # Slurm delays a requeued job by two minutes. In the first second after the job's end, the nodes refuse to start it.
     time.sleep(2.0)

@@ -47,7 +47,7 @@ def two_agents(*program):
 
 
 def elastic(script, folder):
-    """Run horovodrun in its elastic mode, with a host discovery script. On a single host it needs an interface."""
+    """Run horovodrun in its elastic mode, with a host discovery script. On one host, this needs --network-interfaces."""
     hosts = folder / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:2\n")
     hosts.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Ranks that the command line starts, each a new interpreter; tests/commands/test_spawn.py tests forked ones."""
+"""Ranks that the command line starts, each in a new interpreter; tests/commands/test_spawn.py tests forked ranks."""
 
 from __future__ import annotations
 

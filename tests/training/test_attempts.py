@@ -19,7 +19,7 @@ from dualtrain.training import attempts, last_step, restarts
 from dualtrain.training.attempts import Attempt, Death
 from dualtrain.training.folder_lock import FolderLock
 
-#: Four steps, an evaluation every two.
+#: Flags of a run with four steps and an evaluation after every two steps.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--workers", "0", "--epochs", "2")
 FLAGS += ("--checkpoint-every", "1")
 
@@ -257,7 +257,7 @@ def test_three_deaths_after_one_step_end_the_run(tmp_path, capsys):
         assert refusal.value.shared
         assert not refusal.value.transient
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == before
-    (tmp_path / restarts.NAME).unlink()  # as the message tells the user to
+    (tmp_path / restarts.NAME).unlink()  # the cure that the message names
     end_with(tmp_path, KilledError(), 2)
     assert auto(tmp_path)["steps"] == 4  # deaths are counted from 0 again
     assert not (tmp_path / restarts.NAME).exists()

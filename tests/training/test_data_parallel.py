@@ -25,7 +25,7 @@ def model(classes: int = 10) -> nn.Module:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_sum_by_the_weight_is_the_mean_loss(smoothing):
+def test_the_loss_sum_divided_by_the_weight_is_the_mean_loss(smoothing):
     inputs, targets = batch()
     logits = model()(inputs)
     targets[::3] = -100

@@ -27,7 +27,7 @@ from dualtrain.training.optimizers import check_state, optimizer_names
 from dualtrain.training.run_dir import MetricsFile, step_of
 from dualtrain.training.signals import note_early_requests
 
-#: An evaluation every two steps, each better than the one before.
+#: Flags of a run with an evaluation after every two steps. Each evaluation is better than the one before.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--momentum", "0.9", "--log-every", "1")
 
 
@@ -85,7 +85,7 @@ def test_a_resumed_run_has_the_best_evaluation_of_its_checkpoint(tmp_path, capsy
         interrupted_resume(tmp_path, earlier)
     assert best_of(tmp_path) == (4, 4)  # not the files of step 6, which this run has not reached
     assert (tmp_path / "checkpoints" / "step-00000006.safetensors.aside").exists()
-    # If no checkpoint of that step is left, the summary does not name the step.
+    # If no checkpoint of the best step is left, the run forgets that step.
     (tmp_path / "checkpoints" / checkpoint.BEST).unlink()
     state = checkpoint.load(earlier)
     state["cursor"]["best"] = {**state["cursor"]["best"], "step": 3}
@@ -121,7 +121,7 @@ def test_files_that_are_set_aside_replace_no_earlier_files(tmp_path):
 
 
 class FullDisk:
-    """Context in which no file with ``part`` in its name can be written."""
+    """A simulated full disk: until ``monkeypatch`` is undone, no file with ``part`` in its name can be written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
         fsync = os.fsync
@@ -207,7 +207,7 @@ def test_a_single_line_that_is_no_metric_is_reported_as_one(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nno metric\n')
     said: list[str] = []
     MetricsFile(tmp_path, 9, said.append, FolderLock()).close()
-    assert ["metrics.jsonl has 1 line that is no metric: " in line for line in said] == [True]
+    assert ["metrics.jsonl has 1 line that is no metric, " in line for line in said] == [True]
 
 
 def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, capsys):
@@ -371,7 +371,7 @@ def test_a_job_is_saved_in_whatever_order_its_processes_get_sigterm(images, tmp_
     flags = ["--dataset", "imagefolder", "--data-dir", str(images), "--image-size", "8", "--batch-size", "2", "--workers"]
     flags += ["1", "--model", "convnet", "--lr", "0.01", "--epochs", "2"]
     step = loop.Run._step
-    # Before step ``first``, the helper processes get SIGTERM; before step ``last``, this process.
+    # Before step ``first``, the helper processes get SIGTERM; before step ``last``, this process gets it.
     for first, last in ((2, 3), (3, 2), (2, 2)):
 
         def signalled(run: loop.Run, first: int = first, last: int = last) -> list[float]:
@@ -395,7 +395,7 @@ def test_a_job_is_saved_in_whatever_order_its_processes_get_sigterm(images, tmp_
 
 
 def helpers(run: loop.Run) -> list[int]:
-    """Return the worker processes of a run, the server that forks them, and the resource tracker."""
+    """Return the process ids of a run's workers, of the server that forks them, and of the resource tracker."""
     loaders = (run.task.train._loader, run.task.val._loader)  # type: ignore[attr-defined]
     workers = [worker.pid for loader in loaders if loader is not None for worker in loader._iterator._workers]
     assert workers

@@ -47,7 +47,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def content(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Return the contents and times of all files except the generation's, which is renewed."""
+    """Return the contents and times of all files except the generation's file, which is renewed."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.match("generation-*")]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
@@ -62,7 +62,7 @@ def test_a_second_job_is_refused_and_changes_nothing(tmp_path, monkeypatch, capl
             train(tmp_path, *resume, "--epochs", "2")
         assert caught.value.shared  # every rank raises the error, and rank 0 prints it
         assert content(tmp_path) == before
-    # A start that resumes may be a restart, whose old process is about to end.
+    # A start that resumes waits, because it may be a restart, whose old process is about to end.
     assert ["waiting up to 0.2 s" in record.getMessage() for record in caplog.records] == ([True] if resume else [])
 
 
@@ -186,7 +186,7 @@ def test_of_many_processes_in_one_folder_only_one_trains(tmp_path, resume):
             assert len(errors) == 1
             assert "is used by" in errors[0] or "holds another run" in errors[0]
         elif end is not trained[0]:
-            assert resume  # this process started after the end, and prints the run's result
+            assert resume  # this process started after the other had ended, and prints the run's result
             assert "nothing is left to train" in end.stdout
     assert json.loads((folder / "summary.json").read_text())["weights_sha256"] == expected
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -49,7 +49,7 @@ def locked(folder: Path) -> FolderLock:
 
 
 def supersede(folder: Path) -> None:
-    """Make the next generation, like a process on another host after its wait."""
+    """Make the next generation, as a process on another host does after its wait."""
     number = generation.newest(folder) + 1
     descriptor = generation.create(folder, number, generation.Owner(7, "elsewhere", 7, "now"))
     assert descriptor is not None
@@ -59,7 +59,7 @@ def supersede(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
-    """Release the locks of a test at its end, since their threads check the generation."""
+    """Release the locks of a test at its end, because the locks' threads check the generation."""
     yield
     for lock in list(folder_lock._held):
         lock.release()
@@ -95,7 +95,7 @@ def test_a_start_on_another_host_is_refused_where_the_file_is_renewed(tmp_path, 
         with pytest.raises(UserError, match=f"is used by process {os.getpid()} on .*: wait for its end"):
             FolderLock().take(tmp_path, LIMIT, waits=waits)
         assert first.is_mine()
-    assert ["waiting 6 s for that" in record.getMessage() for record in caplog.records] == [True]
+    assert ["waiting 6 s for a renewal" in record.getMessage() for record in caplog.records] == [True]
     assert locked(tmp_path).generation == 2
     assert len(caplog.records) == 1  # no wait for a process that has left the folder
 
@@ -103,7 +103,7 @@ def test_a_start_on_another_host_is_refused_where_the_file_is_renewed(tmp_path, 
 def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(folder_lock, "RENEW_SECONDS", 0.3)
     first = FolderLock()
-    monkeypatch.setattr(first, "_renew", lambda: None)  # stopped
+    monkeypatch.setattr(first, "_renew", lambda: None)  # as if the process were stopped
     first.job = "one"
     first.take(tmp_path, LIMIT)
     first.sign()
@@ -124,7 +124,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
         FolderLock().take(tmp_path, LIMIT)
 
 
-def test_a_folder_that_a_person_removes_or_empties_is_not_taken_over(tmp_path):
+def test_the_process_keeps_a_folder_that_a_person_removes_or_empties(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     lock = locked(folder)
@@ -175,7 +175,7 @@ def test_of_many_processes_that_start_at_once_only_one_gets_the_folder(tmp_path)
         ends = {fork(tmp_path, reply, started, index % 2, (replies, start)) for index in range(STARTS)}
         os.close(started)
         os.close(reply)
-        os.close(start)  # all processes now read the end of the file, and take the lock
+        os.close(start)  # all processes now read the end of the pipe, and take the lock
         try:
             lines = answers(replies)
         finally:
@@ -244,7 +244,7 @@ def run_superseded_at(
     """Train in ``folder``, which another process takes over at check ``number`` of the generation.
 
     Returns:
-        The files at that moment, and the error of the run; ``None`` if the run checks less often.
+        The files at that moment, or ``None`` if the run checks less often; and the error of the run, if any.
     """
     looks, before = 0, None
     is_mine, write = FolderLock.is_mine, Writer.write
@@ -282,7 +282,7 @@ def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_wr
             before, error = run_superseded_at(folder, number, patch)
         if before is None:
             break
-        if error is None:  # after the summary, the run was about to record its end
+        if error is None:  # the summary was written, and the run was about to record its end
             assert any(name.endswith("summary.json") for name in before)
         else:
             assert "process 7 on elsewhere since now took over" in str(error), number
@@ -294,14 +294,14 @@ def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_wr
     assert read_json(folder / "summary.json")["steps"] == 4
 
 
-#: Prints each change of a run's file, and whether the thread has checked the generation since its previous change.
+#: Program that prints each change of a run's file, and whether the thread has checked the generation before this change.
 WATCHED = """
 import os, sys, threading
 from dualtrain.main import main
 from dualtrain.training.folder_lock import FolderLock
 
 last, is_mine = threading.local(), FolderLock.is_mine
-# The position of the file's argument.
+# The index of the file's argument.
 changes = {"open": 0, "os.mkdir": 0, "os.remove": 0, "os.truncate": 0, "os.rename": 1, "os.link": 1}
 
 def check(lock):
@@ -354,7 +354,7 @@ def test_each_change_of_a_file_follows_a_check_of_the_generation(tmp_path, case)
     assert expected <= changed, expected - changed
 
 
-#: The program as on the host that its first argument identifies, with frequent renewals.
+#: Program that trains as if on the host that its first argument identifies, and renews the lock's file often.
 PROGRAM = """
 import sys
 import dualtrain.training.folder_lock as folder_lock

@@ -114,7 +114,7 @@ def test_without_run_dir_the_folder_has_the_jobs_name(tmp_path, monkeypatch, cap
     train("one", 2)
     assert "restart of job one: resuming from step 2" in capsys.readouterr().out
     train("two", 1)
-    # The second run of a process is not a restart of the first. After a restart of the job, it has the same name.
+    # The second run of a process has a name of its own (one.2), so it is not a restart of the first run.
     killed("one", 3, 1)
     train("one", 1, "--seed", "1", again=False)
     assert sorted(os.listdir("runs")) == [f"digits-convnet-{name}" for name in ("one", "one.2", "two")]

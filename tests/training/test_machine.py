@@ -1,4 +1,4 @@
-"""Facts about a machine on which a run's bits depend: intra-op threads and the kind of processor."""
+"""Facts on which a run's bits depend: the number of intra-op threads and the kind of processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by name: each is built, learns a step, and loads weights that fit; other weights are refused by name."""
+"""Models by name: each is built, learns in one step, and loads weights that fit. Other weights are refused by name."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ OTHERWISE = {
 
 
 def with_yaml(text):
-    """Return the value of a text when ``--optimizer-options`` used PyYAML."""
+    """Return the value that a text had when ``--optimizer-options`` used PyYAML."""
     yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install PyYAML")
     value = yaml.safe_load(text)
     if isinstance(value, str):

@@ -50,7 +50,7 @@ def test_the_commit_is_that_of_the_current_folder_and_marks_changed_files(tree, 
     (tree / "code.py").write_text("2")
     assert origin.commit() == f"{head}-dirty"
     index = tree / ".git" / "index.lock"
-    index.touch()  # another process commits
+    index.touch()  # as if another process were committing
     assert origin.commit() == f"{head}-dirty"
     monkeypatch.chdir(tree.parent.parent)
     assert origin.commit() is None

@@ -20,10 +20,10 @@ def test_torch_has_the_base_class_of_the_errors_of_compile():
             "one in training/assemble.py, so that --compile fails in one line"
         )
     own = getattr(importlib.import_module("torch._inductor.exc"), "InductorError", base)  # new in torch 2.7
-    assert issubclass(own, base), f"torch {torch.__version__} has an InductorError of another base: name both"
+    assert issubclass(own, base), f"torch {torch.__version__} has an InductorError of another base: catch both"
 
 
 def test_torch_has_the_module_that_its_optimizers_import():
     assert importlib.util.find_spec("torch._dynamo"), (
-        f"torch {torch.__version__} has no torch._dynamo: leave its import out of bench/worker.py, which does not time it"
+        f"torch {torch.__version__} has no torch._dynamo: remove its (untimed) import from bench/worker.py"
     )

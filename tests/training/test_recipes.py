@@ -185,8 +185,8 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
     ("arguments", "parts"),
     [
         (["--model", "tests.training.test_recipes:pair"], ["tuple", "one row of logits"]),
-        (["--model", "tests.training.test_recipes:narrow"], ["class numbers", "model's 3"]),
-        # The smallest class number that the model does not have.
+        (["--model", "tests.training.test_recipes:narrow"], ["class numbers", "the model has 3 outputs"]),
+        # The targets are the smallest class index that the model does not have.
         (
             [
                 "--model",
@@ -198,7 +198,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
             ],
             ["from 0 to 2, since the model has 3 outputs, and one is 3"],
         ),
-        # One row of logits for each of two targets, of which the second is wrong.
+        # Each sample has two targets, and the model gives a row of logits for each. The second target is wrong.
         (
             [
                 "--model",

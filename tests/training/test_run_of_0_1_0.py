@@ -1,4 +1,4 @@
-"""A run that version 0.1.0 wrote: resumed, compared, reported and used by this version."""
+"""A run that version 0.1.0 wrote: resumed, compared, reported and used for predictions by this version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dualtrain.predict import predict
 from dualtrain.report.runs import read_runs
 from dualtrain.training import checkpoint
 
-#: Digits on mnist-net: all 12 steps, and the checkpoint of step 6.
+#: Folder of a run of mnist-net on the digits: all 12 steps, and the checkpoint of step 6.
 OLD = Path(__file__).parent / "run_of_0_1_0"
 FLAGS = ["--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net"]
 

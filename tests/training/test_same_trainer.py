@@ -242,7 +242,7 @@ def make(backend, arguments: dict[str, Any]) -> str:
 
 
 def make_equal(backend) -> list[str]:
-    """Make trainers from equal arguments in processes with other addresses and another order of sets."""
+    """Make trainers from equal arguments, in processes whose memory addresses and set orders differ."""
     known = capturing(0.1, names={"one", "two", "three"}, other=dict.fromkeys({"four", "five", "six"}))
     cases = [case for case, part in CASES.values() if not part]
     cases += [

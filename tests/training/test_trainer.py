@@ -39,7 +39,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def part_of(backend, tensors, uneven: bool = True):
-    """Return this rank's samples: the first rank has more than the others."""
+    """Return this rank's samples. If ``uneven``, rank 0 has more samples than each other rank."""
     if not uneven:
         return [tensor[backend.rank :: backend.size] for tensor in tensors]
     cut = [0, *(len(tensors[0]) - (backend.size - 1 - rank) * 3 for rank in range(backend.size))]
@@ -187,7 +187,7 @@ def own_loader(backend, folder: str) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = lr_scheduler.StepLR(optimizer, 2)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, schedule=schedule)
-    # The ranks have about 17 and 3 samples: some run out of batches before others.
+    # Rank 0 has 17 samples or more, each other rank has 3: the other ranks run out of batches first.
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=4)
     history = trainer.fit(loader, epochs=2)
     trainer.save(f"{folder}/state.safetensors")
@@ -464,7 +464,7 @@ def trains_compiled_as_plain(tmp_path):
 
 
 def in_segments(backend, reentrant):
-    """Train a model of checkpointed segments; return the numbers of samples and the weights."""
+    """Train a model of checkpointed segments; return the sample count of each step, and the weights."""
     layers = [seeded(nn.Linear(6, 6), number) for number in range(4)]
 
     def forward(x):
@@ -512,7 +512,7 @@ def refuses_what_cannot_be_compiled():
     assert str(refusal.value) == f"--compile does not work with this model here ({cause}): leave it out"
 
 
-# Without code generation, which takes seconds: tests/launch/test_compile.py has it.
+# Program that compiles without code generation, which takes seconds. tests/launch/test_compile.py generates code.
 COMPILED = """
 import sys
 from pathlib import Path

@@ -45,7 +45,7 @@ def test_one_result_on_any_number_of_threads(size, alone):
 
 
 def as_ddp(backend):
-    """Return the hashes of the weights of raw DDP, and of two virtual ranks."""
+    """Train with raw DDP, then with two virtual ranks; return the hashes of both models' weights."""
     hashes = []
     for ddp in (True, False):
         model = conv_net()
@@ -120,7 +120,7 @@ def test_random_numbers_depend_on_the_step_and_the_shard_only(real, draws_alone)
 
 
 class Buffers(nn.Module):
-    """A linear layer whose forward calls ``change(self, inputs)``."""
+    """A linear layer whose forward calls ``change(self, inputs)`` in training."""
 
     def __init__(self, change, **buffers):
         super().__init__()
@@ -143,7 +143,7 @@ def trainer_with(model, backend, shards=3):
 
 
 def changed_buffers(backend):
-    """Return the buffers after three steps: constant ones, a mean, a count, and a flag."""
+    """Return the mean buffer after three steps; assert the values of the other buffers."""
 
     def change(model, x):
         model.mean = 0.5 * model.mean + x.mean(0)  # replaced, not changed in place
@@ -251,7 +251,7 @@ def test_a_counter_without_a_common_value_is_refused_on_every_rank(size):
 
 
 def average_of_weights(backend):
-    """Return a buffer of the averaged weights after steps and evaluations. Every forward pass changes this buffer."""
+    """Return ``calls`` of the averaged model after two steps and two evaluations. Every forward pass adds 1 to it."""
 
     def change(model, x):
         model.calls += 1.0
@@ -298,7 +298,7 @@ def test_expanded_constants_and_constants_with_nan_are_kept():
 def counted_evaluations(backend):
     model = Buffers(lambda model, x: None, calls=torch.zeros(1))
 
-    def count(model, _):  # in evaluation too
+    def count(model, _):  # runs in evaluation too
         model.calls.add_(1)
 
     model.register_forward_pre_hook(count)

@@ -1,4 +1,4 @@
-"""Runs of the command line with ``--virtual-ranks``: one result on any number of ranks, also interrupted and resumed."""
+"""Runs of the command line with ``--virtual-ranks``: one result on any number of ranks, also after a resume."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNS = {
         *("--model", "tests.training.virtual:dropping", "--batch-size", "359", "--accumulate", "2", "--epochs", "3"),
         *("--virtual-ranks", "4", "--ema", "0.9", "--momentum", "0.9", "--lr", "0.02", "--lr-scale", "linear"),
     ),
-    # An evaluation of several batches for each of two shards.
+    # Each of the two shards is evaluated in several batches.
     "evaluation": (
         *("--model", "tests.training.virtual:relative", "--batch-size", "70", "--max-steps", "3", "--virtual-ranks", "2"),
     ),

@@ -169,7 +169,7 @@ def refused(backend):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_has_no_common_result_is_refused(size):
+def test_arguments_that_do_not_fit_virtual_ranks_are_refused(size):
     run_threads(size, refused)
 
 

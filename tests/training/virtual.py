@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
         self.head = nn.Linear(8, tokens, bias=False)
         self.head.weight = self.embedding.weight
-        # The rounded mean of three equal values is not always that value.
+        # The rounded mean of three equal values may differ from these values.
         self.register_buffer("position", torch.linspace(0.1, 1.7, length * 8).view(length, 8), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Relative(nn.Linear):
 
 
 def relative(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Build a classifier of batches, for ``--model tests.training.virtual:relative``."""
+    """Build a classifier whose outputs depend on the whole batch, for ``--model tests.training.virtual:relative``."""
     return Relative(torch.Size(shape).numel(), classes)
 
 
@@ -142,7 +142,7 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-#: With 4 or more shards, the third batch leaves some empty.
+#: Sample counts of the batches. With 4 or more shards, some shards of the third batch are empty.
 SIZES = 13, 8, 3
 CASES = {
     "convnet": Case(4, ConvNet, (3, 6, 6), options={"ema": 0.9, "clip_norm": 0.5}),
@@ -227,7 +227,7 @@ def digest(trainer: Trainer, *more: Any) -> str:
 
 
 def trained(backend: Any, names: tuple[str, ...]) -> dict[str, str]:
-    """Train each case; return the hash of its state and its metrics."""
+    """Train each case; return, for each, one hash of its state and its metrics."""
     results = {}
     for name in names:
         case = CASES[name]

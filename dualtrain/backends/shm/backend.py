@@ -92,14 +92,14 @@ class SharedMemoryBackend(DelegatingBackend):
     """``inner`` with reductions of CPU tensors through memory that the ranks of a host share.
 
     Construction is collective over ``inner`` and blocks. With several hosts, the ranks with the same local rank
-    all-reduce their shards between the hosts, over ``inner``'s library.
+    all-reduce their shards of the buffers between the hosts, over ``inner``'s library.
 
     Args:
         inner: a connected backend with CPU tensors.
         beside: shared memory of another backend over the same ranks; its operations progress while this backend waits.
 
     Raises:
-        UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts' numbers of ranks differ.
+        UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts have unequal rank counts.
         BackendError: a rank or the connections between the hosts failed.
     """
 

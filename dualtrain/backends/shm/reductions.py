@@ -163,7 +163,7 @@ class SharedMemory:
                 self._raise_failure(until.what)
 
     def finish(self) -> None:
-        """Block until all operations have ended. Call this before a wait for the library, which does not advance them."""
+        """Block until all operations have ended. Call this before waiting for the library, which advances none of them."""
         with self._lock:
             if self._pending:
                 self.advance(self._pending[-1])
@@ -282,7 +282,7 @@ class SharedMemory:
         return self._semaphores.timed_wait(kind, other, _SLICE_SECONDS if unfinished else seconds)
 
     def progress(self) -> bool:
-        """Advance operations without blocking, unless another thread does. Return whether it left unfinished operations."""
+        """Advance operations without blocking, unless another thread does. Return whether some are left unfinished."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -365,7 +365,7 @@ class _Reduction(Work[None]):
         return self.ended or self._memory.failed
 
     def progress(self, block: bool) -> bool:
-        """Carry out steps until a condition is not met; with ``block``, all steps. Return whether it has ended."""
+        """Carry out steps until a condition is not met; with ``block``, all steps. Return whether the operation ended."""
         while self._need is None or self._need(block):
             self._need = next(self._steps, None)
             if self._need is None:

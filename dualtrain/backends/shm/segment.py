@@ -34,7 +34,7 @@ def map_on_host(
 
     Args:
         exchange: gathers integers over all ranks.
-        hosts: the number of each rank's host, in rank order.
+        hosts: the index of each rank's host, in rank order.
         rank: this process's rank.
         nbytes: size of the memory.
         prepare: writes into the memory on the host's first rank, before the others map it.

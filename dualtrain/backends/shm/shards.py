@@ -63,7 +63,7 @@ class Tree(NamedTuple):
 
 
 class Plan:
-    """Reduction of a rank's shard of equal buffers.
+    """Reduction of a rank's shard of buffers of equal size.
 
     Args:
         parts: the buffers to reduce.

@@ -35,7 +35,7 @@ class Contender:
         self.allreduce(tensor)
 
     def buffer(self, numbers: int) -> torch.Tensor | None:
-        """Allocate float32 numbers in the memory that the library reduces fastest; ``None`` if there is none."""
+        """Allocate ``numbers`` float32 values in the memory that the library reduces fastest; ``None`` if it has none."""
         return None
 
     def feed(self, folder: str, batch: int) -> int:

@@ -43,7 +43,7 @@ class Ddp(Contender):
         dist.all_reduce(tensor)
 
     def stall(self, task: Task, folder: Path) -> float:
-        """See the base class. Rank 0 saves; the others wait for it in the next step's allreduce."""
+        """See the base class. Rank 0 saves; the other ranks wait for rank 0 in the next step's allreduce."""
         model = DistributedDataParallel(task.model(), **self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         batches = task.ready(self.rank)[:STALL_STEPS]

@@ -1,4 +1,4 @@
-"""dualtrain's ``Trainer`` with and without virtual ranks, to measure their cost."""
+"""dualtrain's ``Trainer`` with and without virtual ranks, to measure the cost of virtual ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The MNIST script of the tutorials: torchvision's dataset and transforms, torch's DataLoader, DistributedDataParallel.
+"""An MNIST script as in tutorials: torchvision's dataset and transforms, torch's DataLoader, DistributedDataParallel.
 
-It trains the tutorials' ConvNet with the optimizer and batch size of the recipe ``mnist-convnet``.
+It trains the usual tutorial ConvNet with the optimizer and batch size of the recipe ``mnist-convnet``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dualtrain.torchvision_shim import torchvision
 
 
 class ConvNet(nn.Module):
-    """The ConvNet of the tutorials."""
+    """The ConvNet that MNIST tutorials use."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ConvNet(nn.Module):
 
 
 class Tutorial(Contender):
-    """The tutorials' training loop."""
+    """The training loop that MNIST tutorials use."""
 
     def __init__(self, device: torch.device) -> None:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -1,4 +1,4 @@
-"""Lines of the script that may explain a difference: those findings of ``--check`` that can change numbers."""
+"""Lines of the script that may explain a difference: findings of ``--check`` that can change numbers."""
 
 from __future__ import annotations
 

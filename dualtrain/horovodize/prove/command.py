@@ -1,8 +1,8 @@
 """``dualtrain horovodize --prove``: run a script on both libraries, and compare weights and speed.
 
-The unmodified script runs in turns under real Horovod and under torchrun with dualtrain, for a number of optimizer steps.
+The unmodified script runs alternately under real Horovod and under torchrun with dualtrain, for some optimizer steps.
 The command compares the weights after each step on each rank, the number of steps and the exit status, and measures both
-sides. The exit status is 0 if the script gives the same bits (or, if two runs on Horovod differ, stays within this spread),
+sides. The exit status is 0 if the script gives the same bits (or, if two runs on Horovod differ, is within their spread),
 1 if not, and 2 if the script cannot be run.
 
 If Horovod is on another machine, use --record FOLDER there and --against FOLDER here. If that machine has no dualtrain,
@@ -56,7 +56,7 @@ def prove(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _ending_by_signals() -> Iterator[None]:
-    """Inside the block, make SIGINT, SIGTERM and SIGHUP raise SystemExit, so that the runs are ended before it exits."""
+    """Inside the block, make SIGINT, SIGTERM and SIGHUP raise SystemExit, so that the runs end before this process."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -148,7 +148,7 @@ def _record_only(job: Job, folder: Path) -> None:
 
 
 def _collect(job: Job, rounds: int, recorded: RunRecord | None, folder: Path) -> Evidence:
-    """Run the script on both sides, in turns. If the sides differ, run dualtrain again with Horovod's defects."""
+    """Run the script alternately on both sides. If the sides differ, run dualtrain again with Horovod's defects."""
     evidence = Evidence([], [], recorded=recorded is not None)
     if recorded is not None:
         evidence.horovod.append(recorded)

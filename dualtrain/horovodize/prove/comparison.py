@@ -14,12 +14,13 @@ class Difference:
 
     Attributes:
         step: the step after which the weights differ; 0 is before the first step.
-        optimizer: the optimizer's number.
+        optimizer: the optimizer's index.
         rank: the first rank on which the weights differ.
         names: the tensors that differ.
         relative: the largest difference of these tensors, relative to their norms, after step ``measured``.
         measured: the first step, from ``step`` on, whose weights were summarized; ``None`` if there is none.
-        options: the optimizer's options that differ at ``step``, else at ``measured``: (name, and its value in each run).
+        options: the optimizer's options that differ at ``step``, else at ``measured``: (name, value in the first run, value
+            in the second run).
     """
 
     step: int
@@ -59,7 +60,7 @@ def _first(one: OptimizerRecord, other: OptimizerRecord, number: int, rank: int)
 
 
 def _tensors_that_differ(one: OptimizerRecord, other: OptimizerRecord, step: int) -> list[int]:
-    """Return the numbers of the tensors whose bits differ after ``step``."""
+    """Return the indices of the tensors whose bits differ after ``step``."""
     differing = set()
     if step:
         differing = {i for i, (a, b) in enumerate(zip(one.sums[step - 1], other.sums[step - 1], strict=False)) if a != b}
@@ -88,9 +89,10 @@ def relative_difference(one: Summary, other: Summary) -> float:
 
 
 def distance(one: RunRecord, other: RunRecord) -> tuple[float, int]:
-    """Return the distance of all weights relative to their norm, and the step: the last that both runs summarized.
+    """Return (distance of all weights relative to their norm, step after which it was computed).
 
-    The distance is estimated from sampled values; of all ranks' distances, the largest is returned.
+    The step is the last one that both runs summarized. The distance is estimated from sampled values; of all ranks'
+    distances, the largest is returned.
     """
     found = []
     for a, b in zip(one.ranks, other.ranks, strict=True):

@@ -1,4 +1,4 @@
-"""Runs of a script with the recorder under Horovod's launcher or torchrun, including the end of all its processes."""
+"""Run a script with the recorder under Horovod's launcher or torchrun, and end all processes of the run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Job:
             compat: whether dualtrain reproduces Horovod's defects.
 
         Raises:
-            UserError: Horovod is missing.
+            UserError: the record cannot be read, or lacks a rank.
             RunError: the script failed, hung, or ended before its first step.
         """
         options = ["--record", str(folder), "--steps", str(self.steps)]

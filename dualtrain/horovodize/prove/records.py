@@ -69,7 +69,7 @@ class End(NamedTuple):
         error: the exception's type and message, or SystemExit's message; may be empty.
         traceback: the exception's traceback; may be empty.
         memory: the process's peak memory in bytes.
-        gpu_memory: the peak memory on its GPU, as torch counts it.
+        gpu_memory: the peak memory on the process's GPU, as torch counts it.
         defects: the defects of Horovod that were reproduced: (defect, file, line).
     """
 
@@ -90,7 +90,7 @@ class RankRecord:
         start: facts at the start: script, arguments, steps, Python, processor.
         world: rank, size, library, torch, threads and GPU; empty before the first step.
         optimizers: the optimizers, in order of creation.
-        seconds: for each step of any optimizer: the optimizer's number, and the step's duration.
+        seconds: for each step of any optimizer: the optimizer's index, and the step's duration.
         first_step: the time at which the first step ended, in seconds since 1970; ``None`` if there was none.
         end: the end of the script; ``None`` if the process was killed or called ``os._exit``.
     """
@@ -104,7 +104,7 @@ class RankRecord:
 
     @property
     def steps(self) -> int:
-        """The largest number of steps of an optimizer."""
+        """The number of steps of the optimizer that took the most steps."""
         return max((each.steps for each in self.optimizers), default=0)
 
 
@@ -132,7 +132,7 @@ class RunRecord:
 
     @property
     def platform(self) -> dict[str, Any]:
-        """Processor, torch, device and threads of rank 0, on which the bits of a result may depend."""
+        """Facts about rank 0 on which the bits of a result may depend: processor, torch, device and threads."""
         first = self.ranks[0]
         names = ("torch", "device", "threads")
         return {"processor": first.start["processor"], **{name: first.world.get(name) for name in names}}
@@ -144,7 +144,7 @@ class RunRecord:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steps of the first optimizer per second, without the warm-up; ``None`` if there were too few."""
+        """Steps per second of the optimizer that steps first after the warm-up; ``None`` if there were too few steps."""
         seconds = self.ranks[0].seconds
         timed = seconds[max(1, len(seconds) // _WARM_UP) :]
         number = next((each for each, _ in timed), 0)

@@ -12,7 +12,7 @@ from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS
 from dualtrain.horovodize.source import Finding, Source
 
 _OTHER_USE = re.compile(r"suppress\(|TYPE_CHECKING|tensorflow|keras|mxnet|\b(is_?)?tf\b")
-#: Arguments of horovod.run about several hosts or elastic training.
+#: Arguments of horovod.run that request other hosts or elastic training.
 _ELSEWHERE = {"hosts", "hostfile", "host_discovery_script", "min_np", "max_np", "min_num_proc", "max_num_proc"}
 _RUNNERS = ("horovod.run", "horovod.runner.run", "horovod.run.run", "horovod.run.runner.run")
 
@@ -37,7 +37,7 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
 
 
 def is_guarded(source: Source, node: ast.AST) -> bool:
-    """Return whether the script continues if this import fails, or imports only for another framework."""
+    """Return whether the script continues if this import fails, or needs it only for another framework."""
     below: ast.AST = node
     for above in source.above(node):
         if isinstance(above, ast.Try) and below in above.body:

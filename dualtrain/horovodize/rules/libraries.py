@@ -14,7 +14,7 @@ _LAUNCHER_READERS = r"(accelerate\.Accelerator|transformers\.(Trainer|TrainingAr
 
 
 def torchmetrics(source: Source) -> Iterator[Finding]:
-    """Metrics of torchmetrics, which uses torch.distributed only; one finding for all."""
+    """Metrics of torchmetrics, which uses torch.distributed only; one finding for all metrics."""
     if any(source.name(call.func) == _STARTS_GROUP for call in source.calls) or _combines_metrics(source):
         return
     call = _first_call(source, r"torchmetrics\.(?!functional)(\w+\.)*[A-Z]")
@@ -38,7 +38,7 @@ def ignite(source: Source) -> Iterator[Finding]:
 
 
 def launcher_readers(source: Source) -> Iterator[Finding]:
-    """Libraries that initialize torch.distributed if torchrun's variables are set; one finding for all."""
+    """Libraries that initialize torch.distributed if torchrun's variables are set; one finding for all uses."""
     call = _first_call(source, _LAUNCHER_READERS)
     if call is not None:
         name = source.name(call.func).partition(".")[0]

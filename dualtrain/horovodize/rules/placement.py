@@ -113,7 +113,7 @@ def _words(path: ast.expr) -> set[str]:
 
 
 def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
-    """Return whether each process has its own file: the path has the rank, is temporary, or is a memory buffer."""
+    """Return whether each process has its own file: a path with the rank, a temporary path, or a memory buffer."""
     if _RANK_IN_PATH.search(ast.unparse(file)):
         return True
     names = {ast.unparse(node) for node in ast.walk(file) if isinstance(node, ast.Name | ast.Attribute)}
@@ -142,7 +142,7 @@ _RANK_DECORATOR = re.compile(r"rank|master|main_process", re.IGNORECASE)
 
 
 def use_after_shutdown(source: Source) -> Iterator[Finding]:
-    """rank() and the like after shutdown()."""
+    """Calls of rank() and similar functions after shutdown()."""
     for shutdown in source.hvd_calls("shutdown"):
         for node in nodes_after(source, shutdown):
             if not isinstance(node, ast.Call):

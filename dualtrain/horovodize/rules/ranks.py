@@ -33,7 +33,10 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
 
 
 class _Collectives:
-    """Finds calls that all ranks must make: Horovod's, steps of wrapped optimizers, functions that contain such calls."""
+    """Finds calls that all ranks must make.
+
+    These are Horovod's collectives, steps of wrapped optimizers, and calls of functions that contain such calls.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source

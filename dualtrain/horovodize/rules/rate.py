@@ -58,7 +58,7 @@ def _is_lr(key: ast.expr | None) -> bool:
 class _Powers:
     """Computes the power of the number of ranks in an expression: 1 for ``lr * size``, 0 for ``1 + (size - 1) / size``.
 
-    It follows assignments and the script's functions. Unknown values count as independent of the number of ranks.
+    The class follows assignments and the script's functions. Unknown values count as independent of the number of ranks.
     """
 
     def __init__(self, source: Source) -> None:

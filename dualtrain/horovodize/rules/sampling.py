@@ -77,7 +77,7 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 
 
 def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
-    """Call set_epoch in the script's only loop over epochs; no edits if the loop or the sampler in it is uncertain."""
+    """Call set_epoch in the loop over epochs. No edits unless there is one such loop and ``sampler`` is known in it."""
     loops = _epoch_loops(source)
     if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):
         return []
@@ -85,7 +85,7 @@ def _set_epoch(source: Source, sampler: str, assignment: ast.AST) -> list[Edit]:
 
 
 def _reaches(source: Source, target: str, statement: ast.AST, loop: ast.For) -> bool:
-    """Return whether ``target``, which only ``statement`` assigns, certainly has this value in ``loop``."""
+    """Return whether ``target``, which only ``statement`` assigns, certainly has the assigned value in ``loop``."""
     home, user = source.scope(statement), source.scope(loop)
     if home is user:
         return source.parents[statement] in source.above(loop) and statement.lineno < loop.lineno  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ def _has_trainer(source: Source) -> bool:
 
 
 def _is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
-    """Return whether the data set's name or the expressions that define it indicate that it depends on the rank."""
+    """Return whether the data set's name or the expressions that define it indicate that the data depend on the rank."""
     if _SHARDED.search(ast.unparse(data)):
         return True
     names = {ast.unparse(node) for node in ast.walk(data) if isinstance(node, ast.Name | ast.Attribute)}

@@ -11,9 +11,9 @@ from dualtrain.horovodize.source import Source
 
 
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
-    """Insert synchronize() before an event, and put the steps until the next backward into skip_synchronize().
+    """Insert synchronize() before an event, and put each optimizer's next step into skip_synchronize().
 
-    Return no edits unless the steps certainly follow, and the optimizer is certainly a wrapped one.
+    Return no edits unless these steps certainly follow, and the optimizers are certainly wrapped.
     """
     event = events[number]
     later = [event, *until_backward(events, number)]

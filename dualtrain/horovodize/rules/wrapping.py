@@ -52,7 +52,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
 
 
 def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
-    """Parameters that are frozen after an optimizer is wrapped; one finding for all."""
+    """Parameters that are frozen after an optimizer is wrapped; one finding for all parameters."""
     later = (node for _, wrap in source.wraps for node in nodes_after(source, wrap))
     lines = {source.statement(node).lineno for node in later if _freezes(source, node)}
     for line in sorted(lines)[:1]:
@@ -64,7 +64,7 @@ def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def _freezes(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` freezes parameters, and nothing in its function unfreezes any, as scripts of GANs do."""
+    """Return whether ``node`` freezes parameters, unless its function also unfreezes some, as a GAN's training does."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
         value = node.args[0] if node.args else keyword(node, "requires_grad")
         return _is(value, False) and not _unfreezes_too(source, node)

@@ -64,7 +64,7 @@ class State:
 
     Args:
         bcast_object: gives every rank the root's object.
-        get_rank: this process's rank.
+        get_rank: returns this process's rank.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -79,7 +79,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Drop messages about the old world, then run ``reset`` and the reset callbacks. Called in the new world."""
+        """Discard messages about the old world, then run ``reset`` and the reset callbacks. Called in the new world."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -101,7 +101,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise, on all ranks or none, if the root was informed of a change of hosts. Collective.
+        """Raise on every rank if the root was informed of a change of hosts. Collective.
 
         Raises:
             HostsUpdatedInterrupt: the hosts have changed.
@@ -143,7 +143,7 @@ class ObjectState(State):
 
     Args:
         bcast_object: gives every rank the root's object.
-        get_rank: this process's rank.
+        get_rank: returns this process's rank.
         kwargs: the objects, by name; the same names on every rank.
     """
 

@@ -1,4 +1,4 @@
-"""Sampler that continues within an epoch after the world has changed, without repeating samples."""
+"""Sampler that continues an epoch after the world has changed, and leaves out the samples that were processed."""
 
 from __future__ import annotations
 

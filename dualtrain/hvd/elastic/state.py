@@ -88,7 +88,7 @@ class ModelStateHandler(StateDictHandler):
     _saved_model_state = property(lambda self: self._saved)  # Horovod's tests read the state by this name
 
     def restore(self) -> None:
-        """Load the saved state; its tensors are not copied here, since ``load_state_dict`` of modules copies them."""
+        """Load the saved state; its tensors are not copied here, because ``load_state_dict`` of modules copies them."""
         tensors = {id(value): value for value in self._saved.values() if isinstance(value, torch.Tensor)}
         self.value.load_state_dict(copy.deepcopy(self._saved, tensors))
 
@@ -198,7 +198,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Adapt samplers to the new world."""
+        """Adapt all objects to the new world."""
         for handler in self._handlers.values():
             handler.reset()
 
