@@ -76,7 +76,7 @@ class _ThreadsWatch(Watch):
 
     def send(self, message: Message) -> None:
         for rank, watch in list(self.room.watches.items()):
-            if rank != message["rank"]:
+            if "waits" in message or rank != message["rank"]:
                 watch.note(message)
 
 

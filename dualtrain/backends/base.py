@@ -225,7 +225,7 @@ class Primitives(ABC):
         except BackendError:
             raise
         except Exception as error:  # libraries raise many types, and each means that the operation failed
-            raise self.failure(what, error) from error
+            raise self.failure(what, error, waited=True) from error
         # Don't report the end of this wait after a timeout: other ranks time out at about the same moment, and must not
         # name this rank as missing.
         if self.watch is not None and reported:
@@ -234,31 +234,45 @@ class Primitives(ABC):
     def _overdue(self) -> str:
         """Return the message of a timeout, which names the ranks that have not reached the operation."""
         late = f"waited {self.timeout:g} s for"
-        waiting = {} if self.watch is None else dict(self.watch.waiting)
-        others = [rank for rank in self.members if rank != self.members[self.rank]]
-        missing = [str(rank) for rank in others if not waiting.get(rank)]
+        others = self._others()
         if self.watch is None or not others:
             return f"{late} the other ranks, one of which has not reached this operation, or hangs"
+        waiting = dict(self.watch.waiting)
+        missing = self._missing(waiting)
         if missing:
-            several = len(missing) > 1
-            return (
-                f"{late} rank{'s' * several} {', '.join(missing)}, which {'have' if several else 'has'} not reached "
-                f"this operation, or {'hang' if several else 'hangs'}"
-            )
+            return f"{late} {_not_here(missing)}"
         elsewhere = "; ".join(f"rank {rank} in {waiting[rank][-1]}" for rank in others)
         return f"{late} the other ranks, which wait too ({elsewhere}); make the same calls in the same order on every rank"
 
-    def failure(self, what: str, error: BaseException) -> BackendError:
+    def _others(self) -> list[int]:
+        """Return the numbers in the job of this backend's other ranks."""
+        return [rank for rank in self.members if rank != self.members[self.rank]]
+
+    def _missing(self, waiting: Mapping[int, list[str]]) -> list[int]:
+        """Return the other ranks that have not reported a wait; call this once this rank has reported its own wait."""
+        own, others = self.members[self.rank], self._others()
+        if own != 0 and 0 in others and not waiting.get(own):
+            return [0]  # rank 0 has not sent this rank's report back, so it forwards no reports of other ranks either
+        return [rank for rank in others if not waiting.get(rank)]
+
+    def failure(self, what: str, error: BaseException, *, waited: bool = False) -> BackendError:
         """Return the :class:`BackendError` for a third-party ``error`` in the operation ``what``.
+
+        ``waited`` is true if the library gave up a wait for other ranks: the message then names ranks that do not wait.
 
         Raises:
             PeerFailedError: instead, if a rank is known to have failed.
         """
+        reason = " ".join(str(error).split()) or type(error).__name__
         if self.watch is not None and not isinstance(error, TimeoutError):
+            if waited:
+                self.watch.report_wait(what)
             # A broken connection is often noticed before the failed rank's report arrives.
             self.watch.wait_for_report(_REASON_SECONDS)
             self.raise_if_peer_failed(what, cause=error)
-        reason = " ".join(str(error).split()) or type(error).__name__
+            missing = self._missing(dict(self.watch.waiting)) if waited else []
+            if missing:
+                reason = f"waited for {_not_here(missing)} ({reason})"
         return BackendError(f"{what} failed on rank {self.rank} of {self.size}: {reason}")
 
     def raise_if_peer_failed(self, what: str, cause: BaseException | None = None) -> None:
@@ -267,6 +281,13 @@ class Primitives(ABC):
         if failure is not None:
             message = f"{what} cannot end on rank {self.rank} of {self.size}: {failure.describe()}"
             raise PeerFailedError(message, failure) from cause
+
+
+def _not_here(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks))
+    if len(ranks) > 1:
+        return f"ranks {numbers}, which have not reached this operation, or hang"
+    return f"rank {numbers}, which has not reached this operation, or hangs"
 
 
 class Done(Work[None]):

@@ -37,6 +37,9 @@ _YIELDING_SECONDS = 0.01  # a wait yields the core between polls for this long, 
 #: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
 #: backend's name, and the reason why this host cannot be used, or ``None``.
 Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
+#: Gloo's timeout in Horovod counts from the last message, and its error names no rank: the backend's own comes first.
+_GLOO_SECONDS_MORE = 3
+_SHUT_DOWN = "Horovod has been shut down"  # error of an operation that is started after Horovod's thread has failed
 _worlds = count()
 _ADDRESS_KEY = "horovod"  # key of the job's store, with the address of the store that Horovod's processes use
 INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
@@ -261,7 +264,7 @@ class HorovodBackend(Backend):
         try:
             return _HorovodWork(self, issue(), what, output, held)
         except (RuntimeError, ValueError) as error:
-            raise self.failure(what, error) from error
+            raise self.failure(what, error, waited=_SHUT_DOWN in str(error)) from error
 
     def subset(self, ranks: Sequence[int], world: World | None) -> HorovodBackend | None:
         self._groups += 1
@@ -312,7 +315,9 @@ def _initialise(
     """
     if not world.launcher.startswith("mpi"):
         _check_name()
-    with variables({name: os.environ.get(name, value) for name, value in _defaults(world, groups).items()}):
+    limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)) + _GLOO_SECONDS_MORE)}
+    defaults = _defaults(world, groups) | (limits if launched else {})
+    with variables({name: os.environ.get(name, value) for name, value in defaults.items()}):
         if launched:
             _initialise_launched(start, world, timeout)
             return None
@@ -320,7 +325,8 @@ def _initialise(
             with variables(description(world)):
                 start()
             return None
-        return _initialise_by_store(start, world, timeout, meet)
+        with variables(limits):
+            return _initialise_by_store(start, world, timeout, meet)
 
 
 def _scope(store: KeyValueStore | None) -> str:
@@ -380,9 +386,8 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
                 f"Horovod started on rank {world.rank}, but not on all {world.size} ranks within {timeout:g} s"
             ) from error
 
-    limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)))}
     with (
-        variables(limits | description(world)),
+        variables(description(world)),
         _http_store(listening_address(world), world.rank == 0, share, joined),
     ):
         start()

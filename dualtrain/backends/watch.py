@@ -41,7 +41,8 @@ class Watch:
     Attributes:
         failure: the first known failure; a quiet one is replaced by the first that is not quiet.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
-        waiting: for each rank, the operations that it has been waiting for, for more than a second.
+        waiting: for each rank, the operations that it has been waiting for, for more than a second. Rank 0 sends every
+            report back, so another rank finds its own wait here unless rank 0's process hangs.
     """
 
     def __init__(self, ranks: Ranks, address: str) -> None:
@@ -119,10 +120,10 @@ class Watch:
         self.send({"rank": self.rank, "waits": what, "ended": ended})
 
     def send(self, message: Message) -> None:
-        """Send ``message`` on all connections but the one to the rank that the message is about."""
+        """Send ``message`` on all connections; a failure not to the rank that it is about."""
         with self._sending:
             for connection in self._connections:
-                if connection.rank != message["rank"]:
+                if "waits" in message or connection.rank != message["rank"]:
                     with suppress(OSError):  # the receiving thread reports the broken connection
                         connection.send(message)
 

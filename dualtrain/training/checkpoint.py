@@ -105,7 +105,9 @@ def load(path: Path) -> dict[str, Any]:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except FileNotFoundError:
-        raise DamagedError(f"checkpoint {str(path)!r} does not exist") from None
+        raise DamagedError(
+            f"checkpoint {str(path)!r} does not exist: name an existing file, or resume a run with --run-dir and --resume"
+        ) from None
     except IsADirectoryError:
         raise DamagedError(
             f"checkpoint {str(path)!r} is a folder: name a file, or resume a run with --run-dir and --resume"

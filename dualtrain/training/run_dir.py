@@ -25,7 +25,7 @@ from dualtrain.training.folder_lock import FolderLock, refuse, user_of
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS = "model-best.safetensors"
 _NAMES = re.compile(
-    r"(config|task|summary|do-not-restart)\.json|(metrics|attempts)\.jsonl|\.progress|model(-best)?\.safetensors"
+    r"(config|task|summary|do-not-restart)\.json|(metrics|attempts)\.jsonl(\.aside)?|\.progress|model(-best)?\.safetensors"
     r"|generation-[0-9]+"
 )
 
@@ -163,7 +163,8 @@ class MetricsFile:
             aside = path.with_name(f"{path.name}.aside")
             lock.check()
             link_whole(path, aside)
-            report(f"{path} has {unreadable} lines that are no metrics: these are left out; the old file is {aside.name}")
+            found = "1 line that is no metric" if unreadable == 1 else f"{unreadable} lines that are no metrics"
+            report(f"{path} has {found}, left out of the new file; the old file is {aside.name}")
         content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step).encode()
         write_whole(path, content, lock.check)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from dualtrain.errors import UserError
+from dualtrain.rendezvous import session
 from dualtrain.rendezvous.session import agree_on_session
 
 
@@ -53,6 +54,13 @@ def test_an_attempt_of_another_size_is_not_joined():
     times_out(store, 1, 4)
     times_out(store, 0, 4)
     assert len(set(attempt(store, 2))) == 1
+
+
+def test_a_running_rank_of_another_size_does_not_join():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as executor:
+        both = [executor.submit(agree_on_session, store, rank, size, limit(1.0)) for rank, size in ((0, 2), (1, 4))]
+        assert all(isinstance(each.exception(), UserError) for each in both)
 
 
 def test_a_rank_that_is_late_is_waited_for():
@@ -109,3 +117,12 @@ def test_only_one_of_two_processes_with_one_rank_joins():
         assert sessions == {leader.result()}
     assert len(errors) <= 1  # the second process gets no answer if it starts after all ranks have joined
     assert all("rank 1 of 2 has joined already" in error or "did not answer" in error for error in errors)
+
+
+def test_a_second_process_that_gets_the_same_answer_does_not_join(monkeypatch):
+    monkeypatch.setattr(session.secrets, "token_hex", lambda _: "same")
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as executor:
+        all_three = [executor.submit(agree_on_session, store, rank, 2, limit()) for rank in (0, 1, 1)]
+        errors = [str(each.exception()) for each in all_three if each.exception() is not None]
+    assert ["rank 1 of 2 has joined already" in error for error in errors] == [True]

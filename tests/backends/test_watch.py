@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -174,6 +175,7 @@ def waits_elsewhere(backend):
         backend.barrier()
         return
     backend.barrier()
+    backend.watch.report_wait("sum of 'a'")
     assert "the other ranks, which wait too (rank 0 in sum of 'b'); make the same calls" in backend._overdue()
     backend.barrier()
     backend.barrier()
@@ -182,6 +184,46 @@ def waits_elsewhere(backend):
 
 def test_ranks_that_wait_in_different_calls_are_named():
     run_threads(2, waits_elsewhere)
+
+
+def rank_0_hangs(backend):
+    threads, backend.watch = backend.watch, Watch(backend, "127.0.0.1")
+    if backend.rank == 0:
+        backend.watch._handle = lambda messages, left: None
+    backend.barrier()
+    if backend.rank > 0:
+        backend.watch.report_wait("sum of 'b'")
+    backend.barrier()
+    said = backend._overdue()
+    backend.barrier()
+    backend.watch.leave()
+    backend.watch = threads
+    return said
+
+
+def test_a_rank_0_that_hangs_is_named_alone_though_it_forwards_no_reports():
+    for said in run_threads(3, rank_0_hangs)[1:]:
+        assert said == "waited 20 s for rank 0, which has not reached this operation, or hangs"
+
+
+def test_an_error_of_the_library_names_the_ranks_that_do_not_wait():
+    failed = threading.Semaphore(0)
+
+    def the_library_gives_up(backend):
+        """Ranks 0 and 1 have the same error; rank 2, whose process hangs, reports nothing."""
+        watch, said = backend.watch, ""
+        if backend.rank < 2:
+            watch.wait_for_report = lambda seconds: holds(lambda: watch.waiting.keys() == {0, 1})
+            said = str(backend.failure("sum of 'b'", RuntimeError("it was shut down"), waited=True))
+            failed.release()
+        else:
+            assert all(failed.acquire(timeout=CONTRACT_SECONDS) for _ in range(2))
+        backend.barrier()
+        return said
+
+    first, second, _ = run_threads(3, the_library_gives_up)
+    said = "waited for rank 2, which has not reached this operation, or hangs (it was shut down)"
+    assert (first, second) == tuple(f"sum of 'b' failed on rank {rank} of 3: {said}" for rank in (0, 1))
 
 
 # -- Watch alone, on threads ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -155,6 +156,22 @@ def test_remaining_processes_of_a_job_are_ended(rank):
     assert rank.end() == []  # SIGTERM has ended the process after SIGCONT; no SIGKILL was needed
     assert rank.ranks() == {}
     assert rank.status() == -signal.SIGTERM
+
+
+def test_a_launcher_that_hangs_in_the_kernel_is_one_of_the_processes_that_are_left(tmp_path, monkeypatch):
+    """It survives SIGKILL, which neither the drill nor a test can force."""
+    job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
+
+    def wait(seconds):
+        raise subprocess.TimeoutExpired("torchrun", seconds)
+
+    job._launcher = SimpleNamespace(pid=7, poll=lambda: None, wait=wait)
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(job, "_processes", lambda: [(7, None)])
+    monkeypatch.setattr("dualtrain.drill.job.send", lambda process, number: sent.append((process, number)))
+    monkeypatch.setattr("dualtrain.drill.job.END_SECONDS", 0.0)
+    assert job.end() == [7]
+    assert sent[-1] == (7, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("name", ["SIGKILL of a rank", "SIGKILL of all ranks", "SIGKILL of the launcher"])

@@ -24,7 +24,7 @@ from dualtrain.errors import NotSavedError, StoppedError, UserError
 from dualtrain.training import checkpoint, checkpoint_writer, signals
 from dualtrain.training.folder_lock import FolderLock
 from dualtrain.training.optimizers import check_state, optimizer_names
-from dualtrain.training.run_dir import step_of
+from dualtrain.training.run_dir import MetricsFile, step_of
 from dualtrain.training.signals import note_early_requests
 
 #: Flags of a run with an evaluation after every two steps. Each evaluation is better than the one before.
@@ -169,8 +169,6 @@ def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkp
 
 
 def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, capsys):
-    from dualtrain.training.run_dir import MetricsFile
-
     write = MetricsFile.write
 
     def full(self: MetricsFile, **values: Any) -> None:
@@ -186,8 +184,6 @@ def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, capsys
 
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_the_others_whole(tmp_path):
-    from dualtrain.training.run_dir import MetricsFile
-
     file = MetricsFile(tmp_path, 0, print, FolderLock())
     file.write(step=1)
     raw = file._file
@@ -207,6 +203,13 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_others_whole(tmp_path):
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 3]
 
 
+def test_a_single_line_that_is_no_metric_is_reported_as_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nno metric\n')
+    said: list[str] = []
+    MetricsFile(tmp_path, 9, said.append, FolderLock()).close()
+    assert ["metrics.jsonl has 1 line that is no metric, " in line for line in said] == [True]
+
+
 def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, capsys):
     train(tmp_path, 1)
     metrics = tmp_path / "metrics.jsonl"
@@ -215,7 +218,8 @@ def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, capsys):
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "step-latest.safetensors").write_bytes(b"")
     (checkpoints / "step-00000009.safetensors").symlink_to("step-00000009.safetensors")
-    left = [checkpoints / ".step-00000001.safetensors.tmp", tmp_path / f".model-best.safetensors.{'0a' * 8}.tmp"]
+    names = (f".{name}.{'0a' * 8}.tmp" for name in ("model-best.safetensors", "metrics.jsonl.aside", ".progress"))
+    left = [checkpoints / ".step-00000001.safetensors.tmp", *(tmp_path / name for name in names)]
     for path in left:
         path.write_text("of a process that was killed")
     mine = tmp_path / ".notes.tmp"

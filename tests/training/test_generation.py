@@ -301,7 +301,8 @@ from dualtrain.main import main
 from dualtrain.training.folder_lock import FolderLock
 
 last, is_mine = threading.local(), FolderLock.is_mine
-changes = {"open": 0, "os.remove": 0, "os.truncate": 0, "os.rename": 1, "os.link": 1}  # index of the file's argument
+# The index of the file's argument.
+changes = {"open": 0, "os.mkdir": 0, "os.remove": 0, "os.truncate": 0, "os.rename": 1, "os.link": 1}
 
 def check(lock):
     last.checked = is_mine(lock)
@@ -313,7 +314,7 @@ def note(event, given):
     path = str(given[changes[event]])
     name = os.path.basename(path)
     # Ignore temporary files, which only one process uses, and the generation's file, which says who owns the folder.
-    if path.startswith(sys.argv[-1]) and not name.endswith(".tmp") and not name.startswith("generation-"):
+    if path.startswith(sys.argv[-1] + "/") and not name.endswith(".tmp") and not name.startswith("generation-"):
         print("changed" if getattr(last, "checked", False) else "changed without a check:", name)
         last.checked = False
 
@@ -327,7 +328,7 @@ sys.exit(main())
 def test_each_change_of_a_file_follows_a_check_of_the_generation(tmp_path, case):
     folder = tmp_path / "run"
     more, status = ("--resume", "auto", "--keep", "1", "--checkpoint-every", "1", "--run-dir", str(folder)), 0
-    expected = {"config.json", "task.json", "metrics.jsonl", "attempts.jsonl", ".progress"}
+    expected = {"checkpoints", "config.json", "task.json", "metrics.jsonl", "attempts.jsonl", ".progress"}
     if case in ("resumes", "resumes from a file"):
         train(folder, "--checkpoint-every", "1", "--epochs", "2")
         (folder / "do-not-restart.json").write_text("{}")

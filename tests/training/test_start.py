@@ -16,7 +16,7 @@ import dualtrain.training.loop as loop
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import UserError
-from dualtrain.training import checkpoint
+from dualtrain.training import checkpoint, start
 
 #: With this batch size an epoch has two steps; each epoch ends with an evaluation.
 FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--log-every", "1", "--workers", "0")
@@ -184,6 +184,24 @@ def test_a_file_named_auto_can_be_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="checkpoint 'auto' does not exist"):
         alone(tmp_path / "run", 1, "--resume", "./auto")
+
+
+def test_of_two_checkpoints_of_one_step_that_of_the_newer_generation_is_used(monkeypatch):
+    """Rank 0's was written by a process that another host has replaced."""
+    owners: list[int] = []
+
+    def send(folder: Path, name: str, owner: int, backend: Any) -> tuple[dict[str, Any], str]:
+        owners.append(owner)
+        return {"cursor": {}}, ""
+
+    monkeypatch.setattr(start, "_send", send)
+    monkeypatch.setattr(start, "compare_with_checkpoint", lambda *_: None)
+    name = "step-00000004.safetensors"
+    files = [start._File(4, rank, name, generation, "", [rank]) for rank, generation in ((0, 1), (1, 2))]
+    with connect("local") as backend:
+        _, copies = start._newest(Path("run"), files, {}, backend, "--resume auto", "")
+    assert owners == [1]
+    assert list(copies) == [name]
 
 
 def by_disk(backend, folder: str, epochs: str) -> tuple[dict[str, Any], list[str]]:
