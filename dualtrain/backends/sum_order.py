@@ -45,8 +45,8 @@ class SumOrder:
         owned: for each rank, the subtrees that its shards form, from left to right.
         nodes: the subtrees of all ranks, from left to right; their partial sums are exchanged.
         additions: additions of partial sums; made in this order, they leave the sum of all shards in the first partial sum.
-        merges: for each rank and each of its shards, how often the rank merges its two newest partial sums once it has
-            computed that shard.
+        merges: for each rank and each of its shards, how often the rank merges its two newest partial sums after
+            that shard.
         buffers: the largest number of partial sums that any rank keeps besides its newest one.
     """
 
