@@ -153,7 +153,7 @@ class RankNorm(SyncBatchNorm):
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replace the BatchNorm layers of ``model`` in place. Frozen BatchNorm layers have another class, and stay.
+    """Replace the BatchNorm layers of ``model`` in place. ``FrozenNorm`` layers have another class, and stay.
 
     Collective; blocks.
     """

@@ -17,7 +17,6 @@ nproc=${NPROC:-2}
 runs=${RUNS:-$root/runs/ways-$(date +%Y%m%d-%H%M%S)-$$}
 mkdir -p "$runs"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it and print five lines about it
-# All runs have the same global batch, so that they take the same steps.
 done_runs=()
 
 # way NAME COMMAND…: runs the command, and adds its run to done_runs if it succeeded.
@@ -28,6 +27,7 @@ way() {
   if "$@" --run-dir "$runs/$name"; then done_runs+=("$runs/$name"); else echo "($name: not possible here, see above)"; fi
 }
 
+# The recipe's global batch is the same for all runs, so that they take the same steps.
 main=(python -m dualtrain.main)
 way one-process "${main[@]}" --backend local "$@"
 way data-parallel "${main[@]}" --backend local --data-parallel "$@"

@@ -62,7 +62,7 @@ def test_a_hard_link_becomes_a_copy_if_links_are_not_supported(tmp_path, monkeyp
 
     for _ in range(2):
         files.link_whole(tmp_path / "a", tmp_path / "b")
-        files.link_whole(tmp_path / "a", tmp_path / "b")  # a second time: now both names are the same file
+        files.link_whole(tmp_path / "a", tmp_path / "b")  # again: in the first pass, both names are one file
         assert (tmp_path / "b").read_bytes() == b"content"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
         monkeypatch.setattr(files.Path, "hardlink_to", refuse)

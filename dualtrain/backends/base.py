@@ -99,7 +99,7 @@ class Primitives(ABC):
         hosts: the index of each rank's host, in rank order; equal indices mean the same host.
         timeout: the longest time in seconds that any wait lasts.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
-        on_wait: called about every quarter of a second during a wait, with this backend, the operation and the seconds
+        on_wait: called at least about four times a second during a wait, with this backend, the operation and the seconds
             waited.
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
     """

@@ -104,8 +104,9 @@ def connect(
         The backend; close it, or use it in a ``with`` statement.
 
     Raises:
-        UserError: a name is unknown, the device does not support the transport, a library is missing, the world cannot be
-            joined, or its size is not the number of processes that the launcher started.
+        UserError: a name is unknown, the device does not support the transport, the backend does not support
+            ``default_group``, a library is missing, two ranks use the same GPU with NCCL, the world cannot be joined, or
+            its size is not the number of processes that were started.
     """
     world = detect_world() if world is None else world
     if name == "auto" and world.launcher == "none":

@@ -2,7 +2,7 @@
 
 The encoding is torch's own file format, read in its weights-only mode. Objects may consist of None, bool, numbers, str,
 bytes, list, tuple, set, dict and tensors, and of the classes listed in this file, which hold values only: numpy's arrays
-and scalars, dates, paths, exact numbers, and the standard library's containers. The sender refuses anything else.
+and scalars, dates, paths, Decimal, Fraction, and the standard library's containers. The sender refuses anything else.
 """
 
 from __future__ import annotations

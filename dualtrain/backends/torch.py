@@ -105,7 +105,7 @@ class _TorchWork(Work[None]):
 
     def wait(self) -> None:
         if self._tensors and self._tensors[0].is_cuda:
-            self._work.wait()  # makes the current stream wait; with a timeout it would block the host
+            self._work.wait()  # makes the current stream wait; with a timeout it would block the CPU
         else:
             self._backend.await_bounded(self._what, self._wait_for)
         self._tensors = ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, ENTRIES, LENGTHS, OURS, TRAINER, TUNED
-from dualtrain.bench.statistics import Estimate, estimate
+from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 from dualtrain.report.document import asset, text
 
 WIDE, NARROW = 760, 360  # widths of the chart in pixels; the narrow chart has the names above the intervals
@@ -63,7 +63,7 @@ def _mark(results: Results, name: str, reference: str, job: str) -> Mark | None:
     entry = ENTRIES[name]
     tip = (
         f"{entry.title}, {job}: {found.value:.2f} times the steps per second of {ENTRIES[reference].title}, "
-        f"{found.low:.2f} to {found.high:.2f} ({found.pairs} pairs); {here:.2f} ms against {there:.2f} ms"
+        f"{found.low:.2f} to {found.high:.2f} ({rounds_of(found.pairs)}); {here:.2f} ms against {there:.2f} ms"
     )
     return Mark(entry.title, entry.module in (OURS, TRAINER), found, tip)
 

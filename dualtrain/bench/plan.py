@@ -1,12 +1,12 @@
 """Benchmark plan: workloads, comparisons and targets. It contains no measured numbers.
 
 A round starts every contender once, in fresh processes. Each contender measures all its jobs in one start, because starting
-takes longer than the steps. A row of the table compares two contenders; each round gives the row one pair of samples.
+takes longer than the steps. A row of the table compares two contenders; each round gives the row one ratio.
 
-The order alternates between rounds: A B, B A, A B, … On a machine that becomes steadily slower, the later contender of a
-pair is at a disadvantage: B in one round, A in the next. The errors therefore cancel in the median, and a linear drift only
-widens the interval. Tuned DDP, the reference of most rows, runs twice per round: the ratio of these two equal contenders
-is the noise floor.
+The order alternates between rounds: A B, B A, A B, … On a machine that becomes steadily slower, the later of two
+contenders is at a disadvantage: B in one round, A in the next. The errors therefore cancel in the median, and a linear
+drift only widens the interval. Tuned DDP, the reference of most rows, is listed as two contenders: the ratio of these
+two is the noise floor.
 
 A contender measures only what a row or the table of allreduces needs, with as few steps as a median allows: intervals
 depend on the number of rounds, and every second of a round is spent seven times.
@@ -73,7 +73,7 @@ ABOUT = {
     "epoch": "an epoch of mnist-convnet on 12,000 images, with reading, without evaluation",
     "import": "the time that import dualtrain adds to import torch",
 }
-#: Number of rounds, if time permits; a verdict needs as many pairs.
+#: Number of rounds, if time permits; a verdict needs as many.
 ROUNDS = 7
 TRAINER_STEPS = 250
 STALL_STEPS = 2

@@ -1,7 +1,7 @@
 """Rows of the result table: throughput ratios and costs, each with its interval, target and verdict.
 
 A target is met if the whole interval reaches it, and not met if no part of the interval does; otherwise the verdict is
-"not shown". Rows with fewer pairs than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
+"not shown". Rows with fewer rounds than ``ROUNDS`` get no verdict, because their intervals are too uncertain.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
-from dualtrain.bench.statistics import Estimate, estimate, pairs_of
+from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 
 RAW = {TUNED, "ddp", "hvd-gloo", "hvd-mpi"}  # the reference for final weights
 UNITS = {"ms": 1e3, "µs": 1e6}
@@ -32,7 +32,7 @@ class Row:
         seconds: for a ratio, the median times of both contenders.
         weights: whether the final weights equal those of the raw script.
         target: value that the interval should reach, if there is one.
-        verdict: ``MET``, ``NOT_MET`` or ``NOT_SHOWN``; empty without a target or with too few pairs.
+        verdict: ``MET``, ``NOT_MET`` or ``NOT_SHOWN``; empty without a target or with too few rounds.
         note: remark on the verdict, or the reason why there is no verdict.
         accuracies: for an epoch, the accuracies of both contenders.
         one: name of the contender that is measured.
@@ -98,7 +98,7 @@ def _unjudged(target: float | None, found: Estimate) -> str:
     """Return the reason why a row with a target gets no verdict, or an empty string if it gets a verdict."""
     if target is None or found.pairs >= ROUNDS:
         return ""
-    return f"{pairs_of(found.pairs)}: not judged"
+    return f"{rounds_of(found.pairs)}: not judged"
 
 
 def _weights(job: str, one: str, other: str, results: Results) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 LEVEL = 0.98  # smallest confidence level; an interval from the smallest to the largest of seven values has 98.4 %
 
 
-def pairs_of(count: int) -> str:
-    """Return "1 pair", "2 pairs" and so on."""
-    return f"{count} pair{'s' * (count > 1)}"
+def rounds_of(count: int) -> str:
+    """Return "1 round", "2 rounds" and so on."""
+    return f"{count} round{'s' * (count > 1)}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Estimate:
         value: the median.
         low: the lower end of the interval.
         high: the upper end of the interval.
-        pairs: number of values.
+        pairs: number of values, one for each round in which both contenders ran.
         level: probability that such an interval contains the true median, whatever the distribution of the values.
     """
 
@@ -35,7 +35,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the median of ``values``, one per pair, and the narrowest order-statistic interval of level ``LEVEL`` or more.
+    """Return the median of ``values``, one per round, and the narrowest order-statistic interval of at least ``LEVEL``.
 
     The interval is from the k-th smallest to the k-th largest value. With fewer than seven values, it is from the smallest
     to the largest value, and its level is lower.

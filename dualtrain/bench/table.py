@@ -11,7 +11,7 @@ from itertools import groupby
 from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import CURES, ENTRIES, ROUNDS, TUNED
 from dualtrain.bench.rows import NOT_MET, NOT_SHOWN, OTHER, Row, sweep_of
-from dualtrain.bench.statistics import pairs_of
+from dualtrain.bench.statistics import rounds_of
 from dualtrain.console import size_in_words
 
 HEAD = ("", "ratio", "interval", "ms", "reference ms", "weights", "")
@@ -86,11 +86,11 @@ def _sweep(results: Results) -> Iterator[str]:
 
 def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[str]:
     """Yield the remarks below the table: method, missing contenders, failures and verdicts."""
-    levels = {row.found.pairs: f"{100 * row.found.level:.1f} % ({pairs_of(row.found.pairs)})" for row in rows}
+    levels = {row.found.pairs: f"{100 * row.found.level:.1f} % ({rounds_of(row.found.pairs)})" for row in rows}
     if levels:
         likely = ", ".join(levels[pairs] for pairs in sorted(levels, reverse=True))
         yield (
-            "ratios are the first contender's throughput divided by the second's: the median over pairs of processes, "
+            "ratios are the first contender's throughput divided by the second's: the median over the rounds, "
             f"and an interval that contains the true median with a probability of {likely}"
         )
     yield "on the CPU, dualtrain's script calls dualtrain.keep_freed_memory(); the others leave glibc's heap as it is"
@@ -113,7 +113,7 @@ def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
             yield f"targets that are {verdict}: {'; '.join(named)}"
     unjudged = [row for row in rows if row.target is not None and not row.verdict]
     if unjudged:
-        yield f"targets that are not judged: {len(unjudged)}; a verdict needs {pairs_of(ROUNDS)}"
+        yield f"targets that are not judged: {len(unjudged)}; a verdict needs {rounds_of(ROUNDS)}"
 
 
 def answer(results: Results, rows: Sequence[Row]) -> str:
@@ -136,7 +136,7 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
     ranks = next(s.ranks for s in results.samples[ours] if s is not None)
     said = f"with {ranks} ranks here, {ENTRIES[ours].title} runs {' and '.join(parts)}, {weights}{others}."
     fewest = min(row.found.pairs for row in verdicts)
-    few = "" if fewest >= ROUNDS else f" This is based on only {pairs_of(fewest)}: a verdict needs {ROUNDS}."
+    few = "" if fewest >= ROUNDS else f" This is based on only {rounds_of(fewest)}: a verdict needs {ROUNDS}."
     return f"{question}{_word(verdicts)}: {said}{few}"
 
 

@@ -30,7 +30,7 @@ MARK = "@dualtrain.bench "
 
 
 def main() -> None:
-    """See the module."""
+    """Run the jobs on this rank, and print their results; see ``worker``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("module")
     parser.add_argument("jobs", help="separated by commas")

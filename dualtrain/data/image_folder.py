@@ -21,7 +21,7 @@ def load_image_folder(folder: str | None, options: Options) -> Task:
     """Load the images below ``folder``; worker processes read them.
 
     Raises:
-        UserError: folders or images are missing, or train/ and val/ have different classes.
+        UserError: no folder is given, folders or images are missing, or train/ and val/ have different classes.
     """
     if folder is None:
         raise UserError("--dataset imagefolder is not embedded: name the folder of train/ and val/ with --data-dir")

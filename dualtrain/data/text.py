@@ -73,7 +73,7 @@ def load_text(options: Options) -> Task:
     """Load a text and split it into sequences; a random tenth of them, with a fixed seed, is for validation.
 
     Raises:
-        UserError: the file cannot be read or is too short.
+        UserError: the file cannot be read or is too short, or a sequence is to have fewer than 2 tokens.
     """
     words = re.findall(r"\w+|[^\w\s]", _text(options.text_file).lower())
     length = options.sequence_length

@@ -44,7 +44,7 @@ class ImageTransform:
     statistics: Statistics | None = None
 
     def __call__(self, images: torch.Tensor, numbers: torch.Tensor, seed: int) -> torch.Tensor:
-        """See the class."""
+        """Transform the images; see :data:`Transform`."""
         if self == ImageTransform() and images.is_floating_point():
             return images
         functional = v2().functional
@@ -65,7 +65,7 @@ class WeightsTransform:
     preset: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, images: torch.Tensor, numbers: torch.Tensor, seed: int) -> torch.Tensor:
-        """See the class."""
+        """Transform the images; see :data:`Transform`."""
         if not len(images):
             images = images.new_zeros(1, *images.shape[1:])
         transformed = self.preset(images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images)

@@ -90,14 +90,14 @@ class Exchange:
         if self._order is None or self.transfer.sparse_as_dense:
             self.sparse.add(found, self.transfer)
 
-    def leave_layout(self, *, host_waits: bool) -> None:
+    def leave_layout(self, *, cpu_waits: bool) -> None:
         """Complete an exchange of zeros before the layout is replaced: other ranks may wait for it. Collective; blocks.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout.
         """
         if self._backend is not None:
-            self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, host_waits)
+            self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
 
     def forget(self) -> None:
         """Discard the buckets, and with them a failed exchange. Called when another world replaces the current one."""
@@ -141,11 +141,11 @@ class Exchange:
         for slot in self.slots:
             slot.param.grad = None
 
-    def wait(self, *, host_waits: bool = False) -> bool:
+    def wait(self, *, cpu_waits: bool = False) -> bool:
         """Block until the round has ended; all its buckets must have been sent. Return whether any rank refuses.
 
         Args:
-            host_waits: whether the host waits anyway for results on a GPU.
+            cpu_waits: whether the CPU waits anyway for results on a GPU.
 
         Raises:
             BackendError: a rank failed, did not take part within the backend's timeout, or (on a GPU) refuses.
@@ -153,7 +153,7 @@ class Exchange:
         assert self._backend is not None
         for bucket in self.schedule.buckets:
             bucket.finish()
-        return self.refusals.flagged(self._backend, self.schedule.buckets, host_waits)
+        return self.refusals.flagged(self._backend, self.schedule.buckets, cpu_waits)
 
     def refuse(self) -> NoReturn:
         """Raise BackendError with the first rank's reason, after a round in which a rank refused. Collective; blocks."""
@@ -191,7 +191,7 @@ class Exchange:
         if all(slot.param.grad is None for slot in self.slots):
             self.reduced = False
         elif any(buffer.is_cpu and buffer._version != version for buffer, version in self._results):
-            # The gradients were clipped in place, or zeroed. Values on a GPU are not read: the host would wait for them.
+            # The gradients were clipped in place, or zeroed. Values on a GPU are not read: the CPU would wait for them.
             self.reduced = any(has_values(slot.param.grad) for slot in self.slots)
         return self.reduced
 

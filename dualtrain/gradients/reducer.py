@@ -179,7 +179,7 @@ class GradientReducer:
         self._use_layout()
         while exchange.schedule.has_unsent:
             exchange.send_next(self._scalars)
-        if exchange.wait(host_waits=self._scalars is not None):
+        if exchange.wait(cpu_waits=self._scalars is not None):
             self._start_over(reduced=False)
             exchange.refuse()
         if self._scalars is not None:
@@ -201,7 +201,7 @@ class GradientReducer:
     def _use_layout(self) -> None:
         self._add_unfrozen()
         if not self._exchange.laid_out:
-            self._exchange.leave_layout(host_waits=self._scalars is not None)
+            self._exchange.leave_layout(cpu_waits=self._scalars is not None)
             self._lay_out()
 
     def add_shard(self) -> None:

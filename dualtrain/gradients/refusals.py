@@ -125,15 +125,15 @@ class Refusals:
         """Clear the flag, for a shard that is not the last one of this rank."""
         self._flag.zero_()
 
-    def flagged(self, backend: Backend, buckets: Sequence[Bucket], host_waits: bool) -> bool:
+    def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:
         """Return, on every rank, whether a rank has refused in the exchange that has ended.
 
-        With gradients on a GPU, the host reads the flag only if it waits for the exchange anyway. If it does not, this
+        With gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, this
         raises BackendError instead: at once on the rank that has the reason, one step later on the others.
         """
         if not buckets:
             return False
-        if self._flag.is_cpu or host_waits:
+        if self._flag.is_cpu or cpu_waits:
             return math.isnan(self._flag.item())
         mine, earlier = self.reason(buckets), self._late is not None and self._late.raised()
         self._late = self._late or _LateFlag(self._flag)
@@ -147,17 +147,17 @@ class Refusals:
             )
         return False
 
-    def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, host_waits: bool) -> None:
+    def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, cpu_waits: bool) -> None:
         """Complete an exchange of zeros in the layout that this rank leaves. Collective; blocks.
 
         A rank that keeps the layout waits for this exchange, in which the flag reports that this rank leaves. The first
-        ``sent`` buckets were sent before. Does nothing with gradients on a GPU if the host does not wait for the exchange:
+        ``sent`` buckets were sent before. Does nothing with gradients on a GPU if the CPU does not wait for the exchange:
         the other ranks do not compare reasons then.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout.
         """
-        if not buckets or not (self._flag.is_cpu or host_waits):
+        if not buckets or not (self._flag.is_cpu or cpu_waits):
             return
         for bucket in buckets[sent:]:
             bucket.clear()
@@ -199,14 +199,14 @@ def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
 
 
 class _LateFlag:
-    """A flag on a GPU that the host reads one step later, so that the host does not wait for the GPU."""
+    """A flag on a GPU that the CPU reads one step later, so that the CPU does not wait for the GPU."""
 
     def __init__(self, flag: torch.Tensor) -> None:
         self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def copy(self, flag: torch.Tensor) -> None:
-        """Start to copy ``flag`` to the host, after :meth:`raised` has read the previous flag."""
+        """Start to copy ``flag`` to the CPU, after :meth:`raised` has read the previous flag."""
         self._value.copy_(flag, non_blocking=True)
         self._copied.record(torch.cuda.current_stream(flag.device))
 

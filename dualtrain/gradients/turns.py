@@ -63,7 +63,8 @@ class Turns:
         """Return the reducers that exchange gradients together with reducer ``number``. Collective if there are several.
 
         Raises:
-            BackendError: the ranks are in different calls, or a reducer that a rank uses was garbage-collected on another.
+            BackendError: the ranks differ in their calls or in the steps taken, a reducer that a rank uses was
+                garbage-collected on another, or there are more than ``_PLACES`` reducers.
         """
         backend = self._backend()
         if backend is None or len(self._members) < 2:

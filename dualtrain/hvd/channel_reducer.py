@@ -56,7 +56,7 @@ class ChannelReducer(HorovodReducer):
         named = list(named)
         self._on_cpu = _are_on_cpu(named)
         #: One extra scalar: the number of joined ranks that averages leave out. It is read and written only if a rank
-        #: may have joined, because with a GPU each access is a copy between host and device.
+        #: may have joined, because with a GPU each access is a copy between GPU and CPU.
         self._exchange = Exchange(self.hooks, transfer, scalars=1)
         self._is_left_out = False  # whether averages leave out this rank, which has joined
         self._traced = False  # whether the timeline records this exchange

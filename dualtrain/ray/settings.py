@@ -65,7 +65,8 @@ def placement(
     """Return the placement that the arguments of ``RayExecutor`` describe.
 
     Raises:
-        UserError: both or none of ``num_workers`` and ``num_hosts`` are given, or a number is wrong.
+        UserError: both or none of ``num_workers`` and ``num_hosts`` are given, a number is wrong, or
+            GPUs are requested without ``use_gpu``.
     """
     if (num_workers is None) == (num_hosts is None):
         raise UserError(

@@ -70,7 +70,8 @@ def run(
 
     Raises:
         RankFailedError: the function failed on a rank, or a rank's process ended.
-        UserError: there is no SparkContext, Spark did not start the tasks in time, or the function cannot be pickled.
+        UserError: an argument is wrong, there is no SparkContext, Spark did not start the tasks in time, or the function
+            cannot be pickled.
     """
     if stdout is not None or stderr is not None:
         raise UserError(

@@ -267,7 +267,8 @@ class Attempt:
         recovery = Recovery(death.cause, death.rank, death.step, repeated, round(seconds, 3))
         self._append({"event": "recovery", "attempt": death.attempt, **asdict(recovery)})
         steps = f"{repeated} step{'s' * (repeated != 1)} repeated"
-        return f"recovered: {death.describe()}; {steps}, {seconds:.1f} s from then to the end of step {self._step}"
+        after = f"the next step ({self._step}) ended {seconds:.1f} s after the failure"
+        return f"recovered: {death.describe()}; {steps}, {after}"
 
     def fail(self, cause: str, rank: int | None = None, *, requested: bool = False) -> None:
         """Record what ended this attempt. Only a rank's first call counts. The first record of any rank is the cause."""

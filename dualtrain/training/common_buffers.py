@@ -36,7 +36,7 @@ class _Place:
 
     def read(self) -> torch.Tensor:
         """Return the buffer that is there now. Raises ValueError if there is none."""
-        # Private in torch 2.5 to 2.15, and ten times as fast as getattr(), which must try and fail first.
+        # Private in torch 2.5 to 2.15, and ten times as fast as getattr(), which looks for an ordinary attribute first.
         tensor = self.module._buffers.get(self.key)
         if tensor is None:
             raise ValueError(f"buffer {self.name!r} has become None: virtual ranks need it until the end of training")
@@ -94,10 +94,10 @@ class CommonBuffers:
         """Keep the present values as those at the start of a step.
 
         Raises:
-            ValueError: the model has more or fewer buffers than before, or a buffer's shape or dtype has changed.
+            ValueError: the number of modules or buffers, or a buffer's shape or dtype, has changed.
         """
         if self._count_buffers() != self._structure:
-            raise ValueError("the model has gained or lost buffers since the trainer was made: make the trainer afterwards")
+            raise ValueError("the number of the model's modules or buffers has changed: make the trainer afterwards")
         now = self._read()
         for place, buffer, began in zip(self._all, now, self._began, strict=True):
             if buffer.shape != began.shape or buffer.dtype != began.dtype:
@@ -144,7 +144,7 @@ class CommonBuffers:
         """Return the numbers that ``shard`` adds to the sum after its forward passes: float64, (count,), on the CPU.
 
         Raises:
-            ValueError: a buffer has changed that must stay the same.
+            ValueError: a constant buffer has changed, an averaged one has another shape, or a counter changed too much.
         """
         now = self._read()
         vector = self._flat(now)

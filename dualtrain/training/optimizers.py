@@ -31,7 +31,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
     """Make the optimizer that ``step`` names, over the parameters that require gradients.
 
     Raises:
-        UserError: the optimizer is unknown, or does not accept its options.
+        UserError: the optimizer is unknown or does not accept its options, or the model has no parameters to train.
     """
     kinds = optimizer_names()
     kind = kinds.get(step.optimizer.lower())

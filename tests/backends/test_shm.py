@@ -360,7 +360,7 @@ FAULTS = {
         "bytes of shared memory: No space left",
     ),
     "refused to a peer": ("_open", PermissionError(13, "Permission denied"), ": Permission denied"),
-    "of another process": ("os.pread", b"\1" * 8, "its process number belongs to another process in this container"),
+    "of another process": ("os.pread", b"\1" * 8, "its PID belongs to another process in this container"),
 }
 
 

@@ -1,7 +1,7 @@
 """Set-ups by ``launch/setup.sh`` whose interpreter, GPU driver, CUDA compiler and Horovod are fakes.
 
-A set-up takes a second, needs no network and compiles nothing. The fakes record their arguments; a test writes
-their outputs into files.
+A set-up takes a second, needs no network and compiles nothing. The fakes record their arguments, and print
+files that a test has written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.pool import ROOT
 SECONDS = 60.0
 
 # The interpreter: `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code; the version of torch is
-# in the file "torch"; other calls go to Python. When pip builds Horovod's wheel, the file "build" gets the variables.
+# in the file "torch"; other calls go to Python. When pip builds Horovod's wheel, the file "build" gets its env.
 PYTHON = """#!/bin/bash
 here={folder}
 case "$1 $2" in
@@ -107,7 +107,7 @@ class Setup:
         (self._folder / "gpus").write_text("".join(f"{each}\n" for each in capabilities))
 
     def toolkit(self, version: str, *, complete: bool = True) -> Path:
-        """Make a CUDA toolkit, complete or with only the parts of NVIDIA's wheels. A file "nvcc" makes this nvcc fail."""
+        """Make a CUDA toolkit: complete, or nvcc alone. A file "nvcc" makes this nvcc fail."""
         self._program("toolkit/bin/nvcc", NVCC.format(folder=self._folder, version=version))
         for file in ("include/cuda_runtime.h", "include/cublas_v2.h", "include/cusparse.h", "lib64/libcudart.so"):
             if complete:
@@ -116,7 +116,7 @@ class Setup:
         return self._folder / "toolkit"
 
     def build(self) -> dict[str, str]:
-        """Return the variables of the last build of Horovod."""
+        """Return the environment variables of the last build of Horovod."""
         lines = (self._folder / "build").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 

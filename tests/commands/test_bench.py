@@ -122,7 +122,7 @@ def row(rows, one, other, job="resnet18"):
     return found
 
 
-def test_ratios_are_of_pairs_so_that_drift_cancels_out():
+def test_ratios_are_of_rounds_so_that_drift_cancels_out():
     rows = rows_of(results(shm=0.1, alone=0.08, ddp_tuned=0.15))
     found = row(rows, "shm", TUNED)
     assert found.found.value == pytest.approx(1.5)
@@ -178,7 +178,7 @@ def test_a_speed_with_other_weights_meets_no_target():
     assert "meets no target" in text_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
 
 
-def test_fewer_than_seven_pairs_give_no_conclusion():
+def test_fewer_than_seven_rounds_give_no_conclusion():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     found.samples["shm"][0] = None
     for sample in found.samples["shm"][1:]:
@@ -186,15 +186,15 @@ def test_fewer_than_seven_pairs_give_no_conclusion():
     rows = rows_of(found)
     ratio, cost = row(rows, "shm", TUNED), next(r for r in rows if r.one == "shm" and r.unit == "µs" and not r.other)
     for one in (ratio, cost):
-        assert (one.target is not None, one.verdict, one.note) == (True, "", "6 pairs: not judged")
+        assert (one.target is not None, one.verdict, one.note) == (True, "", "6 rounds: not judged")
     assert ratio.found.pairs == dataclasses.asdict(ratio)["found"]["pairs"] == ROUNDS - 1
     said = text_of(found)
     unjudged = sum(r.target is not None for r in rows if r.found.pairs < ROUNDS)
-    assert f"targets that are not judged: {unjudged}; a verdict needs 7 pairs" in said
-    assert said.endswith("This is based on only 6 pairs: a verdict needs 7.")
+    assert f"targets that are not judged: {unjudged}; a verdict needs 7 rounds" in said
+    assert said.endswith("This is based on only 6 rounds: a verdict needs 7.")
 
 
-def test_seven_pairs_give_a_conclusion_without_a_note_on_their_number():
+def test_seven_rounds_give_a_conclusion_without_a_note_on_their_number():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     said = text_of(found)
     assert "not judged" not in said
@@ -287,7 +287,7 @@ def test_the_page_has_the_answer_the_chart_the_workloads_the_machine_and_the_tab
         "Steps per second, relative to raw Horovod Gloo",
         ABOUT["resnet18"],
         ABOUT["sweep"],
-        "98.4 % (7 pairs)",
+        "98.4 % (7 rounds)",
         "All-reduce by size, ms",
         "0.010",
     ):

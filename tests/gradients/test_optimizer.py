@@ -365,7 +365,7 @@ def unscaled_by_the_step(backend):
             check(model, oracle)
             assert scaler.get_scale() == 2.0**9
             assert same_on_all(backend, list(model.parameters()))
-            # The inner optimizer gets found_inf as a tensor: no rank reads it on the host.
+            # The inner optimizer gets found_inf as a tensor: no rank reads it on the CPU.
             assert set(seen) == {title != "takes scaler"}
             assert not hasattr(optimizer, "found_inf")
 

@@ -1,4 +1,4 @@
-"""If only some ranks take a step, all ranks get an error, even if the host cannot detect that gradients were zeroed."""
+"""If only some ranks take a step, all ranks get an error, even if the CPU cannot detect that gradients were zeroed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Do nothing: on a GPU, the host cannot detect that gradients are zeroed in place."""
+    """Do nothing: on a GPU, the CPU cannot detect that gradients are zeroed in place."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
@@ -31,7 +31,7 @@ ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])
 def one_rank_steps(backend, zero):
     model = perceptron()
     optimizer = sgd(model, backend)
-    for step in range(3):  # the ranks' flags distinguish odd and even step counts
+    for step in range(3):  # an odd number: the ranks' flags show only whether the counts are odd or even
         vector_loss(model, step + backend.rank).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 Every rank's buffer is in memory that all ranks of its host map. When all ranks have posted "ready", each rank reduces its
 shard of all buffers, in rank order, and writes the result into all of them. When all ranks have posted "done", every buffer
-holds the whole result. No data is sent, nothing is copied twice, and the fixed order gives the same bits in every run.
+holds the whole result. On one host no data is sent, and the fixed order gives the same bits in every run.
 
 A short tensor is copied to a slot in shared memory instead, and every rank reduces all ranks' values for itself
 (``short.py``): one signal instead of two, which take longer than the reduction.
@@ -39,7 +39,7 @@ from dualtrain.errors import BackendError, PeerFailedError
 
 _STAGE_BYTES = 1 << 20  # size of the buffer through which tensors outside shared memory are copied, piece by piece
 _SLICE_SECONDS = 5e-4  # a blocking wait is interrupted after this time, so that other operations progress
-_VECTOR_BYTES = 1 << 10  # size of the longest vector that is exchanged through memory
+_VECTOR_BYTES = 1 << 10  # least size of the memory for a vector, rounded up to pages
 _TAG_BYTES = 64  # size of the tag of one operation
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
 _READY, _DONE, _VECTOR = range(3)

@@ -75,9 +75,9 @@ def map_on_host(
 def _open(pid: int, number: int, nonce: int, nbytes: int) -> torch.Tensor:
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        # If that rank runs in another container, its process number belongs to another process in this container.
+        # If that rank runs in another container, its PID belongs to another process in this container.
         if os.pread(descriptor, _NONCE_BYTES, nbytes) != nonce.to_bytes(_NONCE_BYTES, "little"):
-            raise OSError("its process number belongs to another process in this container")
+            raise OSError("its PID belongs to another process in this container")
         return _map(descriptor, nbytes)
     finally:
         os.close(descriptor)

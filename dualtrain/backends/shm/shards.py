@@ -127,6 +127,6 @@ class Plan:
 
 
 def _shard(count: int, size: int, rank: int) -> tuple[int, int]:
-    """Return begin and end of a rank's elements: whole cache lines, so that no two ranks write to the same line."""
+    """Return begin and end of a rank's elements, in multiples of 64: no two ranks write to the same cache line."""
     lines = -(-count // CACHE_LINE)
     return min(count, lines * rank // size * CACHE_LINE), min(count, lines * (rank + 1) // size * CACHE_LINE)

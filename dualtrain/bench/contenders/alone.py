@@ -1,4 +1,4 @@
-"""Training without communication: every rank trains its own model. This is the upper limit for all contenders.
+"""Training without communication, as a reference: every rank trains its own model.
 
 A barrier before each workload makes all ranks run at the same time. A rank that runs alone has all caches and memory
 bandwidth, and a speed that no distributed run can reach.
@@ -40,5 +40,5 @@ class Alone(Contender):
 
 
 def start(option: str, device: torch.device) -> Contender:
-    """See the package."""
+    """Join the world and return the contender; see ``contenders``."""
     return Alone(device)

@@ -68,5 +68,5 @@ class Ddp(Contender):
 
 
 def start(option: str, device: torch.device) -> Contender:
-    """See the package."""
+    """Join the world and return the contender; see ``contenders``."""
     return Ddp(option, device)

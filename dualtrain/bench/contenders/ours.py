@@ -142,5 +142,5 @@ def connected(name: str, transport: str, device: torch.device) -> Backend:
 
 
 def start(option: str, device: torch.device) -> Contender:
-    """See the package."""
+    """Join the world and return the contender; see ``contenders``."""
     return Ours(option, device)

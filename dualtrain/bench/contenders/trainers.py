@@ -41,5 +41,5 @@ class OfTrainer(Contender):
 
 
 def start(option: str, device: torch.device) -> Contender:
-    """See the package."""
+    """Join the world and return the contender; see ``contenders``."""
     return OfTrainer(option, device)

@@ -92,5 +92,5 @@ class Tutorial(Contender):
 
 
 def start(option: str, device: torch.device) -> Contender:
-    """See the package."""
+    """Join the world and return the contender; see ``contenders``."""
     return Tutorial(device)

@@ -37,5 +37,5 @@ class WithAccelerate(Contender):
 
 
 def start(option: str, device: torch.device) -> Contender:
-    """See the package."""
+    """Join the world and return the contender; see ``contenders``."""
     return WithAccelerate(device)

@@ -42,5 +42,5 @@ class WithFabric(Contender):
 
 
 def start(option: str, device: torch.device) -> Contender:
-    """See the package."""
+    """Join the world and return the contender; see ``contenders``."""
     return WithFabric(device)

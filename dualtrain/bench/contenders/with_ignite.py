@@ -36,5 +36,5 @@ class WithIgnite(Contender):
 
 
 def start(option: str, device: torch.device) -> Contender:
-    """See the package."""
+    """Join the world and return the contender; see ``contenders``."""
     return WithIgnite(device)
