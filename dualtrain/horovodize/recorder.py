@@ -309,6 +309,14 @@ def _processor() -> str:
     return found[0] if found else platform.machine()
 
 
+def _hash_of(given: Any) -> str:
+    """Return the hash of the script's file; an empty string for a module."""
+    if given.module:
+        return ""
+    with open(given.script, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
 def _parse(arguments: list[str]) -> Any:
     parser = argparse.ArgumentParser(prog="record.py", usage=str(__doc__).split("\n\n")[1][7:], allow_abbrev=False)
     parser.add_argument("--record", required=True)
@@ -346,7 +354,8 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         parser.error(f"cannot write to {given.record!r} ({error.strerror}): name another folder")
     python = platform.python_version()
-    facts = {"steps": given.steps, "seed": given.seed, "python": python, "processor": _processor(), "time": time.time()}
+    facts: dict[str, Any] = {"steps": given.steps, "seed": given.seed, "python": python, "time": time.time()}
+    facts.update(processor=_processor(), sha256=_hash_of(given))
     record.write("start", format=FORMAT, script=given.script, arguments=given.arguments, **facts)
     recorder = Recorder(record, given.steps)
     sys.meta_path.insert(0, _Finder(recorder))

@@ -354,6 +354,26 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
     assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
 
 
+def test_a_script_that_changed_since_it_was_recorded_is_the_likeliest_cause(simulated):
+    here, there = simulated(at(3, 0, nudge)), simulated()
+    here.ranks[0].start.update(sha256="b", arguments=["--lr", "0.2"])
+    there.ranks[0].start.update(sha256="a", arguments=["--lr", "0.1"], script="train.py")
+    verdict = verdict_of(Evidence([there], [here], recorded=True), ["train.py:3: clip_grad_norm_"])
+    assert verdict.status == 1
+    assert "the script has changed since it was recorded as 'train.py'" in verdict.line
+    there.ranks[0].start["sha256"] = "b"
+    verdict = verdict_of(Evidence([there], [here], recorded=True), [])
+    assert "arguments were --lr 0.1 when it was recorded, and are --lr 0.2 here" in verdict.line
+    same = simulated()
+    same.ranks[0].start.update(sha256="b", arguments=["--lr", "0.2"])
+    verdict = verdict_of(Evidence([there], [same], recorded=True), [])
+    assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps")
+    assert verdict.details[0].startswith("note: the script's arguments were --lr 0.1")
+    del there.ranks[0].start["sha256"]  # the record of an earlier version
+    there.ranks[0].start["arguments"] = ["--lr", "0.2"]
+    assert verdict_of(Evidence([there], [same], recorded=True), []).details == []
+
+
 def test_the_results_are_a_table_a_page_and_json_values(simulated):
     one, other = simulated(), simulated(at(3, 1, nudge))
     evidence = Evidence([one, one], [other], compat=one)
@@ -415,6 +435,11 @@ def record(simulated, tmp_path):
         (["--against", "{tmp}/none", "{script}"], "cannot read the record"),
         (["--against", "{tmp}/empty", "{script}"], "contains no record"),
         (["--against", "{record}", "--nproc", "3", "{script}"], "the record has 2 ranks"),
+        (["--against", "{record}", "--steps", "7", "{script}"], f"was made with --steps {STEPS}: leave --steps out"),
+        (["--against", "{record}", "--seed", "7", "{script}"], "was made without --seed: leave --seed out"),
+        (["--record", "{tmp}/new", "--json", "{tmp}/x.json", "{script}"], "--record compares nothing"),
+        (["--record", "{tmp}", "{script}"], "exists: name a new folder"),
+        (["--record", "{script}/new", "{script}"], "cannot write to"),
     ],
 )
 def test_refusals_are_one_line(arguments, message, record, tmp_path, capsys):
@@ -451,12 +476,34 @@ def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):
         (lambda path: path.write_text(path.read_text().replace('"sums"', '"other"')), "is not a record"),
         (lambda path: path.write_text(path.read_text().replace('"kind": "step"', '"kind": "leap"')), "is not a record"),
         (lambda path: path.unlink(), "lacks the record of rank 1"),
+        (lambda path: path.write_text(path.read_text().replace('"seed": null', '"seed": "x"')), "is not a record"),
+        (lambda path: path.write_text(path.with_name("rank-0.jsonl").read_text()), "is of rank 0 of 2, beside 2 ranks"),
+        (lambda path: path.with_name("rank-2.jsonl").write_text(path.read_text()), "mixes several runs"),
     ],
 )
 def test_a_damaged_record_is_refused(damage, message, record):
     damage(record / "rank-1.jsonl")
     with pytest.raises(UserError, match=message):
         read_record(record)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ({"reason": "error", "status": 1, "error": "ValueError: no"}, f"rank 1 failed after step {STEPS}: ValueError: no;"),
+        ({"reason": "exit", "status": 3}, f"rank 1 failed after step {STEPS}: exit status 3;"),
+        (None, f"rank 1 was killed after step {STEPS}, or its file is cut off"),
+    ],
+)
+def test_the_record_of_a_script_that_failed_is_refused(last, message, record, tmp_path, capsys):
+    path = record / "rank-1.jsonl"
+    *lines, end = path.read_text().splitlines()
+    lines += [] if last is None else [json.dumps({**json.loads(end), **last})]
+    path.write_text("\n".join(lines) + "\n")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    assert main(["--prove", "--against", str(record), str(script)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_an_unfinished_line_of_a_killed_process_is_ignored(record):

@@ -226,8 +226,8 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
         raise RunError(f"{side}: {where}, was killed, or exited without an exception (launcher: {status}){_last_line(log)}")
     if not run.steps:
         raise RunError(
-            f"{side}: the script ended before an hvd.DistributedOptimizer had taken a step on every rank: give it "
-            "arguments with which it trains"
+            f"{side}: the script ended before an hvd.DistributedOptimizer had taken a step on every rank, and only the "
+            "weights of these optimizers are compared: give it arguments with which it trains"
         )
 
 
