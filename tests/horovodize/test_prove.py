@@ -64,8 +64,10 @@ def stub(rank, size):
 
     library = types.SimpleNamespace(__name__="horovod.torch", rank=lambda: rank, size=lambda: size, Sum=1)
     library.DistributedOptimizer = distributed_optimizer
-    library.allreduce_async = lambda tensor, name, op: 0
+    library.allreduce_async = lambda tensor, name, op: size
     library.poll = lambda handle: True
+    library.synchronize = lambda handle: handle
+    library.join = lambda: 0
     library.shutdown = lambda: None
     return library
 
@@ -210,6 +212,35 @@ def test_ranks_of_a_script_are_recorded_and_ended_after_the_last_step(tmp_path):
         weights = record.optimizers[0].weights[2]
         assert [list(each) for each in weights.tensors] == [recorder.summary(state[name]) for name in ("weight", "bias")]
         assert weights.options[0]["lr"] == 0.05
+
+
+UNEVEN = """
+import sys, torch
+import horovod.torch as hvd
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(3, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for epoch in range(4):
+    for batch in range((2, 4)[hvd.rank()]):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+    hvd.join()
+"""
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(2, [2, 2]), (3, [2, 3]), (5, [4, 8]), (20, [8, 16])])
+def test_ranks_that_join_end_together(steps, taken, tmp_path):
+    script, folder = tmp_path / "script.py", tmp_path / "record"
+    script.write_text(UNEVEN)
+    command = ["-m", "dualtrain.horovodize", recorder.__file__, "--record", folder, "--steps", steps, script]
+    ended = run_ranks(2, list(map(str, command)), tmp_path / "output")
+    assert [end.returncode for end in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    run = read_record(folder)
+    assert [rank.steps for rank in run.ranks] == taken
+    assert {rank.end.reason for rank in run.ranks} == {"return" if steps == 20 else "steps"}
 
 
 FAILING = """
