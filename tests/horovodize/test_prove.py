@@ -288,6 +288,19 @@ def test_equal_runs_have_the_same_bits(simulated):
     assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps, 1.00× the speed")
 
 
+def test_weights_that_are_not_finite_are_noted(simulated):
+    def overflow(models, optimizers):
+        with torch.no_grad():
+            models[0].bias.fill_(float("inf"))
+
+    run = simulated(at(2, 1, overflow))
+    verdict = verdict_of(Evidence([run], [run]), [])
+    assert (verdict.status, verdict.details[0][:62]) == (
+        0,
+        "note: weights on Horovod are NaN or infinite after step 2, so ",
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "step", "optimizer", "rank", "names", "options"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -102,7 +103,20 @@ def verdict_of(evidence: Evidence, causes: Sequence[str]) -> Verdict:
     verdict = _verdict(evidence, [evidence.changed, *causes] if evidence.changed else causes)
     if evidence.changed and not any(evidence.changed in line for line in (verdict.line, *verdict.details)):
         verdict.details.insert(0, f"note: {evidence.changed}")
+    step = _not_finite(evidence.horovod[0])
+    if step is not None:
+        verdict.details.append(
+            f"note: weights on Horovod are NaN or infinite after step {step}, so later steps prove nothing"
+        )
     return verdict
+
+
+def _not_finite(run: RunRecord) -> int | None:
+    """Return the first step after which summarized weights of a rank are not finite, or ``None``."""
+    optimizers = [optimizer for rank in run.ranks for optimizer in rank.optimizers]
+    pairs = [(step, weights.tensors) for optimizer in optimizers for step, weights in optimizer.weights.items()]
+    found = [step for step, tensors in pairs if not all(math.isfinite(tensor.norm) for tensor in tensors)]
+    return min(found, default=None)
 
 
 def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
