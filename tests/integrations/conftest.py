@@ -44,7 +44,9 @@ def ray() -> None:
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make ``import horovod`` import dualtrain during the test."""
+    """Make ``import horovod`` import dualtrain during the test, even if an earlier test has imported Horovod itself."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", list(sys.path))
     imports.install()
     yield
