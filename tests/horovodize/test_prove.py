@@ -570,7 +570,7 @@ SLEEPING = "import os, subprocess, sys, time\nsubprocess.Popen(['sleep', '60'], 
 def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING)
-    monkeypatch.setattr(launch, "_torchrun", lambda nproc, program: [launch.sys.executable, str(script)])
+    monkeypatch.setattr(launch, "_torchrun", lambda nproc, program, folder: [launch.sys.executable, str(script)])
     marks = []
     monkeypatch.setattr(launch, "_end", lambda process, mark, end=launch._end: (marks.append(mark), end(process, mark)))
     with pytest.raises(RunError, match=r"^dualtrain: no rank started within 1 s"):

@@ -86,7 +86,7 @@ class Job:
         options = ["--record", str(folder), "--steps", str(self.steps)]
         options += [] if self.seed is None else ["--seed", str(self.seed)]
         program = [str(Path(recorder.__file__).resolve()), *options, *self.program]
-        command = _horovod(self.nproc, program) if side == "Horovod" else _torchrun(self.nproc, program)
+        command = _horovod(self.nproc, program) if side == "Horovod" else _torchrun(self.nproc, program, folder)
         env = environment(self.nproc, side, compat)
         folder.mkdir(parents=True)
         launched = time.time()
@@ -125,8 +125,9 @@ def _horovod(nproc: int, program: Sequence[str]) -> list[str]:
     return [launcher, "-np", str(nproc), sys.executable, *program]
 
 
-def _torchrun(nproc: int, program: Sequence[str]) -> list[str]:
+def _torchrun(nproc: int, program: Sequence[str], folder: Path) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    torchrun.append(f"--log-dir={folder / 'torchrun'}")  # by default, torchrun leaves a folder in /tmp
     return [*torchrun, "-m", "dualtrain.horovodize", *program]
 
 
