@@ -550,6 +550,21 @@ def test_the_record_of_a_script_that_failed_is_refused(last, message, record, tm
     assert message in capsys.readouterr().err
 
 
+def test_the_rank_that_failed_first_is_named(record):
+    (record / "log").write_text("lost\n")
+    peer = {"reason": "error", "status": 1, "error": "horovod.HorovodInternalError: Horovod has been shut down"}
+    own = {**peer, "error": "ValueError: no"}
+    for last, named in [(own, "on rank 1, after"), (None, "rank 1, after"), (peer, "on rank 0")]:
+        for rank, ending in enumerate([peer, last]):
+            path = record / f"rank-{rank}.jsonl"
+            lines = [line for line in path.read_text().splitlines() if '"kind": "end"' not in line]
+            end = {"memory": 1, "gpu_memory": 0, "defects": [], "kind": "end"}
+            lines += [] if ending is None else [json.dumps({**end, **ending})]
+            path.write_text("\n".join(lines) + "\n")
+        with pytest.raises(RunError, match=named):
+            launch._check(read_record(record), "Horovod", 1, None, record / "log")
+
+
 def test_an_unfinished_line_of_a_killed_process_is_ignored(record):
     path = record / "rank-1.jsonl"
     path.write_text(path.read_text()[:-20])
