@@ -12,6 +12,7 @@ from dualtrain.cores import share_of, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.functions.children import run_children
 from dualtrain.functions.payload import loads, pickled_call
+from dualtrain.horovodize.names import RUN_UNSUPPORTED, is_this_host
 from dualtrain.launchers import detect_world, new_job, spawned, without_launchers
 from dualtrain.rendezvous.store import StoreServer, listen
 
@@ -96,18 +97,13 @@ def refuse_other_backend() -> None:
         )
 
 
-#: Arguments of horovod.run that are refused: they request other hosts, elastic training or output files.
-_UNSUPPORTED = (
-    *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts", "hostfile"),
-    *("host_discovery_script", "output_filename", "min_np", "max_np"),
-)
-#: Arguments of horovod.run that are ignored, such as those for ssh and for the choice between Gloo and MPI.
+#: Arguments of horovod.run that are ignored, such as those about ssh, and the choice between Gloo and MPI.
 _WITHOUT_EFFECT = frozenset(
     ["start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "verbose", "use_gloo", "use_mpi", "mpi_args"]
 )
 #: All arguments of horovod.run.
 ARGUMENTS = {"func", "args", "kwargs", "num_proc", "np", "executable", "network_interface", "network_interfaces"}
-ARGUMENTS |= {*_UNSUPPORTED, *_WITHOUT_EFFECT}
+ARGUMENTS |= {*RUN_UNSUPPORTED, *_WITHOUT_EFFECT}
 
 
 def horovod_run(
@@ -131,9 +127,9 @@ def horovod_run(
         warnings.warn("np is deprecated, use num_proc instead", DeprecationWarning, stacklevel=2)
         num_proc = np
     for name, value in others.items():
-        if name not in _UNSUPPORTED and name not in _WITHOUT_EFFECT:
+        if name not in RUN_UNSUPPORTED and name not in _WITHOUT_EFFECT:
             raise TypeError(f"run() got an unexpected keyword argument {name!r}")
-        if name in _UNSUPPORTED and value is not None and not (name == "hosts" and _is_this_host(value)):
+        if name in RUN_UNSUPPORTED and value is not None and not (name == "hosts" and is_this_host(value)):
             raise UserError(
                 f"horovod.run({name}={value!r}) is not supported: start the script with torchrun on each host, and call "
                 "the function itself"
@@ -141,7 +137,3 @@ def horovod_run(
     interfaces = network_interface or ",".join(network_interfaces or ())
     variables = {"GLOO_SOCKET_IFNAME": interfaces.partition(",")[0]} if interfaces else {}
     return run_with(func, args, kwargs, num_proc, variables, executable)
-
-
-def _is_this_host(hosts: object) -> bool:
-    return all(each.partition(":")[0] in ("localhost", "127.0.0.1") for each in str(hosts).split(","))

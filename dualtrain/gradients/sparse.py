@@ -28,11 +28,14 @@ class SparseGradients:
         (self.dims_as_dense if transfer.sparse_as_dense else self.dims).update(found)
 
     def restore(self, slots: Sequence[Slot]) -> None:
-        """Make gradients that were sent as dense ones sparse again."""
-        for number, dims in self.dims_as_dense.items():
+        """Make gradients that were sent as dense ones sparse again.
+
+        All dimensions are sparse, as after Horovod's sparse_as_dense. With dense rows, optimizers round differently.
+        """
+        for number in self.dims_as_dense:
             slot = slots[number]
             if slot.param.grad is not None:
-                slot.param.grad = slot.view.to_sparse(dims)
+                slot.param.grad = slot.view.to_sparse()
 
     @torch.no_grad()
     def reduce(self, slots: Sequence[Slot], backend: Backend, transfer: Transfer, *, drop_empty: bool) -> None:

@@ -1,4 +1,4 @@
-"""The names of horovod.torch 0.28.1 by kind, because ``--check`` does not import Horovod."""
+"""The names of Horovod 0.28.1 by kind, because ``--check`` does not import Horovod."""
 
 #: Collectives that return a new tensor and do not change their input.
 OUT_OF_PLACE = {
@@ -48,3 +48,14 @@ PUBLIC = COLLECTIVES | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE | _CLASSES 
 
 #: Subpackages of horovod for frameworks other than torch.
 OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "tensorflow"}
+
+#: Arguments of horovod.run about several hosts, elastic training or output files, which are refused unless they are None.
+RUN_UNSUPPORTED = (
+    *("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_range", "hosts", "hostfile"),
+    *("host_discovery_script", "output_filename", "min_np", "max_np"),
+)
+
+
+def is_this_host(hosts: object) -> bool:
+    """Return whether horovod.run's argument ``hosts`` names only this host, as in "localhost:2"."""
+    return all(each.partition(":")[0] in ("localhost", "127.0.0.1") for each in str(hosts).split(","))

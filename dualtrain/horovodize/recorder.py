@@ -69,6 +69,10 @@ class Recorder:
         self.record, self.steps = record, steps
         self.library: Any = None
         self.counts: list[int] = []  # steps of each optimizer
+        self._join: Any = None  # the library's own join()
+        self._joined = (
+            False  # whether the script has called join(), after which ranks have taken different numbers of steps
+        )
         self._resumed = 0.0  # the time at which the last recorded step returned to the script; 0 before the first one
 
     def patch(self, library: Any) -> None:
@@ -90,6 +94,18 @@ class Recorder:
         library.DistributedOptimizer = distributed_optimizer
         home: Any = sys.modules[original.__module__]
         home.DistributedOptimizer = distributed_optimizer
+        self._join = library.join
+
+        @functools.wraps(library.join)
+        def join(*args: Any, **kwargs: Any) -> Any:
+            self._joined = True
+            last = self._join(*args, **kwargs)
+            if self._is_end_of_any_rank():
+                self._leave()
+            self._resumed = time.perf_counter()
+            return last
+
+        library.join = join
 
     def _observe(self, optimizer: Any, named: Any) -> None:
         number = len(self.counts)
@@ -137,10 +153,23 @@ class Recorder:
         self.record.write("step", optimizer=number, step=step, seconds=seconds, sums=sums, time=time.time())
         if step in MARKS or step == self.steps:
             self._write_weights(number, optimizer)
-        counts = [count for count in self.counts if count]
-        if min(counts) >= self.steps or step > self.steps or sum(counts) >= MOST_ROUNDS * self.steps:
+        if self._is_end() and not self._joined:  # else all ranks leave after the next join()
+            self._meet()
             self._leave()
         self._resumed = time.perf_counter()
+
+    def _is_end(self) -> bool:
+        """Return whether this rank has taken all steps that are recorded."""
+        counts = [count for count in self.counts if count]
+        enough = bool(counts) and (min(counts) >= self.steps or max(counts) > self.steps)
+        return enough or sum(counts) >= MOST_ROUNDS * self.steps
+
+    def _is_end_of_any_rank(self) -> bool:
+        """Return whether a rank has taken all its steps. All ranks call this at the same time."""
+        import torch
+
+        ended = torch.ones(1) if self._is_end() else torch.zeros(1)
+        return bool(self.library.allreduce(ended, name="end of a rank", op=self.library.Sum) > 0)
 
     def _write_weights(self, number: int, optimizer: Any) -> None:
         tensors = [summary(p) for p in _params(optimizer)]
@@ -160,11 +189,10 @@ class Recorder:
         self.record.write("end", reason=reason, status=status, **dict(facts, **more))
 
     def _leave(self) -> None:
-        """End this process, and so the script, once all ranks have reached this point.
+        """End this process, and so the script. All ranks call this at the same time.
 
         SystemExit is not used: a script may catch it, and ``finally`` blocks may wait for other ranks or write files.
         """
-        self._meet()
         self.end("steps", 0)
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -179,14 +207,22 @@ class Recorder:
         os._exit(0)
 
     def _meet(self) -> None:
-        """Wait until all ranks have reached this point. If a rank exits earlier, the last step of other ranks may fail."""
+        """Wait until all ranks have reached this point: if a rank exits earlier, the last step of others may fail.
+
+        Ranks that wait in join() add zeros to the sum. They leave join() once this rank has joined too.
+        """
         import torch
 
         try:
-            handle = self.library.allreduce_async(torch.zeros(1), name="end of the record", op=self.library.Sum)
+            handle = self.library.allreduce_async(torch.ones(1), name="end of the record", op=self.library.Sum)
             deadline = time.monotonic() + END_SECONDS
-            while not self.library.poll(handle) and time.monotonic() < deadline:
+            while not self.library.poll(handle):
+                if time.monotonic() > deadline:
+                    return
                 time.sleep(0.001)
+            if self.library.synchronize(handle) < self.library.size():
+                self._join()
+                self._is_end_of_any_rank()
         except Exception as error:
             # Another rank has ended, or the library was shut down: nothing is left to wait for.
             self.record.note(error)
@@ -309,6 +345,14 @@ def _processor() -> str:
     return found[0] if found else platform.machine()
 
 
+def _hash_of(given: Any) -> str:
+    """Return the hash of the script's file; an empty string for a module."""
+    if given.module:
+        return ""
+    with open(given.script, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
 def _parse(arguments: list[str]) -> Any:
     parser = argparse.ArgumentParser(prog="record.py", usage=str(__doc__).split("\n\n")[1][7:], allow_abbrev=False)
     parser.add_argument("--record", required=True)
@@ -346,7 +390,8 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         parser.error(f"cannot write to {given.record!r} ({error.strerror}): name another folder")
     python = platform.python_version()
-    facts = {"steps": given.steps, "seed": given.seed, "python": python, "processor": _processor(), "time": time.time()}
+    facts: dict[str, Any] = {"steps": given.steps, "seed": given.seed, "python": python, "time": time.time()}
+    facts.update(processor=_processor(), sha256=_hash_of(given))
     record.write("start", format=FORMAT, script=given.script, arguments=given.arguments, **facts)
     recorder = Recorder(record, given.steps)
     sys.meta_path.insert(0, _Finder(recorder))

@@ -53,6 +53,7 @@ class RayExecutor:
             use_current_placement_group,
         )
         self._actors: Actors | None = None
+        self._failed = ""  # the method whose failure has ended the actors
 
     @classmethod
     def create_settings(
@@ -81,7 +82,7 @@ class RayExecutor:
         refuse_other_backend()
         if self._actors is not None:
             raise UserError("RayExecutor.start() was called twice: call shutdown() before the second call")
-        self._actors = Actors(self._placement, self._settings.placement_group_timeout_s)
+        self._actors, self._failed = Actors(self._placement, self._settings.placement_group_timeout_s), ""
         try:
             self._make_ranks(dict(extra_env_vars or {}))
             made = [(executable_cls, executable_args or (), executable_kwargs or {})] * self._placement.num_workers
@@ -109,7 +110,10 @@ class RayExecutor:
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Start ``fn(*args, **kwargs)`` on each rank; return Ray's references to the results, in rank order."""
+        """Start ``fn(*args, **kwargs)`` on each rank; return Ray's references to the results, in rank order.
+
+        If a rank fails, the others go on until :meth:`shutdown`.
+        """
         given, named = tuple(args or ()), dict(kwargs or {})
         return self._execute(lambda _: fn(*given, **named))
 
@@ -122,14 +126,14 @@ class RayExecutor:
     ) -> list[Any]:
         """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all have ended, or one has failed.
 
-        If ``fn`` raises on a rank, Ray's exception is raised, which names the rank. ``callbacks`` are ignored, as by
-        Horovod's executor for a fixed number of workers.
+        If ``fn`` raises on a rank, or its process ends, all actors are ended with their objects, and Ray's exception is
+        raised, which names the rank. ``callbacks`` are ignored, as by Horovod's executor for a fixed number of workers.
         """
-        return results(self.run_remote(fn, args, kwargs), None, "run")
+        return self._wait_for(self.run_remote(fn, args, kwargs), "run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
         """Return ``fn(object)`` by rank; ``object`` is the rank's instance of ``executable_cls``. See :meth:`run`."""
-        return results(self._execute(fn), None, "execute")
+        return self._wait_for(self._execute(fn), "execute")
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Return the result of ``fn(object)`` on rank 0. Blocks until the call has ended."""
@@ -141,6 +145,15 @@ class RayExecutor:
             self._actors.end()
             self._actors = None
 
+    def _wait_for(self, references: Sequence[Any], what: str) -> list[Any]:
+        """Return the results. If a rank fails, end the others, which might wait for it, or compute for nobody."""
+        try:
+            return results(references, None, what)
+        except Exception:
+            self.shutdown()
+            self._failed = what
+            raise
+
     def _execute(self, fn: Callable[[Any], Any]) -> list[Any]:
         return self._running().call("execute", [(fn,)] * self._placement.num_workers)
 
@@ -150,7 +163,8 @@ class RayExecutor:
 
     def _running(self) -> Actors:
         if self._actors is None:
-            raise UserError("RayExecutor has no workers: call start() first")
+            after = f", because {self._failed}() has failed" if self._failed else ""
+            raise UserError(f"RayExecutor has no workers{after}: call start() first")
         return self._actors
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from dualtrain.horovodize.check import check, findings
+from dualtrain.horovodize.names import RUN_UNSUPPORTED
 from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.rules.single_calls import discarded_result
 from dualtrain.horovodize.source import Source
@@ -48,6 +49,11 @@ CASES = [
         "variables",
         "import os\nos.environ.update(HOROVOD_AUTOTUNE='1')  # HERE",
         "import os\nos.environ.get('HOROVOD_AUTOTUNE')",
+    ),
+    (
+        "variables_of_mpi",
+        "import os\non = 'OMPI_COMM_WORLD_SIZE' in os.environ  # HERE\nrank = os.getenv('PMI_RANK')",
+        "import os\nprint('OMPI_COMM_WORLD_SIZE')\nrank = os.environ['HOROVOD_RANK']",
     ),
     ("elastic_run", "@hvd.elastic.run  # HERE\ndef train(state): ...", "def train(state): ..."),
     (
@@ -200,6 +206,12 @@ CASES = [
         + "for batch in data:\n    for part in batch:\n        model(part).backward()\n    optimizer.step()",
     ),
     (
+        "accumulation_without_passes",
+        WRAP + "for x, y in data:\n    real(x).backward()\n    fake(y).backward()\n    optimizer.step()  # HERE",
+        WRAP + "for x, y in data:\n    real(x).backward()\n    fake(y).backward()\n    optimizer.step()\n"
+        "    other_optimizer.step()\nmodel(x).backward()\noptimizer.synchronize()\nmodel(y).backward()\noptimizer.step()",
+    ),
+    (
         "frozen_after_wrapping",
         WRAP + "for p in model.parameters():\n    p.requires_grad = False  # HERE",
         "for p in model.parameters():\n    p.requires_grad = False\n" + WRAP + "x.requires_grad = False",
@@ -274,6 +286,11 @@ CASES = [
         WRAP + "loader = torch.utils.data.DataLoader(data, shuffle=True)  # HERE",
         WRAP + "part = Subset(data, range(hvd.rank(), len(data), hvd.size()))\n"
         "loader = torch.utils.data.DataLoader(part, shuffle=True)\ntest = torch.utils.data.DataLoader(data)",
+    ),
+    (
+        "every_rank_reads_all",
+        WRAP + "lr = 1 / hvd.size() * warm_up\nloader = torch.utils.data.DataLoader(data, shuffle=True)  # HERE",
+        WRAP + "epochs = 90 // hvd.size()\nloader = torch.utils.data.DataLoader(data, shuffle=True)",
     ),
     (
         "same_order_every_epoch",
@@ -401,6 +418,16 @@ def test_code_before_an_early_return_of_runs_without_horovod_has_no_findings():
     start = "def train():\n    if not args.horovod:\n        torch.save(x, 'x')\n        return\n"
     found = findings(source(f"hvd.init()\n{start}    torch.save(x, 'x')\ntrain()"))
     assert [finding.line for finding in found] == [8]
+
+
+def test_arguments_of_horovod_run_have_the_level_of_their_refusal():
+    head = "import horovod\n"
+    for argument in RUN_UNSUPPORTED:
+        levels = [found.level for found in findings(source(f"{head}horovod.run(f, {argument}={argument})"))]
+        assert levels == ["unsupported"], argument
+        assert [each.level for each in findings(source(f"{head}horovod.run(f, {argument}=None)"))] == ["differs"]
+    for hosts, level in [("localhost:4", "differs"), ("localhost:1,127.0.0.1:1", "differs"), ("a:2", "unsupported")]:
+        assert [each.level for each in findings(source(f"{head}horovod.run(f, hosts={hosts!r})"))] == [level]
 
 
 def test_a_script_without_mistakes_has_only_differs_findings(tmp_path, capsys):

@@ -64,8 +64,10 @@ def stub(rank, size):
 
     library = types.SimpleNamespace(__name__="horovod.torch", rank=lambda: rank, size=lambda: size, Sum=1)
     library.DistributedOptimizer = distributed_optimizer
-    library.allreduce_async = lambda tensor, name, op: 0
+    library.allreduce_async = lambda tensor, name, op: size
     library.poll = lambda handle: True
+    library.synchronize = lambda handle: handle
+    library.join = lambda: 0
     library.shutdown = lambda: None
     return library
 
@@ -212,6 +214,35 @@ def test_ranks_of_a_script_are_recorded_and_ended_after_the_last_step(tmp_path):
         assert weights.options[0]["lr"] == 0.05
 
 
+UNEVEN = """
+import sys, torch
+import horovod.torch as hvd
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(3, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for epoch in range(4):
+    for batch in range((2, 4)[hvd.rank()]):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+    hvd.join()
+"""
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(2, [2, 2]), (3, [2, 3]), (5, [4, 8]), (20, [8, 16])])
+def test_ranks_that_join_end_together(steps, taken, tmp_path):
+    script, folder = tmp_path / "script.py", tmp_path / "record"
+    script.write_text(UNEVEN)
+    command = ["-m", "dualtrain.horovodize", recorder.__file__, "--record", folder, "--steps", steps, script]
+    ended = run_ranks(2, list(map(str, command)), tmp_path / "output")
+    assert [end.returncode for end in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    run = read_record(folder)
+    assert [rank.steps for rank in run.ranks] == taken
+    assert {rank.end.reason for rank in run.ranks} == {"return" if steps == 20 else "steps"}
+
+
 FAILING = """
 import sys, torch
 import horovod.torch as hvd
@@ -255,6 +286,19 @@ def test_equal_runs_have_the_same_bits(simulated):
     assert not needs_compat(evidence)
     verdict = verdict_of(evidence, ["a cause"])
     assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps, 1.00× the speed")
+
+
+def test_weights_that_are_not_finite_are_noted(simulated):
+    def overflow(models, optimizers):
+        with torch.no_grad():
+            models[0].bias.fill_(float("inf"))
+
+    run = simulated(at(2, 1, overflow))
+    verdict = verdict_of(Evidence([run], [run]), [])
+    assert (verdict.status, verdict.details[0][:62]) == (
+        0,
+        "note: weights on Horovod are NaN or infinite after step 2, so ",
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,6 +398,26 @@ def test_a_record_of_another_machine_is_compared_within_a_tolerance(apart, statu
     assert verdict_of(Evidence([there], [here], recorded=True), []).status == 1
 
 
+def test_a_script_that_changed_since_it_was_recorded_is_the_likeliest_cause(simulated):
+    here, there = simulated(at(3, 0, nudge)), simulated()
+    here.ranks[0].start.update(sha256="b", arguments=["--lr", "0.2"])
+    there.ranks[0].start.update(sha256="a", arguments=["--lr", "0.1"], script="train.py")
+    verdict = verdict_of(Evidence([there], [here], recorded=True), ["train.py:3: clip_grad_norm_"])
+    assert verdict.status == 1
+    assert "the script has changed since it was recorded as 'train.py'" in verdict.line
+    there.ranks[0].start["sha256"] = "b"
+    verdict = verdict_of(Evidence([there], [here], recorded=True), [])
+    assert "arguments were --lr 0.1 when it was recorded, and are --lr 0.2 here" in verdict.line
+    same = simulated()
+    same.ranks[0].start.update(sha256="b", arguments=["--lr", "0.2"])
+    verdict = verdict_of(Evidence([there], [same], recorded=True), [])
+    assert (verdict.status, verdict.line) == (0, f"same bits for {STEPS} steps")
+    assert verdict.details[0].startswith("note: the script's arguments were --lr 0.1")
+    del there.ranks[0].start["sha256"]  # the record of an earlier version
+    there.ranks[0].start["arguments"] = ["--lr", "0.2"]
+    assert verdict_of(Evidence([there], [same], recorded=True), []).details == []
+
+
 def test_the_results_are_a_table_a_page_and_json_values(simulated):
     one, other = simulated(), simulated(at(3, 1, nudge))
     evidence = Evidence([one, one], [other], compat=one)
@@ -415,6 +479,11 @@ def record(simulated, tmp_path):
         (["--against", "{tmp}/none", "{script}"], "cannot read the record"),
         (["--against", "{tmp}/empty", "{script}"], "contains no record"),
         (["--against", "{record}", "--nproc", "3", "{script}"], "the record has 2 ranks"),
+        (["--against", "{record}", "--steps", "7", "{script}"], f"was made with --steps {STEPS}: leave --steps out"),
+        (["--against", "{record}", "--seed", "7", "{script}"], "was made without --seed: leave --seed out"),
+        (["--record", "{tmp}/new", "--json", "{tmp}/x.json", "{script}"], "--record compares nothing"),
+        (["--record", "{tmp}", "{script}"], "exists: name a new folder"),
+        (["--record", "{script}/new", "{script}"], "cannot write to"),
     ],
 )
 def test_refusals_are_one_line(arguments, message, record, tmp_path, capsys):
@@ -451,12 +520,49 @@ def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):
         (lambda path: path.write_text(path.read_text().replace('"sums"', '"other"')), "is not a record"),
         (lambda path: path.write_text(path.read_text().replace('"kind": "step"', '"kind": "leap"')), "is not a record"),
         (lambda path: path.unlink(), "lacks the record of rank 1"),
+        (lambda path: path.write_text(path.read_text().replace('"seed": null', '"seed": "x"')), "is not a record"),
+        (lambda path: path.write_text(path.with_name("rank-0.jsonl").read_text()), "is of rank 0 of 2, beside 2 ranks"),
+        (lambda path: path.with_name("rank-2.jsonl").write_text(path.read_text()), "mixes several runs"),
     ],
 )
 def test_a_damaged_record_is_refused(damage, message, record):
     damage(record / "rank-1.jsonl")
     with pytest.raises(UserError, match=message):
         read_record(record)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ({"reason": "error", "status": 1, "error": "ValueError: no"}, f"rank 1 failed after step {STEPS}: ValueError: no;"),
+        ({"reason": "exit", "status": 3}, f"rank 1 failed after step {STEPS}: exit status 3;"),
+        (None, f"rank 1 was killed after step {STEPS}, or its file is cut off"),
+    ],
+)
+def test_the_record_of_a_script_that_failed_is_refused(last, message, record, tmp_path, capsys):
+    path = record / "rank-1.jsonl"
+    *lines, end = path.read_text().splitlines()
+    lines += [] if last is None else [json.dumps({**json.loads(end), **last})]
+    path.write_text("\n".join(lines) + "\n")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    assert main(["--prove", "--against", str(record), str(script)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_rank_that_failed_first_is_named(record):
+    (record / "log").write_text("lost\n")
+    peer = {"reason": "error", "status": 1, "error": "horovod.HorovodInternalError: Horovod has been shut down"}
+    own = {**peer, "error": "ValueError: no"}
+    for last, named in [(own, "on rank 1, after"), (None, "rank 1, after"), (peer, "on rank 0")]:
+        for rank, ending in enumerate([peer, last]):
+            path = record / f"rank-{rank}.jsonl"
+            lines = [line for line in path.read_text().splitlines() if '"kind": "end"' not in line]
+            end = {"memory": 1, "gpu_memory": 0, "defects": [], "kind": "end"}
+            lines += [] if ending is None else [json.dumps({**end, **ending})]
+            path.write_text("\n".join(lines) + "\n")
+        with pytest.raises(RunError, match=named):
+            launch._check(read_record(record), "Horovod", 1, None, record / "log")
 
 
 def test_an_unfinished_line_of_a_killed_process_is_ignored(record):
@@ -479,7 +585,7 @@ SLEEPING = "import os, subprocess, sys, time\nsubprocess.Popen(['sleep', '60'], 
 def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING)
-    monkeypatch.setattr(launch, "_torchrun", lambda nproc, program: [launch.sys.executable, str(script)])
+    monkeypatch.setattr(launch, "_torchrun", lambda nproc, program, folder: [launch.sys.executable, str(script)])
     marks = []
     monkeypatch.setattr(launch, "_end", lambda process, mark, end=launch._end: (marks.append(mark), end(process, mark)))
     with pytest.raises(RunError, match=r"^dualtrain: no rank started within 1 s"):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +44,9 @@ def ray() -> None:
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make ``import horovod`` import dualtrain during the test."""
+    """Make ``import horovod`` import dualtrain during the test, even if an earlier test has imported Horovod itself."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", list(sys.path))
     imports.install()
     yield
@@ -63,9 +66,12 @@ def program(tmp_path: Path) -> Program:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         env["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "180"  # the machine may be busy
         env |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
-        done = subprocess.run(
-            [sys.executable, file], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS
-        )
+        # Ray's sockets need a shorter path than tmp_path.
+        with tempfile.TemporaryDirectory(prefix="dt", dir="/tmp", ignore_cleanup_errors=True) as folder:
+            env["RAY_FOLDER"] = folder
+            done = subprocess.run(
+                [sys.executable, file], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS
+            )
         assert done.returncode == 0, done.stdout + done.stderr
         return [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")]
 

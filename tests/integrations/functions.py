@@ -54,3 +54,15 @@ def dies() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(SECONDS)
+
+
+def fails_beside(file: str) -> None:
+    """Raise on rank 1, once rank 0, which waits without a collective, has written its process id to ``file``."""
+    if os.environ["RANK"] == "0":
+        with open(f"{file}.new", "w") as new:
+            new.write(str(os.getpid()))
+        os.rename(f"{file}.new", file)
+        time.sleep(SECONDS)
+    while not os.path.exists(file):
+        time.sleep(0.05)
+    raise ValueError("no such thing")

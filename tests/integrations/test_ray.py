@@ -11,10 +11,10 @@ from dualtrain import UserError
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray")]
 
 HEAD = """
-import json, sys, tempfile
+import json, os, pathlib, time
 import ray
 from tests.integrations import functions
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=tempfile.mkdtemp(prefix="dt", dir="/tmp"))
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ["RAY_FOLDER"])
 def show(value):
     print(">", json.dumps(value), flush=True)
 def failure(call):
@@ -72,8 +72,17 @@ settings = RayExecutor.create_settings(timeout_s=120, placement_group_timeout_s=
 with_two = RayExecutor(settings, num_workers=2)
 with_two.start()
 failure(lambda: with_two.run(functions.fails))
+failure(lambda: with_two.run(functions.launcher))
+with_two.start()
 failure(lambda: with_two.run(functions.dies))
-with_two.shutdown()
+with_two.start()
+file = pathlib.Path("rank-0").resolve()
+failure(lambda: with_two.run(functions.fails_beside, [str(file)]))
+folder = pathlib.Path("/proc", file.read_text())
+deadline = time.monotonic() + 60
+while folder.exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+show(folder.exists())
 failure(lambda: RayExecutor(settings, num_workers=3).start())
 failure(lambda: RayExecutor(settings, num_hosts=2, num_workers_per_host=1).start())
 one_host = RayExecutor(settings, num_hosts=1, num_workers_per_host=2)
@@ -84,11 +93,13 @@ ray.shutdown()
 failure(one_host.start)
 """
     )
-    raised, died, crowded, spread, packed, stopped = map(json.loads, lines)
+    raised, ended, died, beside, runs, crowded, spread, packed, stopped = map(json.loads, lines)
     assert raised[0]  # the error is also a ValueError
     assert "ValueError: no such thing" in raised[2]
     assert "rank 1 of 2" in raised[2]
+    assert ended[1:] == ["UserError", "RayExecutor has no workers, because run() has failed: call start() first"]
     assert "rank-1-of-2" in died[2]
+    assert (beside[0], runs) == (True, False)  # rank 0 does not run on after rank 1's failure
     assert crowded[1:] == ["UserError", crowded[2]]
     assert "could not reserve 3 times {'CPU': 1} within 2 s" in crowded[2]
     assert "could not reserve 2 times {'CPU': 1} within 2 s" in spread[2]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 
 import pytest
 
 from tests.conftest import require_horovod
-from tests.launch.jobs import processes, run
+from tests.launch.jobs import ENV, processes, run
 
 TRAINING = r"""
 import torch
@@ -33,13 +35,16 @@ assert (hvd.size(), total, bool((weights == weights[0]).all())) == (2, 1.0, True
 
 
 @pytest.mark.timeout(600)  # four starts, on a busy machine
-def test_a_script_is_proven_on_both_libraries(tmp_path):
+def test_a_script_is_proven_on_both_libraries(tmp_path, monkeypatch):
     """On Horovod, the broadcast of a new optimizer's state takes a step, in which the weights decay."""
     require_horovod()
     script, results = tmp_path / "script.py", tmp_path / "results.json"
     script.write_text(TRAINING)
     options = ["--rounds", "1", "--json", str(results), "--html", str(tmp_path / "page.html")]
-    ended = run(["python", "-m", "dualtrain.horovodize", "--prove", *options, str(script)], timeout=560)
+    with tempfile.TemporaryDirectory(prefix="dt", dir="/tmp") as temporary:  # sockets need a path shorter than tmp_path
+        monkeypatch.setitem(ENV, "TMPDIR", temporary)
+        ended = run(["python", "-m", "dualtrain.horovodize", "--prove", *options, str(script)], timeout=560)
+        assert os.listdir(temporary) == []
     assert ended.returncode == 0, ended.stdout + ended.stderr
     line = ended.stdout.splitlines()[-1]
     assert line.startswith(

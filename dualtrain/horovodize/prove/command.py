@@ -96,6 +96,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UserError("--record runs only Horovod and --against only dualtrain: give one of them")
     if not given.module and not os.path.isfile(given.script):
         raise UserError(f"cannot read the script {given.script!r} (no such file): check its path")
+    if given.record is not None and (given.json or given.html):
+        raise UserError("--record compares nothing: give --json and --html with --against")
+    if given.record is not None:
+        _check_new(given.record)
     for path in (given.json, given.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise UserError(f"cannot write {str(path)!r} (no such folder): check its path")
@@ -103,7 +107,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _prove(given: argparse.Namespace) -> int:
-    recorded = None if given.against is None else read_record(given.against)
+    recorded = None if given.against is None else _complete_record(given.against)
     if recorded is None:
         require_horovod()
     job = _job(given, recorded)
@@ -124,17 +128,46 @@ def _job(given: argparse.Namespace, recorded: RunRecord | None) -> Job:
         start = recorded.ranks[0].start
         if nproc not in (None, recorded.size):
             raise UserError(f"--nproc {nproc}, but the record has {recorded.size} ranks: leave --nproc out")
-        if not recorded.steps:
-            raise UserError(f"the record {str(given.against)!r} lacks optimizer steps on some rank: record it again")
-        nproc = recorded.size
-        steps = steps or start.get("steps")
-        seed = start.get("seed") if seed is None else seed
+        if steps not in (None, start["steps"]):
+            raise UserError(f"--steps {steps}, but the record was made with --steps {start['steps']}: leave --steps out")
+        if seed not in (None, start["seed"]):
+            how = "without --seed" if start["seed"] is None else f"with --seed {start['seed']}"
+            raise UserError(f"--seed {seed}, but the record was made {how}: leave --seed out")
+        nproc, steps, seed = recorded.size, start["steps"], start["seed"]
     return Job(program, nproc or 2, steps or 50, seed, given.timeout)
 
 
-def _record_only(job: Job, folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def _complete_record(folder: Path) -> RunRecord:
+    """Return the record in ``folder``; raise UserError if the script failed, was killed or took no step."""
+    recorded = read_record(folder)
+    for number, rank in enumerate(recorded.ranks):
+        on = f"in the record {str(folder)!r}, rank {number}"
+        if rank.end is None:
+            raise UserError(
+                f"{on} was killed after step {rank.steps}, or its file is cut off: copy the file again, or record again"
+            )
+        if rank.end.status or rank.end.reason == "error":
+            what = (rank.end.error or f"exit status {rank.end.status}").splitlines()[-1]
+            raise UserError(f"{on} failed after step {rank.steps}: {what}; record the script again")
+        if not rank.steps:
+            raise UserError(f"{on} took no optimizer step: record the script with arguments with which it trains")
+    return recorded
+
+
+def _check_new(folder: Path) -> None:
+    """Raise UserError unless a record can be written to ``folder``."""
+    try:
+        used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise UserError(f"cannot read {str(folder)!r} ({error.strerror}): name another folder") from None
+    if used:
         raise UserError(f"--record {str(folder)!r} exists: name a new folder")
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to {str(above)!r}: name another folder for --record {str(folder)!r}")
+
+
+def _record_only(job: Job, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="dualtrain-prove-") as temporary:
         made = Path(temporary) / "record"
         run = job.record("Horovod", made)

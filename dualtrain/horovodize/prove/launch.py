@@ -32,6 +32,8 @@ _POLL_SECONDS = 0.05
 _OF_LAUNCHER = re.compile(r"^(\[\d+(,\d+)?\](<std(out|err)>:?)?\s?)")
 #: Lines with exceptions or usage errors, or mpirun's and torchrun's messages about a process that a signal has ended.
 _IS_ERROR = re.compile(r"\b\w*([Ee]rror|refused|not found)\b.*:|: error|exited on signal|SIG[A-Z]+")
+#: Errors of ranks whose peer has failed or exited.
+_OF_PEERS = re.compile(r"HorovodInternalError|PeerFailedError")
 #: Allow Open MPI to run as root and with more ranks than cores. Other MPI implementations ignore these variables.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -86,7 +88,7 @@ class Job:
         options = ["--record", str(folder), "--steps", str(self.steps)]
         options += [] if self.seed is None else ["--seed", str(self.seed)]
         program = [str(Path(recorder.__file__).resolve()), *options, *self.program]
-        command = _horovod(self.nproc, program) if side == "Horovod" else _torchrun(self.nproc, program)
+        command = _horovod(self.nproc, program) if side == "Horovod" else _torchrun(self.nproc, program, folder)
         env = environment(self.nproc, side, compat)
         folder.mkdir(parents=True)
         launched = time.time()
@@ -125,8 +127,9 @@ def _horovod(nproc: int, program: Sequence[str]) -> list[str]:
     return [launcher, "-np", str(nproc), sys.executable, *program]
 
 
-def _torchrun(nproc: int, program: Sequence[str]) -> list[str]:
+def _torchrun(nproc: int, program: Sequence[str], folder: Path) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    torchrun.append(f"--log-dir={folder / 'torchrun'}")  # by default, torchrun leaves a folder in /tmp
     return [*torchrun, "-m", "dualtrain.horovodize", *program]
 
 
@@ -211,13 +214,15 @@ def _marked(mark: str) -> Iterator[int]:
 
 def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: Path) -> None:
     """Raise RunError unless the script ended normally, with at least one step."""
-    for number, rank in enumerate(run.ranks):
-        if rank.end is not None and (rank.end.reason == "error" or rank.end.status):
-            what = rank.end.error or f"exit status {rank.end.status}"
-            more = "" if rank.end.error else _last_line(log)
-            where = f"{side}: the script failed on rank {number}, {_when(rank)}"
-            raise RunError(f"{where}: {what.splitlines()[-1]}{more}", rank.end.traceback)
+    ends = [(number, rank, rank.end) for number, rank in enumerate(run.ranks) if rank.end is not None]
+    failed = [each for each in ends if each[2].reason == "error" or each[2].status]
     gone = [number for number, rank in enumerate(run.ranks) if rank.end is None]
+    causes = [each for each in failed if not _OF_PEERS.search(each[2].error)]
+    for number, rank, end in causes or ([] if gone else failed):
+        what = end.error or f"exit status {end.status}"
+        more = "" if end.error else _last_line(log)
+        where = f"{side}: the script failed on rank {number}, {_when(rank)}"
+        raise RunError(f"{where}: {what.splitlines()[-1]}{more}", end.traceback)
     if gone:
         rank = run.ranks[gone[0]]
         where = f"rank {', '.join(map(str, gone))}, {_when(rank)}"
@@ -226,8 +231,8 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
         raise RunError(f"{side}: {where}, was killed, or exited without an exception (launcher: {status}){_last_line(log)}")
     if not run.steps:
         raise RunError(
-            f"{side}: the script ended before an hvd.DistributedOptimizer had taken a step on every rank: give it "
-            "arguments with which it trains"
+            f"{side}: the script ended before an hvd.DistributedOptimizer had taken a step on every rank, and only the "
+            "weights of these optimizers are compared: give it arguments with which it trains"
         )
 
 

@@ -87,7 +87,7 @@ class RankRecord:
     """The record of one rank.
 
     Attributes:
-        start: facts at the start: script, arguments, steps, Python, processor.
+        start: facts at the start: script and its hash, arguments, steps, seed, Python, processor.
         world: rank, size, library, torch, threads and GPU; empty before the first step.
         optimizers: the optimizers, in order of creation.
         seconds: for each step of any optimizer: the optimizer's index, and the step's duration.
@@ -195,6 +195,13 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
     ranks = {rank: _checked(path, partial(_read_rank, path)) for rank, path in sorted(paths.items())}
     size = max([max(ranks) + 1, *(rank.world.get("size", 0) for rank in ranks.values())])
     missing = [rank for rank in range(size) if rank not in ranks]
+    foreign = [n for n, rank in ranks.items() if rank.world and (rank.world["rank"], rank.world["size"]) != (n, size)]
+    if foreign:
+        found = ranks[foreign[0]].world
+        raise UserError(
+            f"{shown} mixes several runs: rank-{foreign[0]}.jsonl is of rank {found['rank']} of {found['size']}, "
+            f"beside {size} ranks: record the script again, in a new folder"
+        )
     if missing:
         raise UserError(
             f"{shown} lacks the record of rank {missing[0]}: copy rank-{missing[0]}.jsonl from that rank's host into it"
@@ -224,14 +231,16 @@ def _read_rank(path: Path) -> RankRecord:
     start = next(lines, {})
     if start.get("format") != FORMAT:
         raise UserError(f"{str(path)!r} has a format that this version cannot read: record the script again")
-    record = RankRecord({**start, "time": float(start["time"]), "processor": str(start["processor"])})
+    seed = None if start["seed"] is None else int(start["seed"])
+    typed = {"steps": int(start["steps"]), "seed": seed, "time": float(start["time"]), "processor": str(start["processor"])}
+    record = RankRecord({**start, **typed})
     for line in lines:
         _READERS[line["kind"]](record, line)
     return record
 
 
 def _read_world(record: RankRecord, line: dict[str, Any]) -> None:
-    record.world = {**line, "size": int(line["size"])}
+    record.world = {**line, "rank": int(line["rank"]), "size": int(line["size"])}
 
 
 def _read_optimizer(record: RankRecord, line: dict[str, Any]) -> None:

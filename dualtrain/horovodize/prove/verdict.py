@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,6 +60,19 @@ class Evidence:
             f"{name} {there[name] or 'none'}, here {here[name] or 'none'}" for name in there if there[name] != here[name]
         ]
 
+    @property
+    def changed(self) -> str:
+        """How the script or its arguments differ from those of --against's record; may be empty."""
+        if not self.recorded or not self.dualtrain:
+            return ""
+        there, here = self.horovod[0].ranks[0].start, self.dualtrain[0].ranks[0].start
+        if there.get("sha256", here.get("sha256")) != here.get("sha256"):
+            return f"the script has changed since it was recorded as {there.get('script')!r}; record it again"
+        if there.get("arguments") != here.get("arguments"):
+            was, now = (shlex.join(map(str, start.get("arguments") or [])) or "none" for start in (there, here))
+            return f"the script's arguments were {was} when it was recorded, and are {now} here"
+        return ""
+
 
 @dataclass
 class Verdict:
@@ -85,6 +100,26 @@ def needs_compat(evidence: Evidence) -> bool:
 
 def verdict_of(evidence: Evidence, causes: Sequence[str]) -> Verdict:
     """Return the verdict. ``causes`` are findings of ``--check`` that may explain a difference, the likeliest first."""
+    verdict = _verdict(evidence, [evidence.changed, *causes] if evidence.changed else causes)
+    if evidence.changed and not any(evidence.changed in line for line in (verdict.line, *verdict.details)):
+        verdict.details.insert(0, f"note: {evidence.changed}")
+    step = _not_finite(evidence.horovod[0])
+    if step is not None:
+        verdict.details.append(
+            f"note: weights on Horovod are NaN or infinite after step {step}, so later steps prove nothing"
+        )
+    return verdict
+
+
+def _not_finite(run: RunRecord) -> int | None:
+    """Return the first step after which summarized weights of a rank are not finite, or ``None``."""
+    optimizers = [optimizer for rank in run.ranks for optimizer in rank.optimizers]
+    pairs = [(step, weights.tensors) for optimizer in optimizers for step, weights in optimizer.weights.items()]
+    found = [step for step, tensors in pairs if not all(math.isfinite(tensor.norm) for tensor in tensors)]
+    return min(found, default=None)
+
+
+def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
     if evidence.failure:
         return Verdict(f"fails with dualtrain, but not on Horovod: {evidence.failure}", 1)
     horovod, dualtrain = evidence.horovod[0], evidence.dualtrain[0]
@@ -146,7 +181,7 @@ def _places(run: RunRecord) -> list[str]:
 
 
 def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) -> Verdict:
-    own = _own_cause(evidence, difference)
+    own = evidence.changed or _own_cause(evidence, difference)
     likely = own or (causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists more")
     details = [f"possible cause: {cause}" for cause in causes if cause != likely]
     if evidence.compat is not None and evidence.compat.defects:

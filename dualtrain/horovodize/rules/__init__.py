@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     environment.horovod_run,
     environment.branch_on_build,
     environment.variables,
+    environment.variables_of_mpi,
     environment.elastic_run,
     evaluation.padded_evaluation,
     libraries.ignite,

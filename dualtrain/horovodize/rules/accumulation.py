@@ -22,7 +22,9 @@ def accumulation_without_passes(source: Source) -> Iterator[Finding]:
             wraps = [wrap for name, wrap in source.wraps if name == event.optimizer]
             if event.kind not in STEPS or not wraps or any(_has_passes(wrap) for wrap in wraps):
                 continue
-            found = _every_nth(source, events, event) or _inner_loop(source, events, event)
+            found = (
+                _every_nth(source, events, event) or _inner_loop(source, events, event) or _in_a_row(source, events, event)
+            )
             if found is not None:
                 message = (
                     "several backward passes before a step raise AssertionError, on Horovod too; pass "
@@ -79,6 +81,33 @@ def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.e
     if any(node.func.attr in ("step", "synchronize", "minimize") for node in others):  # type: ignore[attr-defined]
         return None
     return (_range_of(loop),)
+
+
+def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
+    """Return ``(None,)`` for ``real.backward(); fake.backward(); step()`` in one block, else None.
+
+    There must be more backward passes than steps: ``one.backward(); two.backward(); first.step(); second.step()`` is
+    correct if the losses have different parameters.
+    """
+    block = source.block(source.statement(step.node))
+    passes = 0
+    for event in reversed(events[: events.index(step)]):
+        if event.kind in (*STEPS, "synchronize"):
+            break
+        passes += event.kind == "backward" and source.statement(event.node) in block
+    after = block[block.index(source.statement(step.node)) :]
+    return (None,) if passes > max(1, _steps_until_backward(after)) else None
+
+
+def _steps_until_backward(block: list[ast.stmt]) -> int:
+    """Return how many optimizers the statements step, wrapped or not, before the next backward pass."""
+    found = 0
+    for call in (node for statement in block for node in ast.walk(statement) if isinstance(node, ast.Call)):
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+            break
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
+            found += "sched" not in ast.unparse(call.func.value).lower()
+    return found
 
 
 def _range_of(loop: ast.For | ast.While) -> ast.expr | None:

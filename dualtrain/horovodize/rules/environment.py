@@ -8,12 +8,11 @@ from collections.abc import Iterator
 
 from dualtrain.horovod_variables import HONOURED
 from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
-from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS
+from dualtrain.horovodize.names import BUILD, OTHER_FRAMEWORKS, RUN_UNSUPPORTED, is_this_host
 from dualtrain.horovodize.source import Finding, Source
 
 _OTHER_USE = re.compile(r"suppress\(|TYPE_CHECKING|tensorflow|keras|mxnet|\b(is_?)?tf\b")
-#: Arguments of horovod.run that request other hosts or elastic training.
-_ELSEWHERE = {"hosts", "hostfile", "host_discovery_script", "min_np", "max_np", "min_num_proc", "max_num_proc"}
+_OF_MPI = re.compile(r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)|PMI_(LOCAL_)?(RANK|SIZE)|MV2_COMM_WORLD_(LOCAL_)?(RANK|SIZE)")
 _RUNNERS = ("horovod.run", "horovod.runner.run", "horovod.run.run", "horovod.run.runner.run")
 
 
@@ -64,12 +63,23 @@ def horovod_run(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if source.name(call.func) not in _RUNNERS:
             continue
-        if any(word.arg in _ELSEWHERE for word in call.keywords):
-            message = "horovod.run() supports neither other hosts nor elastic training here; start the script with torchrun"
+        refused = [word.arg for word in call.keywords if word.arg in RUN_UNSUPPORTED and not _is_accepted(word)]
+        if refused:
+            message = (
+                f"horovod.run({refused[0]}=…) is refused here: it supports neither other hosts nor elastic training nor "
+                "output files; start the script with torchrun"
+            )
             yield Finding(call.lineno, "unsupported", message)
         else:
             message = "horovod.run() starts its ranks on this host only; start the script with one process, not by torchrun"
             yield Finding(call.lineno, "differs", message)
+
+
+def _is_accepted(word: ast.keyword) -> bool:
+    """Return whether the argument is None, or names this host as the only one."""
+    if not isinstance(word.value, ast.Constant):
+        return False
+    return word.value.value is None or (word.arg == "hosts" and is_this_host(word.value.value))
 
 
 def branch_on_build(source: Source) -> Iterator[Finding]:
@@ -107,6 +117,20 @@ def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
         for value in node.args:
             yield from value.keys if isinstance(value, ast.Dict) else ()
         yield from (ast.Constant(word.arg, lineno=node.lineno) for word in node.keywords)
+
+
+def variables_of_mpi(source: Source) -> Iterator[Finding]:
+    """Variables that only mpirun sets, and from which scripts detect Horovod; one finding for all."""
+    for node in source.nodes:
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or not _OF_MPI.fullmatch(node.value):
+            continue
+        if re.search("environ|getenv", ast.unparse(source.statement(node))):
+            message = (
+                f"only mpirun sets {node.value}: under torchrun the script may train each rank alone; call "
+                "hvd.init() and read hvd.rank(), hvd.size() and so on, or start the script with mpirun"
+            )
+            yield Finding(node.lineno, "differs", message)
+            return
 
 
 def elastic_run(source: Source) -> Iterator[Finding]:

@@ -180,10 +180,14 @@ def _is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
 
 
 def _counts_epochs_by_size(source: Source) -> bool:
-    """Return whether the script divides anything by the number of ranks, most likely epochs or steps."""
+    """Return whether the script divides anything by the number of ranks, most likely epochs or steps.
+
+    ``1 / hvd.size()`` does not count: it is the first factor of a warm-up, or an average.
+    """
     return any(
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Div | ast.FloorDiv)
+        and not (isinstance(node.left, ast.Constant) and node.left.value == 1)
         and any(isinstance(part, ast.Call) and source.hvd(part.func) == "size" for part in ast.walk(node.right))
         for node in source.nodes
     )
