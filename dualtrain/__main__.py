@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would; return the exit status: 0, 2 or 130.
+    """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would; return the status: 0, 2 or 130.
 
     The command itself exits with its own status.
     """

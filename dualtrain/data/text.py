@@ -14,13 +14,12 @@ import torch
 
 from dualtrain.data import draws
 from dualtrain.data.options import Options
-from dualtrain.data.sources import Batch, Source, Task, Tensors
+from dualtrain.data.sources import IGNORED, Batch, Source, Task, Tensors
 from dualtrain.errors import UserError
 from dualtrain.files import read_text
 
 SPECIAL = ("[PAD]", "[UNK]", "[MASK]", "[CLS]")
 PAD, UNK, MASK, CLS = range(4)
-IGNORED = -100  # the target at positions without a loss: the default ignore_index of cross_entropy
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1  # fraction of tokens chosen; of these, replaced by [MASK], by a random token
 
 

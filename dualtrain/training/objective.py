@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dualtrain.data.sources import IGNORED
+
 #: The sums: the loss; its weight (the number of samples, or of tokens to predict); correct predictions; and targets that
 #: are among the five likeliest classes.
 NAMES = ("loss", "weight", "correct", "top5")
-IGNORED = -100  # a target that is left out
-
 
 #: A tensor, (4,), or four floats, which need no conversion.
 Sums = torch.Tensor | Sequence[float]

@@ -185,7 +185,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
     ("arguments", "parts"),
     [
         (["--model", "tests.training.test_recipes:pair"], ["tuple", "one row of logits"]),
-        (["--model", "tests.training.test_recipes:narrow"], ["class numbers", "model's 3"]),
+        (["--model", "tests.training.test_recipes:narrow"], ["class numbers", "the model has 3 outputs"]),
         # The smallest class number that the model does not have.
         (
             [
