@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import configparser
 import importlib
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -106,6 +108,8 @@ def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path)
     )
     assert (end.returncode, end.stderr) == (0, "")
     assert "model: mine:model, 650 parameters" in end.stdout
+    origin = json.loads((tmp_path / "run" / "config.json").read_text())["origin"]
+    assert origin["command"] == shlex.join([sys.executable, str(script), "train", *flags])  # not that of a rank
 
 
 # A module that is interrupted while it is imported, and turns the exception into another error, as modules written in C do.
