@@ -333,7 +333,7 @@ def test_errors_are_one_line(tmp_path, capsys):
     cases += [([good, "--out", str(tmp_path / "gone" / "r.html")], "cannot be written (No such file or directory)")]
     cases += [
         ([good, "--watch", "--out", "r.html"], "leave out --watch or --out"),
-        ([good, "--port", "1"], "--watch, which"),
+        ([good, "--port", "1"], "--port needs --watch"),
     ]
     cases += [([good, "--watch", "--port", "65536"], "--port"), ([str(tmp_path / "gone"), "--watch"], "is no folder")]
     cases += [([good, "--out", "r.pdf"], "must end in .html"), ([good, "--ou", "r.html"], "unrecognized")]
