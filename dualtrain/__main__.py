@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would; return the exit status, 0 or 2.
+    """Run the command that ``sys.argv`` names, as ``python -m dualtrain.MODULE`` would; return the status: 0, 2 or 130.
 
     The command itself exits with its own status.
     """
@@ -29,9 +30,10 @@ def main() -> int:
         sys.path[0] = os.getcwd()  # the user's modules are found there, as with python -m
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "train":
-        from dualtrain.training.signals import note_early_requests
+        from dualtrain.training.signals import end_on_early_interrupt, note_early_requests
 
         note_early_requests()  # before the imports, as dualtrain.main does
+        end_on_early_interrupt()
     from dualtrain import console
 
     called = "dualtrain" if Path(sys.argv[0]).name == "dualtrain" else "python -m dualtrain"
@@ -48,7 +50,13 @@ def main() -> int:
         return 2
     console.started_as = f"{called} {name}"
     del sys.argv[1]
-    runpy.run_module(f"dualtrain.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(f"dualtrain.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:
+        if name == "horovodize":
+            raise  # the traceback of the user's script
+        console.print_error("interrupted")
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dualtrain.training.signals import ignore_late_requests, note_early_requests
+from dualtrain.training.signals import end_on_early_interrupt, ignore_late_requests, note_early_requests
 
 if __name__ == "__main__":
-    note_early_requests()  # before the other imports, during which a SIGUSR1 would end this process
+    # Before the other imports, which a signal would end.
+    note_early_requests()
+    end_on_early_interrupt()
 
 import os
 import signal

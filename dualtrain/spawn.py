@@ -124,7 +124,8 @@ class _Job:
                     self._status = 128 + self._stopped[0]
                 if self._status is not None:
                     break  # ranks that were started get the signal, or exit since one has failed
-                process = context.Process(target=_rank, args=(body, list(arguments), os.getpid()), name=f"rank {rank}")
+                given = (body, list(arguments), os.getpid(), sys.orig_argv)
+                process = context.Process(target=_rank, args=given, name=f"rank {rank}")
                 with variables(place):
                     process.start()
                 self._processes.append(process)
@@ -244,8 +245,9 @@ def _signals() -> Iterator[int]:
         os.close(outbox)
 
 
-def _rank(body: Body, arguments: list[str], parent: int) -> None:
-    """Run ``body`` as a spawned rank."""
+def _rank(body: Body, arguments: list[str], parent: int, command: list[str]) -> None:
+    """Run ``body`` as a spawned rank; ``command`` is the parent's command line."""
+    sys.orig_argv = command  # the run records it as its origin; multiprocessing's own command says nothing
     signal_at_parents_end(signal.SIGKILL, parent)
     # Start a session: the rank then receives a Ctrl-C once, from the parent, and not from the terminal too.
     os.setsid()

@@ -14,6 +14,8 @@ import torch
 
 Kind = Literal["classes", "tokens"]
 Tensors = tuple[torch.Tensor, torch.Tensor]
+#: A target without a loss.
+IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Task:
     """A dataset and the kind of its targets.
 
     ``kind`` is "classes" for cross entropy of logits (n, classes) and targets int64 (n,), or "tokens" for cross entropy of
-    logits (n, t, classes) and targets int64 (n, t), in which -100 marks positions without a loss.
+    logits (n, t, classes) and targets int64 (n, t), in which ``IGNORED`` marks positions without a loss.
     """
 
     train: Source

@@ -14,13 +14,12 @@ import torch
 
 from dualtrain.data import draws
 from dualtrain.data.options import Options
-from dualtrain.data.sources import Batch, Source, Task, Tensors
+from dualtrain.data.sources import IGNORED, Batch, Source, Task, Tensors
 from dualtrain.errors import UserError
 from dualtrain.files import read_text
 
 SPECIAL = ("[PAD]", "[UNK]", "[MASK]", "[CLS]")
 PAD, UNK, MASK, CLS = range(4)
-IGNORED = -100  # the target at positions without a loss: the default ignore_index of cross_entropy
 # Fraction of the tokens that are chosen; of these, the fractions that [MASK] replaces, and that a random token replaces.
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import torch
@@ -11,18 +12,27 @@ from torch.utils.data import IterableDataset, default_collate
 from dualtrain.data.loader import LoaderSource, Wanted
 from dualtrain.data.options import Options
 from dualtrain.data.seeding import seeded
-from dualtrain.data.sources import Source, Task, Tensors
+from dualtrain.data.sources import IGNORED, Source, Task, Tensors
 from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import with_torchvision_shim
 from dualtrain.user_code import call_user_code, user_code
 
 
 class Samples:
-    """A :class:`~dualtrain.data.loader.Reader` of a map-style dataset: ``dataset[i]`` is (input, target)."""
+    """A :class:`~dualtrain.data.loader.Reader` of a map-style dataset: ``dataset[i]`` is (input, target).
 
-    def __init__(self, dataset: Any, sample: Tensors) -> None:
+    Args:
+        dataset: the dataset.
+        sample: an empty batch gets its shapes and dtypes.
+        split: "training" or "validation", for messages.
+        classes: targets must be lower.
+    """
+
+    def __init__(self, dataset: Any, sample: Tensors, split: str, classes: int) -> None:
         self.dataset = dataset
-        self.sample = sample  # gives an empty batch its shapes and dtypes
+        self.sample = sample
+        self.split = split
+        self.classes = classes
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -43,12 +53,31 @@ class Samples:
         try:
             inputs, targets = _stacked(samples)
         except ValueError as error:
-            return UserError(f"sample {numbers[0]} of the dataset and others do not fit into one batch: {error}")
-        return inputs, targets
+            reason = re.sub(r"at entry (\d+)", lambda found: f"in sample {numbers[int(found[1])]}", str(error))
+            return UserError(f"sample {numbers[0]} of the dataset and others do not fit into one batch: {reason}")
+        return self._refusal(numbers, targets) or (inputs, targets)
+
+    def _refusal(self, numbers: list[int], targets: Any) -> UserError | None:
+        """Return an error if a target is not a class number; None if all are."""
+        if not isinstance(targets, torch.Tensor):
+            wrong, got = 0, f"a target of type {type(targets).__name__}"
+        else:
+            kind = str(targets.dtype).removeprefix("torch.")
+            bad = torch.ones_like(targets, dtype=torch.bool)
+            if targets.dtype == torch.int64:
+                bad = (targets != IGNORED) & ((targets < 0) | (targets >= self.classes))
+            if not bad.any():
+                return None
+            place = bad.nonzero()[0].tolist()
+            wrong, got = place[0], f"the target {targets[tuple(place)].item()} ({kind})"
+        return UserError(
+            f"{self.split} sample {numbers[wrong]} of the dataset has {got}: targets must be class numbers (int64) from 0 "
+            f"to {self.classes - 1}; convert them in the dataset, or give another --classes"
+        )
 
     def __reduce__(self) -> Any:
         # Unpickling the dataset may import torchvision, which needs the shim: a worker process must install it first.
-        return _unpickled, (pickle.dumps((self.dataset, self.sample)),)
+        return _unpickled, (pickle.dumps((self.dataset, self.sample, self.split, self.classes)),)
 
 
 def _stacked(samples: list[Any]) -> Any:
@@ -73,9 +102,10 @@ def load_own(name: str, folder: str | None, options: Options) -> Task:
     if isinstance(built, Task):
         return built
     if not isinstance(built, tuple | list) or len(built) != 2 or not all(map(_map_style, built)):
+        kinds = " of " + ", ".join(type(part).__name__ for part in built[:4]) if isinstance(built, tuple | list) else ""
         raise UserError(
-            f"--dataset {name!r} returned a {type(built).__name__}: it must return a dualtrain.data.Task, or two map-style "
-            "datasets, for training and evaluation"
+            f"--dataset {name!r} returned a {type(built).__name__}{kinds}: it must return a dualtrain.data.Task, or two "
+            "map-style datasets, for training and evaluation"
         )
     return wrap(built[0], built[1], classes=options.classes, workers=options.workers, name=name)
 
@@ -98,16 +128,16 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
         raise UserError(f"--dataset {name!r} does not say how many classes it has: give --classes")
     sample = _sample(train, name)
     return Task(
-        _source(train, sample, workers),
-        _source(val, sample, workers),
+        _source(train, sample, "training", classes, workers),
+        _source(val, sample, "validation", classes, workers),
         shape=tuple(sample[0].shape),
         classes=classes,
         kind="tokens" if sample[1].dim() else "classes",
     )
 
 
-def _source(dataset: Any, sample: Tensors, workers: int) -> Source:
-    return dataset if isinstance(dataset, Source) else LoaderSource(Samples(dataset, sample), workers)
+def _source(dataset: Any, sample: Tensors, split: str, classes: int, workers: int) -> Source:
+    return dataset if isinstance(dataset, Source) else LoaderSource(Samples(dataset, sample, split, classes), workers)
 
 
 def _sample(dataset: Any, name: str) -> Tensors:

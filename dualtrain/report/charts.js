@@ -27,7 +27,15 @@
       const { kind, name } = path.dataset;
       return { run: group.dataset.run, label: group.dataset.label, color: group.getAttribute("class"), kind, name, points };
     });
-    return { figure, svg, curves, zero: "zero" in svg.dataset, view: null };
+    const chart = { figure, svg, curves, zero: "zero" in svg.dataset, view: null };
+    // Chromium does not draw paths in a viewBox of less than about one unit, as of learning rates: enlarge the coordinates.
+    const { left, right, low, high } = rangeOf(chart);
+    chart.scale = [1000 / (right - left), 1000 / (high - low)];
+    for (const path of svg.querySelectorAll(".plot path")) {
+      const scaled = (_, step, value) => `${step * chart.scale[0]},${value * chart.scale[1]}`;
+      path.setAttribute("d", path.getAttribute("d").replace(/([^Mh ,]+),([^Mh ]+)/g, scaled));
+    }
+    return chart;
   }
 
   function ticks(low, high, most) {
@@ -77,7 +85,8 @@
     const { width, height } = svg.getBoundingClientRect();
     chart.x = (step) => ((step - view.left) / (view.right - view.left)) * width;
     chart.y = (value) => ((view.high - value) / (view.high - view.low)) * height;
-    const box = [view.left, -view.high, view.right - view.left, view.high - view.low];
+    const [across, up] = chart.scale;
+    const box = [view.left * across, -view.high * up, (view.right - view.left) * across, (view.high - view.low) * up];
     svg.querySelector(".plot").setAttribute("viewBox", box.join(" "));
     for (const path of svg.querySelectorAll(".plot path")) {
       const { run } = path.parentNode.dataset;

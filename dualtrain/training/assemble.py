@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,17 @@ from dualtrain.data import Batch, Task, load_data
 from dualtrain.data.draws import derived
 from dualtrain.data.options import LIMIT
 from dualtrain.data.sampler import Sampler
+from dualtrain.data.sources import IGNORED, Source, Tensors
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.training.data_parallel import measured, replicate
-from dualtrain.training.objective import IGNORED
 from dualtrain.training.on_ranks import on_all_ranks
 from dualtrain.training.rank_state import seed_all
 from dualtrain.training.same_run import compare_task
 from dualtrain.user_code import in_one_line, user_traceback
+
+#: How many samples are searched for the cause of a loss that is not finite.
+LARGEST_SEARCH = 10_000
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -64,7 +68,7 @@ def _check_sizes(task: Task, name: str) -> Task:
 
 @torch.no_grad()
 def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
-    """Run the model on one sample, to find out before the run begins whether the model fits the data.
+    """Run the model on one sample of each split, to find out before the run begins whether the model fits the data.
 
     Args:
         task: the data.
@@ -76,18 +80,48 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
         UserError: the model does not fit the data.
     """
     device = next(model.parameters()).device
-    inputs, targets = next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device))
     what = f"--model {name} and --dataset {dataset} do not fit"
     model.eval()
+    try:
+        _try_sample(model, next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device)), what)
+        for inputs, targets in stored_tensors(task.train, [0]):
+            _try_sample(model, (inputs.to(device), targets.to(device)), what)
+    finally:
+        model.train()
+
+
+def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
+    """Yield the samples ``numbers`` as batches of one; nothing if they are stored in another form, such as files."""
+    if getattr(source, "stored", False):
+        return
+    for sample in getattr(source, "contents", partial(Source.contents, source))(numbers):
+        if isinstance(sample, tuple) and len(sample) == 2 and all(isinstance(part, torch.Tensor) for part in sample):
+            yield sample
+
+
+def not_finite(source: Source, numbers: Sequence[int]) -> int | None:
+    """Return the first of the samples ``numbers`` whose inputs are not all finite, as far as it can be found."""
+    try:
+        for number, (inputs, _) in zip(numbers[:LARGEST_SEARCH], stored_tensors(source, numbers), strict=False):
+            if not inputs.isfinite().all():
+                return number
+    except Exception:  # a sample that cannot be read is not the reason
+        return None
+    return None
+
+
+def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
+    """Run the model on a batch of one sample; ``what`` begins the message of an error."""
+    inputs, targets = sample
     try:
         outputs = model(inputs)
     except UserError:
         raise
     except Exception as error:
-        reason = f"a sample of shape {tuple(inputs.shape[1:])} raises {in_one_line(error)}"
+        dtype = str(inputs.dtype).removeprefix("torch.")
+        kind = "" if inputs.dtype in (torch.float32, torch.int64) else f" and dtype {dtype}"
+        reason = f"a sample of shape {tuple(inputs.shape[1:])}{kind} raises {in_one_line(error)}"
         raise UserError(f"{what}: {reason}; change one of them", trace=user_traceback(error)) from error
-    finally:
-        model.train()
     if not isinstance(outputs, torch.Tensor) or outputs.shape[:-1] != targets.shape:
         shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
         raise UserError(

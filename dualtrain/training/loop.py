@@ -23,6 +23,7 @@ from dualtrain.cores import usable_cores
 from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import Sampler, share
+from dualtrain.data.sources import Source
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError, enough_memory
 from dualtrain.training import checkpoint
@@ -33,6 +34,7 @@ from dualtrain.training.assemble import (
     load_task,
     make_computation,
     make_model,
+    not_finite,
     try_out,
 )
 from dualtrain.training.attempts import Attempt, recoveries_in
@@ -303,7 +305,7 @@ class Run:
             batches = self._for_trainer([self._batches(count) for count in passes])
             done = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
         except DivergedError as error:
-            self._diverge(str(error), step=cursor.step + 1)
+            self._diverge(str(error), cursor.step + 1, "training", self.task.train, batch)
         cursor.count(done.totals, samples, time.perf_counter() - started)
         values = metrics(done.totals, "")
         self.records.step(cursor.step, cursor.epoch + 1, samples, {**values, "lr": lr})
@@ -380,7 +382,9 @@ class Run:
         batches = self._for_trainer([progress.counted(self._evaluation(number)) for number in self.mine])
         evaluation = self.trainer.evaluate(batches, CrossEntropy())
         if not math.isfinite(evaluation["val_loss"]):
-            self._diverge("the validation loss became infinite or not a number on all ranks", step=cursor.step)
+            numbers = torch.arange(len(self.task.val))
+            what = "the validation loss became infinite or not a number on all ranks"
+            self._diverge(what, cursor.step, "validation", self.task.val, numbers)
         whole, epoch = cursor.batch == self.sampler.batches, cursor.epoch + 1
         best = cursor.update_best(evaluation, output.best)
         if whole:
@@ -403,14 +407,20 @@ class Run:
         limit = self.config.length.early_stop
         return limit is not None and self.cursor.stale >= limit
 
-    def _diverge(self, what: str, step: int) -> NoReturn:
-        """Raise DivergedError, on all ranks."""
+    def _diverge(
+        self, what: str, step: int, split: str = "", source: Source | None = None, numbers: torch.Tensor | None = None
+    ) -> NoReturn:
+        """End the run on all ranks. If one of the samples ``numbers`` of the ``split`` has caused it, name that sample."""
         self.writer.wait()
         saved = checkpoint.found(self.folder / "checkpoints") if self.backend.rank == 0 else []
         last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
         what, _, where = what.rpartition(" on ")
+        bad = None if source is None or numbers is None else not_finite(source, numbers.tolist())
         lr = self.config.schedule.lr
-        raise DivergedError(f"{what} in step {step} on {where}; {last}; try a lower --lr (now {lr:g})")
+        cure = f"try a lower --lr (now {lr:g})"
+        if bad is not None:
+            cure = f"{split} sample {bad} has inputs that are infinite or not a number: correct or remove it"
+        raise DivergedError(f"{what} in step {step} on {where}; {last}; {cure}")
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -423,7 +433,7 @@ class Run:
     def _write(self, *, best: bool) -> None:
         state = self.trainer.state_dict()
         if not all(parameter.isfinite().all() for parameter in self.trainer.model.parameters()):
-            self._diverge("the weights became infinite or not a number on all ranks", step=self.cursor.step)
+            self._diverge("the weights became infinite or not a number on all ranks", self.cursor.step)
         weights = weights_of(self.trainer) if best else None
         if self.backend.rank != 0:
             return

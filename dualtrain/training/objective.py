@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dualtrain.data.sources import IGNORED
+
 #: The sums: the loss; its weight (the number of samples, or of tokens to predict); correct predictions; and targets that
 #: are among the five likeliest classes, which only evaluations report.
 NAMES = ("loss", "weight", "correct", "top5")
-IGNORED = -100  # a target that is left out
 _TINY = 128  # largest number of targets that are counted in Python
-
 
 #: The sums of ``NAMES``: a tensor, (4,), or four floats, which need no conversion.
 Sums = torch.Tensor | Sequence[float]

@@ -9,6 +9,9 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from dualtrain.errors import UserError
+from dualtrain.launchers import detect_world
+
 #: In the order of the control flags of a step. The first two end the run, the last one only saves a checkpoint.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: A flag that ends the run: also set by rank 0 when another process uses the run's folder.
@@ -20,6 +23,24 @@ _REPEAT_SECONDS = 2.0  # a launcher repeats the SIGINT of a Ctrl-C at once; a pe
 
 #: Has an entry if SIGUSR1 was received before there was anything to save.
 _early: list[bool] = []
+
+
+def end_on_early_interrupt() -> None:
+    """Make a SIGINT outside of the run, as during the imports and the rendezvous, end this process with one line.
+
+    An exception would not do: modules written in C turn a KeyboardInterrupt during their import into other errors.
+    """
+    signal.signal(signal.SIGINT, _end_early)
+
+
+def _end_early(number: int, frame: FrameType | None) -> None:
+    try:
+        first = detect_world().rank == 0  # one line for the job
+    except UserError:
+        first = True
+    if first:
+        os.write(2, b"dualtrain: error: interrupted\n")
+    os._exit(128 + number)
 
 
 def note_early_requests() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import configparser
 import importlib
+import json
 import os
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 
 from dualtrain import __main__ as entry
 from dualtrain import console
+from dualtrain.launchers import without_launchers
 from dualtrain.version import __version__
 from tests.forked import run
 from tests.pool import ROOT
@@ -51,6 +56,7 @@ def test_each_command_shows_its_own_help(monkeypatch, capsys, name):
     monkeypatch.setattr("sys.argv", ["/env/bin/dualtrain", name, "--help"])
     monkeypatch.setattr(console, "started_as", "")
     monkeypatch.setattr("dualtrain.training.signals.note_early_requests", lambda: None)
+    monkeypatch.setattr("dualtrain.training.signals.end_on_early_interrupt", lambda: None)
     module = entry.COMMANDS[name][0]
     monkeypatch.setattr("runpy.run_module", lambda found, **_: importlib.import_module(_main_of(found)).main(["--help"]))
     if name == "horovodize":
@@ -100,3 +106,42 @@ def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path)
     assert (end.returncode, end.stderr) == (0, "")
     assert "started by spawn: " in end.stdout
     assert "model: mine:model, 650 parameters" in end.stdout
+    origin = json.loads((tmp_path / "run" / "config.json").read_text())["origin"]
+    assert origin["command"] == shlex.join([sys.executable, str(script), "train", *flags])  # not that of a rank
+
+
+# A module that is interrupted while it is imported, and turns the exception into another error, as modules written in C do.
+INTERRUPTED = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+except KeyboardInterrupt:
+    raise ImportError("initialization failed")
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("command", [["dualtrain.main"], ["dualtrain", "train"]])
+def test_a_ctrl_c_during_the_imports_prints_one_line_for_the_job(tmp_path, command, rank):
+    (tmp_path / "torch.py").write_text(INTERRUPTED)
+    place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    env = {**without_launchers(os.environ), **place, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    end = subprocess.run(
+        [sys.executable, "-m", *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (end.returncode, end.stdout) == (130, "")
+    assert end.stderr == ("dualtrain: error: interrupted\n" if rank == "0" else "")
+
+
+@pytest.mark.parametrize("command", ["predict", "doctor"])
+def test_a_ctrl_c_ends_the_other_commands_with_one_line(monkeypatch, capsys, command):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["/env/bin/dualtrain", command])
+    monkeypatch.setattr(console, "started_as", "")
+    monkeypatch.setattr("runpy.run_module", interrupt)
+    assert entry.main() == 130
+    assert capsys.readouterr().err == "dualtrain: error: interrupted\n"

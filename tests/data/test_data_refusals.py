@@ -6,6 +6,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from dualtrain.data import load_data
 from dualtrain.data.sources import Batch
@@ -134,5 +135,36 @@ def test_samples_that_cannot_be_batched_are_refused_in_one_line():
             load_data(f"tests.data.test_data_refusals:build_{name}", classes=2)
         assert "\n" not in str(refusal.value)
     task = load_data("tests.data.test_data_refusals:build_uneven", classes=2, workers=0)
-    with pytest.raises(UserError, match="sample 1 of the dataset and others do not fit into one batch: stack expects each"):
+    with pytest.raises(
+        UserError,
+        match=r"sample 1 of the dataset and others do not fit .* in sample 1 and .* in sample 0",
+    ):
         next(task.train.stream([Batch(torch.tensor([1, 0]))], torch.device("cpu")))
+
+
+def build_targets():
+    """Build training data of which sample 7 has a target that is too large, and validation data with float targets."""
+    inputs, classes = torch.zeros(9, 2), torch.arange(9).clamp(max=1)
+    classes[2], classes[7] = -100, 2
+    return [*zip(inputs, classes, strict=True)], [*zip(inputs, classes.float(), strict=True)]
+
+
+def build_loaders():
+    loader = DataLoader([(torch.zeros(2), 0)])
+    return loader, loader
+
+
+def test_a_target_that_is_no_class_number_is_refused_with_its_sample():
+    task = load_data("tests.data.test_data_refusals:build_targets", classes=2, workers=0)
+    cpu, several = torch.device("cpu"), Batch(torch.tensor([1, 2, 7]))
+    reason = r" \(%s\): targets must be class numbers \(int64\) from 0 to 1; .*another --classes"
+    with pytest.raises(UserError, match="training sample 7 of the dataset has the target 2" + reason % "int64"):
+        next(task.train.stream([several], cpu))
+    with pytest.raises(UserError, match="validation sample 1 of the dataset has the target 1.0" + reason % "float32"):
+        next(task.val.stream([several], cpu))
+    assert next(task.train.stream([Batch(torch.tensor([1, 2]))], cpu))[1].tolist() == [1, -100]
+
+
+def test_a_function_that_returns_no_datasets_is_refused_with_what_it_returned():
+    with pytest.raises(UserError, match="returned a tuple of DataLoader, DataLoader: it must"):
+        load_data("tests.data.test_data_refusals:build_loaders", classes=2)

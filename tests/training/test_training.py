@@ -167,6 +167,50 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
+def unlike_or_bad(training: dict[int, torch.Tensor], validation: dict[int, torch.Tensor]):
+    """Build datasets of 8 samples of zeros, of which some are replaced."""
+    return tuple([(bad.get(number, torch.zeros(3)), number % 2) for number in range(8)] for bad in (training, validation))
+
+
+def nan_in_training():
+    return unlike_or_bad({5: torch.tensor([0.0, math.nan, 0.0])}, {})
+
+
+def infinite_in_validation():
+    return unlike_or_bad({}, {6: torch.tensor([0.0, math.inf, 0.0])})
+
+
+def longs_in_training():
+    return unlike_or_bad(dict.fromkeys(range(8), torch.zeros(3, dtype=torch.int64)), {})
+
+
+def wide_in_training():
+    return unlike_or_bad(dict.fromkeys(range(8), torch.zeros(4)), {})
+
+
+def linear():
+    return torch.nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "part"),
+    [
+        ("nan_in_training", DivergedError, "training sample 5 has inputs that are infinite or not a number: correct"),
+        (
+            "infinite_in_validation",
+            DivergedError,
+            "validation sample 6 has inputs that are infinite or not a number: correct",
+        ),
+        ("longs_in_training", UserError, r"a sample of shape \(3,\) raises RuntimeError: .* but got Long and Float"),
+        ("wide_in_training", UserError, r"a sample of shape \(4,\) raises RuntimeError: .*cannot be multiplied"),
+    ],
+)
+def test_a_sample_that_cannot_be_trained_on_is_named(tmp_path, data, error, part):
+    own = ["--model", f"{__name__}:linear", "--dataset", f"{__name__}:{data}", "--classes", "2", "--workers", "0"]
+    with pytest.raises(error, match=part):
+        train_alone(*own, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
+
+
 def test_a_folder_with_another_run_is_refused(tmp_path):
     train_alone("--max-steps", "1", "--run-dir", str(tmp_path))
     before = (tmp_path / "summary.json").read_bytes()

@@ -197,9 +197,9 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
     missing = [rank for rank in range(size) if rank not in ranks]
     foreign = [n for n, rank in ranks.items() if rank.world and (rank.world["rank"], rank.world["size"]) != (n, size)]
     if foreign:
-        found = ranks[foreign[0]].world
+        world = ranks[foreign[0]].world
         raise UserError(
-            f"{shown} mixes several runs: rank-{foreign[0]}.jsonl is of rank {found['rank']} of {found['size']}, "
+            f"{shown} mixes several runs: rank-{foreign[0]}.jsonl is of rank {world['rank']} of {world['size']}, "
             f"beside {size} ranks: record the script again, in a new folder"
         )
     if missing:
