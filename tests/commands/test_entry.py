@@ -98,7 +98,9 @@ def test_the_installed_command_finds_own_modules_in_the_current_folder(tmp_path)
     """Python puts the installed script's folder into ``sys.path``; the rank, a new interpreter, inherits the path."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "dualtrain"
-    script.write_text("import sys\nfrom dualtrain.__main__ import main\nsys.exit(main())\n")
+    # The forked process has the command of its server, where a new interpreter has its own.
+    own = "sys.orig_argv = [sys.executable, *sys.argv]"
+    script.write_text(f"import sys\n{own}\nfrom dualtrain.__main__ import main\nsys.exit(main())\n")
     model = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))"
     (tmp_path / "mine.py").write_text(f"import torch\n\n\ndef model():\n    return {model}\n")
     flags = ["--model", "mine:model", "--max-steps", "2", "--log-seconds", "0", "--run-dir", "run", "--nproc", "1"]

@@ -231,15 +231,15 @@ for epoch in range(4):
 """
 
 
-@pytest.mark.parametrize(("steps", "taken"), [(2, [2, 2]), (3, [2, 3]), (5, [4, 8]), (20, [8, 16])])
-def test_ranks_that_join_end_together(steps, taken, tmp_path):
+@pytest.mark.parametrize(("steps", "counts"), [(2, [2, 2]), (3, [2, 3]), (5, [4, 8]), (20, [8, 16])])
+def test_ranks_that_join_end_together(steps, counts, tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "record"
     script.write_text(UNEVEN)
     command = ["-m", "dualtrain.horovodize", recorder.__file__, "--record", folder, "--steps", steps, script]
     ended = run_ranks(2, list(map(str, command)), tmp_path / "output")
     assert [end.returncode for end in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     run = read_record(folder)
-    assert [rank.steps for rank in run.ranks] == taken
+    assert [rank.steps for rank in run.ranks] == counts
     assert {rank.end.reason for rank in run.ranks} == {"return" if steps == 20 else "steps"}
 
 
