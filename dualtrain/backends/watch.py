@@ -111,7 +111,7 @@ class Watch:
                     connection.socket.shutdown(socket.SHUT_WR)
 
     def wait_for_report(self, seconds: float) -> None:
-        """Block until a peer failure that is not quiet is known, at most for ``seconds``."""
+        """Block until ``on_peer_failure`` has returned, at most for ``seconds``; not in the watch's own thread."""
         if self._connections:
             self._reported.wait(seconds)
 
@@ -175,9 +175,11 @@ class Watch:
             return
         self.failure = failure
         if not failure.quiet:
-            self._reported.set()
-            if self.on_peer_failure is not None:
-                self.on_peer_failure(failure)
+            try:
+                if self.on_peer_failure is not None:
+                    self.on_peer_failure(failure)
+            finally:
+                self._reported.set()
 
     # -- deprecated names -----------------------------------------------------------------------------------------------
 
