@@ -17,7 +17,7 @@ from tests.forked import run
 from tests.launch.jobs import ENV, processes, rank_of, summary
 from tests.pool import ROOT, free_port
 
-KILLS = 4  # two for each agent
+KILLS = 8  # four for each agent
 SECONDS = 90.0  # for any wait, on a busy machine
 FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
 FLAGS += ["--log-every", "1", "--timeout", "30"]
@@ -69,7 +69,7 @@ def progress(folder: Path) -> int:
     return 0
 
 
-@pytest.mark.timeout(600)  # seven starts, each of some seconds on an idle machine
+@pytest.mark.timeout(900)  # eleven starts, each of some seconds on an idle machine
 def test_a_job_of_two_agents_survives_its_ranks_and_one_agent(folder, tmp_path, capsys):
     log, port = tmp_path / "log", free_port()
 
