@@ -18,6 +18,13 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 IGNORED = -100
 
 
+def wrong_targets(targets: torch.Tensor, classes: int) -> torch.Tensor:
+    """Return, as bool, which ``targets`` are not class numbers (int64) below ``classes``; ``IGNORED`` is allowed."""
+    if targets.dtype != torch.int64:
+        return torch.ones_like(targets, dtype=torch.bool)
+    return (targets != IGNORED) & ((targets < 0) | (targets >= classes))
+
+
 @dataclass(frozen=True)
 class Batch:
     """The samples of a split with the indices ``numbers``, int64, (n,); n may be 0.

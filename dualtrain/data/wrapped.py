@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, default_collate
 from dualtrain.data.loader import LoaderSource, Wanted
 from dualtrain.data.options import Options
 from dualtrain.data.seeding import seeded
-from dualtrain.data.sources import IGNORED, Source, Task, Tensors
+from dualtrain.data.sources import Source, Task, Tensors, wrong_targets
 from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import with_torchvision_shim
 from dualtrain.user_code import call_user_code, user_code
@@ -63,9 +63,7 @@ class Samples:
             wrong, got = 0, f"a target of type {type(targets).__name__}"
         else:
             kind = str(targets.dtype).removeprefix("torch.")
-            bad = torch.ones_like(targets, dtype=torch.bool)
-            if targets.dtype == torch.int64:
-                bad = (targets != IGNORED) & ((targets < 0) | (targets >= self.classes))
+            bad = wrong_targets(targets, self.classes)
             if not bad.any():
                 return None
             place = bad.nonzero()[0].tolist()

@@ -230,8 +230,7 @@ class Bucket:
         slots, grads = self._sort()
         found = dict(zip(slots, grads, strict=True))
         found.update((slot, slot.view.clone()) for slot in self._kept)
-        missing = [slot for slot in self.slots if slot not in found]
-        found.update((slot, torch.zeros_like(slot.view)) for slot in missing)
+        found.update((slot, torch.zeros_like(slot.view)) for slot in self._missing)
         parts = [found[slot].detach().to(slot.dtype) for slot in self.slots]
         self.sum.add_shard([*parts, self.extra.clone()])
 

@@ -19,7 +19,7 @@ from dualtrain.data import Batch, Task, load_data
 from dualtrain.data.draws import derived
 from dualtrain.data.options import LIMIT
 from dualtrain.data.sampler import Sampler
-from dualtrain.data.sources import IGNORED, Source, Tensors
+from dualtrain.data.sources import Source, Tensors, wrong_targets
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.training.data_parallel import measured, replicate
@@ -133,9 +133,7 @@ def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
 
 def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
     """Raise UserError if a target is not a class number below ``classes``; ``what`` begins the message."""
-    wrong = targets.flatten()
-    if targets.dtype == torch.int64:
-        wrong = wrong[(wrong != IGNORED) & ((wrong < 0) | (wrong >= classes))]
+    wrong = targets[wrong_targets(targets, classes)]
     if len(wrong):
         raise UserError(
             f"{what}: targets must be class numbers (int64) from 0 to {classes - 1}, since the model has {classes} "
