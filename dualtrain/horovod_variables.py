@@ -94,7 +94,7 @@ def mention_others(env: Mapping[str, str]) -> None:
     """Log, at level debug, which of Horovod's variables are set and have no effect here."""
     others = sorted(name for name in env if name.startswith("HOROVOD_") and name not in HONOURED | _OF_LAUNCHERS)
     if others:
-        log.debug("without a meaning on torch.distributed, and ignored: %s", ", ".join(others))
+        log.debug("ignored, because they have no effect on torch.distributed: %s", ", ".join(others))
 
 
 def publish_place(world: World | None = None) -> None:

@@ -173,7 +173,7 @@ class _HorovodWork(Work[None]):
 class HorovodBackend(Backend):
     """Horovod's world, or one of its process sets.
 
-    Collective; blocks. Starts Horovod, unless the program has done so.
+    Construction is collective and blocks. It starts Horovod, unless the program has done so.
 
     Args:
         world: this process's place.

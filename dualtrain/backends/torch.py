@@ -181,7 +181,7 @@ def _text(value: str | bytes) -> str:
 class TorchBackend(Backend):
     """Process groups of Gloo and NCCL that belong to this backend alone.
 
-    Collective; blocks.
+    Construction is collective and blocks.
 
     Args:
         world: this process's place.
@@ -480,10 +480,11 @@ def job_in_store(world: World, timeout: float) -> str:
 
 
 def _store_of_default_group(world: World) -> dist.Store | None:
-    """Return the store of the program's default group, if the group has exactly this world's processes; otherwise ``None``.
+    """Return the store of the program's default group if the group contains this world; otherwise ``None``.
 
-    For a world with a name, the group must have more processes. Rank 0 of the default group already listens on MASTER_PORT,
-    so dualtrain cannot. Under torchrun the group's store is not needed: the agent's store serves any number of worlds.
+    A world without a name must have the group's rank and size; a world with a name, which is a part of the job, must be
+    smaller than the group. dualtrain uses this store because rank 0 of the default group already listens on MASTER_PORT.
+    Under torchrun it is not needed: the agent's store serves any number of worlds.
     """
     found = default_group_place()
     if found is None or world.launcher == "torchrun":

@@ -2,7 +2,8 @@
 
 The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
 Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes; compared contenders run close together.
-This takes up to 20 minutes, or 3 with --quick, which measures fewer contenders and workloads. Run nothing else meanwhile.
+This takes about 20 minutes, or 3 with --quick, which measures fewer contenders and workloads; longer if contenders hang in
+the first round. Run nothing else meanwhile.
 The results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to
 move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
@@ -55,7 +56,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument("--contenders", metavar="A,B", help=f"only these of {', '.join(ENTRIES)}")
     parser.add_argument("--jobs", metavar="A,B", help=f"only these of {', '.join((*JOBS, *GROUPS))}")
-    parser.add_argument("--pairs", type=whole(1, 10_000), default=ROUNDS, metavar="N", help=f"rounds (default: {ROUNDS})")
+    parser.add_argument(
+        "--pairs",
+        type=whole(1, 10_000),
+        default=ROUNDS,
+        metavar="N",
+        help=f"number of rounds, if time permits; a round starts every contender once (default: {ROUNDS})",
+    )
     parser.add_argument(
         "--targets", action="store_true", help="show the developers' targets; exit status 1 if one is not met"
     )
@@ -136,12 +143,13 @@ def _load() -> str:
 def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict[str, str]:
     """Return facts about the machine and the measurement. ``began`` has the time and the load at the start."""
     ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), spec.ranks)
+    shared = "dualtrain.main" if spec.prefix else "dualtrain.main and the tutorial script"
     return {
         "measured": f"{began[0]} to {_now()}, in {results.rounds} round{'s' * (results.rounds != 1)}",
         "ranks": f"{ranks}, {f'started by {shlex.join(spec.prefix)}' if spec.prefix else 'on this host'}",
         "device": spec.device,
         "processor": processor_name(),
-        "cores": f"{usable_cores()} usable here; one intra-op thread a rank",
+        "cores": f"{usable_cores()} usable here; one intra-op thread per rank, but cores / ranks for {shared}",
         "load": f"{began[1]} before (means of 1, 5 and 15 minutes), {_load()} after",
         "versions": ", ".join([f"dualtrain {__version__}", f"Python {platform.python_version()}", *_versions()]),
     }

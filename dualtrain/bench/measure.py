@@ -41,7 +41,7 @@ class Results:
     Attributes:
         samples: for each contender, one sample per round; ``None`` if the contender failed or no time was left.
         missing: for each contender that was left out, the reason.
-        failures: messages of all failed starts, including starts that succeeded when repeated.
+        failures: messages of all failed starts, also where the second start succeeded.
         step_fractions: for each round, the fraction of each workload's steps that it ran.
     """
 
@@ -172,7 +172,7 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
 
 
 def sample_of(found: Sequence[dict[str, Any]]) -> Sample:
-    """Merge the results of all ranks: the times of the slowest rank, and the weights of rank 0."""
+    """Merge the results of all ranks: times of the slowest rank; start, weights and accuracy of rank 0."""
     seconds: dict[str, float] = {}
     for one in found:
         key, value = _keyed(one)

@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 def wrong_targets(targets: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return, as bool, which ``targets`` are not class numbers (int64) below ``classes``; ``IGNORED`` is allowed."""
+    """Return, as bool, which ``targets`` are not class indices (int64) below ``classes``; ``IGNORED`` is allowed."""
     if targets.dtype != torch.int64:
         return torch.ones_like(targets, dtype=torch.bool)
     return (targets != IGNORED) & ((targets < 0) | (targets >= classes))

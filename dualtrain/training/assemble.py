@@ -132,11 +132,11 @@ def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
 
 
 def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
-    """Raise UserError if a target is not a class number below ``classes``; ``what`` begins the message."""
+    """Raise UserError if a target is not a class index below ``classes``; ``what`` begins the message."""
     wrong = targets[wrong_targets(targets, classes)]
     if len(wrong):
         raise UserError(
-            f"{what}: targets must be class numbers (int64) from 0 to {classes - 1}, since the model has {classes} "
+            f"{what}: targets must be class indices (int64) from 0 to {classes - 1}, since the model has {classes} "
             f"outputs, and one is {wrong[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
         )
 

@@ -69,7 +69,8 @@ def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
 
     def read() -> dict[str, Any]:
         given = {SETTINGS[name].flag: None if settings[name] is None else "given" for name in _GIVEN_OR_NOT}
-        if settings["resume"] == AUTO:  # all ranks look into their folders
+        # With auto, the ranks search the run's folder together, which is collective: all ranks must give auto, or none.
+        if settings["resume"] == AUTO:
             given[SETTINGS["resume"].flag] = AUTO
         same = {one.flag: settings[name] for name, one in SETTINGS.items() if name not in MAY_DIFFER}
         return {**same, **given}
