@@ -9,6 +9,7 @@ of ``exchange`` have a separate Gloo group, so that one rank's vector cannot be 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import secrets
 import threading
@@ -47,9 +48,9 @@ _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
 _PLACE_BYTES = 128  # longest text with an address, a port and a key
 
-#: The groups in use, each with the id of the process that made it, since a forked child does not have a group's threads.
-#: This list keeps the groups alive: after a peer has failed, dropping the last reference to a group blocks the thread until
-#: the group's last operation ends.
+#: The groups in use, each with the id of the process that made it. This list keeps the groups alive: after a peer has
+#: failed, dropping the last reference to a group blocks the thread until the group's last operation ends. A forked child
+#: must never drop its parent's groups, since it does not have their threads: it would wait for them, or crash.
 _IN_USE: list[tuple[int, Any]] = []
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
@@ -71,9 +72,10 @@ def _end_all() -> None:
     Gloo's threads take the GIL to release a tensor, and abort the process if the interpreter has ended.
     """
     groups = [group for process, group in _IN_USE if process == os.getpid()]
-    if not groups:
-        return
-    _IN_USE.clear()
+    for process, group in _IN_USE:
+        if process != os.getpid():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the end of the interpreter would drop the group
+    _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]
     for backend in _BACKENDS:
         backend.forget_groups()
     _end(groups)
@@ -326,6 +328,8 @@ class TorchBackend(Backend):
         self._owns_default_group = True
 
     def disconnect(self) -> None:
+        if any(process != os.getpid() and group in self._groups for process, group in _IN_USE):
+            return  # a forked child must not end its parent's groups
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         if self._nccl is not None:

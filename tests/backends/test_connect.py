@@ -377,6 +377,43 @@ def test_a_with_statement_closes_and_lets_exceptions_through():
         raise KeyError("mine")
 
 
+FORKS = """
+import os, sys, signal
+import torch
+from dualtrain import connect
+from dualtrain.launchers import World
+
+def world():
+    return connect("torch", world=World(), transport="native")
+
+def allreduce(backend):
+    assert backend.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+
+def again():
+    allreduce(world())
+
+backend = world()
+statuses = []
+for what in (lambda: None, backend.close, again):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)  # a child that hangs is killed
+        what()
+        sys.exit(3)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+allreduce(backend)
+print(*statuses)
+"""
+
+
+def test_a_forked_child_does_not_end_the_groups_of_its_parent():
+    """Three children end: one without a call, one that has closed the backend, one that has connected again."""
+    end = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (end.returncode, end.stdout, end.stderr) == (0, "3 3 3\n", "")
+
+
 def test_the_default_process_group_is_made_only_on_request():
     with connect("torch", world=ALONE):
         assert not torch.distributed.is_initialized()
