@@ -104,9 +104,10 @@ class _TorchWork(Work[None]):
         self._work = work
         self._what = what
         self._tensors = tensors  # kept alive until the work has ended
+        self._on_gpu = tensors[0].is_cuda
 
     def wait(self) -> None:
-        if self._tensors and self._tensors[0].is_cuda:
+        if self._on_gpu:
             self._work.wait()  # makes the current stream wait; with a timeout it would block the CPU
         else:
             self._backend.await_bounded(self._what, self._wait_for)

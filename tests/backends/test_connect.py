@@ -19,6 +19,7 @@ import torch
 
 from dualtrain import BackendError, UserError, connect
 from dualtrain.backends.factory import NAMES, _as_numbers, _compare_choices, _locate, _take_device, choose
+from dualtrain.backends.torch import TorchBackend, _TorchWork
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import variables
 from tests.conftest import require_horovod
@@ -404,6 +405,16 @@ for what in (lambda: None, backend.close, again):
 allreduce(backend)
 print(*statuses)
 """
+
+
+def test_every_wait_of_an_operation_on_a_gpu_is_without_a_timeout():
+    """NCCL may abort its communicator when a wait times out."""
+    backend, waits = TorchBackend.__new__(TorchBackend), []
+    operation = SimpleNamespace(wait=lambda *timeouts: waits.append(timeouts))
+    work = _TorchWork(backend, operation, "sum of 'x'", SimpleNamespace(is_cuda=True))
+    work.wait()
+    work.wait()
+    assert waits == [(), ()]
 
 
 def test_a_forked_child_does_not_end_the_groups_of_its_parent():
