@@ -207,7 +207,7 @@ class TorchBackend(Backend):
         self.transport = self.transports[device.type]
         self._groups: list[Any] = []
         self._subsets = 0
-        self._owns_default_group = False
+        self._default_group: Any = None  # the default group that this backend has made
         self._native: dist.Store | None = None
         self._nccl: Any = None
         self._open_groups(store, interface)
@@ -305,7 +305,7 @@ class TorchBackend(Backend):
             return None
         group = object.__new__(TorchBackend)
         Backend.__init__(group, world, self.device, self.timeout)
-        group.transport, group._groups, group._subsets, group._owns_default_group = self.transport, [], 0, False
+        group.transport, group._groups, group._subsets, group._default_group = self.transport, [], 0, None
         prefix = f"group/{self._subsets}"
         group._native, group._nccl = None if self._native is None else dist.PrefixStore(prefix, self._native), None
         group._open_groups(dist.PrefixStore(prefix, self._store), self._interface)
@@ -326,13 +326,15 @@ class TorchBackend(Backend):
                 world_size=self.size,
                 timeout=_limit(self.timeout),
             )
-        self._owns_default_group = True
+        self._default_group = dist.group.WORLD
 
     def disconnect(self) -> None:
         if any(process != os.getpid() and group in self._groups for process, group in _IN_USE):
             return  # a forked child must not end its parent's groups
-        if self._owns_default_group and dist.is_initialized():
+        # The program may have destroyed that group, and made its own.
+        if self._default_group is not None and self._default_group is dist.group.WORLD:
             dist.destroy_process_group()
+        self._default_group = None
         if self._nccl is not None:
             shut_down(self._nccl)
         # Don't leave the groups to the garbage collector, which would end them in any thread and at any time.

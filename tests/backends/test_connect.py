@@ -437,6 +437,15 @@ def test_the_default_process_group_is_made_only_on_request():
         connect("local", default_group=True)
 
 
+def test_closing_destroys_only_the_default_group_that_the_backend_made():
+    dist = torch.distributed
+    with connect("torch", world=ALONE, default_group=True):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
 def free_of_the_default_group(backend, port):
     """Open two worlds; between them, make a default group that has no backend for CPU tensors."""
     dist = torch.distributed
