@@ -319,13 +319,17 @@ class TorchBackend(Backend):
         gpus = self.device.type == "cuda"
         store = self._native_store() if gpus else self._store
         with variables({} if self._interface is None else {"GLOO_SOCKET_IFNAME": self._interface}):
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if gpus else "gloo",
-                store=dist.PrefixStore(f"default/{self._subsets}", store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=_limit(self.timeout),
-            )
+            try:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if gpus else "gloo",
+                    store=dist.PrefixStore(f"default/{self._subsets}", store),
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=_limit(self.timeout),
+                )
+            except RuntimeError as error:
+                reason = _first_line(error)
+                raise UserError(f"torch.distributed's default process group could not be made: {reason}") from error
         self._default_group = dist.group.WORLD
 
     def disconnect(self) -> None:

@@ -446,6 +446,16 @@ def test_closing_destroys_only_the_default_group_that_the_backend_made():
     dist.destroy_process_group()
 
 
+def test_a_default_group_that_cannot_be_made_is_an_error_of_one_line(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("Connection reset\nat frame 1")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    with connect("torch", world=ALONE) as backend, pytest.raises(UserError) as caught:
+        backend.make_default_group()
+    assert str(caught.value) == "torch.distributed's default process group could not be made: Connection reset"
+
+
 def free_of_the_default_group(backend, port):
     """Open two worlds; between them, make a default group that has no backend for CPU tensors."""
     dist = torch.distributed
