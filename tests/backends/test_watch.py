@@ -398,7 +398,7 @@ def test_leaving_without_a_failure_calls_no_callback():
 
 
 def forks_a_child(backend):
-    """On rank 1, end a forked child, once by leaving and once by an error; then report another error. Return the failure."""
+    """On rank 1, end two forked children, by leaving and by an error; then report another error. Return the failure."""
     watch = Watch(backend, "127.0.0.1")
     if backend.rank == 1:
         assert in_child(watch.leave) == 0

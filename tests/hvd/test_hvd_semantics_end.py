@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.forked import in_child
 from tests.hvd.worlds import OURS, OURS_2, OURS_3, library, ours
 from tests.pool import free_port
 from tests.short_waits import short_waits
@@ -128,6 +129,18 @@ def one_shuts_down(backend):
 @OURS
 def test_after_a_rank_shuts_down_other_ranks_calls_fail_and_init_works_again(real):
     real(one_shuts_down)
+
+
+def forks_a_child(backend):
+    with library(backend) as hvd:
+        if hvd.rank() == 1:
+            assert in_child(hvd.shutdown) == 0
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@OURS_2
+def test_the_exit_of_a_forked_child_does_not_end_the_world(real):
+    real(forks_a_child)
 
 
 def elastic(backend):
