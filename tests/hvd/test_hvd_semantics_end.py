@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.forked import in_child
+from tests.forked import holds, in_child
 from tests.hvd.worlds import OURS, OURS_2, OURS_3, library, ours
 from tests.pool import free_port
 from tests.short_waits import short_waits
@@ -72,7 +72,6 @@ def test_long_waits_are_reported_on_every_rank(real):
 
 def too_slow(backend, gradients):
     env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.4", "HOROVOD_STALL_CHECK_DISABLE": "1"}
-    started = time.monotonic()
     with short_waits(backend, 0.2), library(backend, **env) as hvd:
         p, optimizer = optimizer_of(hvd)
         if gradients:
@@ -80,9 +79,8 @@ def too_slow(backend, gradients):
             optimizer.step()
             optimizer.zero_grad()
         if hvd.rank() == 1:
-            deadline = time.monotonic() + 20
-            while hvd.mpi_ops._basics.engine().down is None and time.monotonic() < deadline:
-                time.sleep(0.02)
+            # The other ranks' waits end the world before this rank makes its call.
+            assert holds(lambda: hvd.mpi_ops._basics.engine().down is not None)
             what = lambda: hvd.allreduce(torch.ones(1))  # noqa: E731
         else:
             what = optimizer.step if gradients else lambda: hvd.allreduce(torch.ones(1), name="loss")
@@ -94,7 +92,6 @@ def too_slow(backend, gradients):
         assert "for rank 1" in str(info.value)
         with pytest.raises(hvd.mpi_ops.HorovodInternalError):
             hvd.barrier()
-    assert time.monotonic() - started < 20
     if not gradients:
         with library(backend) as hvd:
             assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
