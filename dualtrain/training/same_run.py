@@ -255,6 +255,7 @@ def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
                 found[f"{where}[{option!r}]"] = Text(describe(value))
         for place, parameter in enumerate(group["params"]):
             found[f"parameter {place} of {where}"] = names.get(id(parameter), "not a parameter of the model")
-    for parameter, held in optimizer.state.items():
-        found[f"optimizer.state of {names.get(id(parameter))}"] = Text(describe(held))
+    for number, (parameter, held) in enumerate(optimizer.state.items()):
+        name = names.get(id(parameter), f"parameter {number}, which is not of the model")
+        found[f"optimizer.state of {name}"] = Text(describe(held))
     return found
