@@ -253,10 +253,16 @@ def test_the_answer_names_the_ratios_and_the_weights():
 
 
 def test_a_missing_contender_is_reported_with_its_cure():
-    found = results(shm=0.1, missing={"hvd-gloo": "horovod is not installed", "fabric": "it broke"})
+    reason = "horovod is not installed: bash launch/setup.sh"
+    found = results(shm=0.1, missing={"hvd-gloo": reason, "fabric": "it broke"})
     said = text_of(found)
     assert "Lightning Fabric: not measured: it broke" in said
-    assert said.splitlines()[-1].endswith("bash launch/setup.sh installs it.")
+    assert said.splitlines()[-1].endswith(f" did not run ({reason}).")
+
+
+def test_a_contender_that_is_installed_and_failed_has_no_advice_to_install_it():
+    said = text_of(results(shm=0.1, missing={"hvd-gloo": "it ended with status 1"}))
+    assert said.splitlines()[-1].endswith(" did not run (it ended with status 1).")
 
 
 class Page(HTMLParser):
