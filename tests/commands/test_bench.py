@@ -160,6 +160,21 @@ def test_targets_are_shown_on_request_and_a_missed_target_gives_exit_status_1(tm
     assert not bench._parse([]).targets
 
 
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("print('loading')", "it printed 'loading"), ("import time; time.sleep(100)", "it did not end within 0 s")],
+)
+def test_an_import_that_prints_or_hangs_is_one_error(program, reason, monkeypatch):
+    monkeypatch.setattr(measure, "_IMPORT", program)
+    with pytest.raises(LaunchError, match=reason):
+        measure._import_seconds(20.0 if "print" in program else 0.4)
+
+
+def test_lines_that_an_import_prints_are_not_its_time(monkeypatch):
+    monkeypatch.setattr(measure, "_IMPORT", "print('loading'); print(0.25)")
+    assert measure._import_seconds(20.0) == 0.25
+
+
 def test_the_conclusion_gives_the_exit_status(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda *_: results(shm=0.1, alone=0.08))
     flags = ["--quick", "--out", str(tmp_path), "--contenders", f"alone,{TUNED}"]
