@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import random
 import re
 import sys
@@ -530,6 +532,40 @@ def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
     program = "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(100)"
     with pytest.raises(LaunchError, match="ZeroDivisionError: division by zero"):
         run_program([sys.executable, "-c", program], "ranks", LaunchSpec(2, "cpu", tmp_path))
+
+
+def test_processes_that_outlive_their_leader_are_ended(tmp_path):
+    program = "import os, time\nif os.fork() == 0:\n    open('pid', 'w').write(str(os.getpid()))\n    time.sleep(100)\n"
+    program += "while not os.path.exists('pid') or not open('pid').read(): time.sleep(0.01)\n"
+    run_program(
+        [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{program}"],
+        "ranks",
+        LaunchSpec(1, "cpu", tmp_path),
+    )
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_contender_that_cannot_be_started_ends_those_that_were(tmp_path, monkeypatch):
+    started, start = [], start_contender.subprocess.Popen
+
+    def start_one(*given, **named):
+        if started:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(start(*given, **named))
+        return started[0]
+
+    monkeypatch.setattr(start_contender.subprocess, "Popen", start_one)
+    with pytest.raises(LaunchError, match=r"cannot be started \(Resource temporarily unavailable"):
+        run_program([sys.executable, "-c", "import time; time.sleep(100)"], "ranks", LaunchSpec(2, "cpu", tmp_path))
+    assert started[0].poll() is not None
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists that is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monkeypatch):
