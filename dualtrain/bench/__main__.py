@@ -31,7 +31,18 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.bench.measure import Plan, Results, measure
-from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, FALLBACKS, GROUPS, JOBS, QUICK, ROUNDS, jobs_of
+from dualtrain.bench.plan import (
+    CURES,
+    DEFAULT,
+    ENTRIES,
+    EPOCH_SAMPLES,
+    FALLBACKS,
+    GROUPS,
+    JOBS,
+    QUICK,
+    ROUNDS,
+    jobs_of,
+)
 from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
 from dualtrain.bench.start_contender import LaunchSpec
 from dualtrain.console import parser_of, print_error, show, whole
@@ -234,16 +245,25 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
     from dualtrain.bench.table import text
 
     rows = rows_of(results)
-    for path in _write(folder, results, rows, machine, targets=targets):
-        show(path, sys.stderr)
-    show(text(results, rows, machine, targets=targets))
-    return 1 if targets and any(row.verdict == NOT_MET for row in rows) else 0
+    try:
+        for path in _write(folder, results, rows, machine, targets=targets):
+            show(path, sys.stderr)
+    except OSError as error:
+        raise UserError(
+            f"the results cannot be written to {str(folder)!r} ({error.strerror or error}): name another --out"
+        ) from error
+    finally:  # a measurement of 20 minutes must not be lost
+        show(text(results, rows, machine, targets=targets))
+    if not targets:
+        return 0
+    return 1 if any(row.verdict == NOT_MET for row in rows) else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the results. Return the exit status.
 
-    0 for success, 1 if a target of --targets is not met, 2 for an error that the user can fix, 130 after Ctrl-C.
+    0 for success; 1 if a target of --targets is not met; 2 for an error that
+    the user can fix; 130 after Ctrl-C.
     """
     try:
         return _run(_parse(arguments))

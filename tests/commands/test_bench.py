@@ -48,6 +48,7 @@ from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.worker import MARK
 from dualtrain.bench.workloads import DISTINCT, WORKLOADS, Task, resnet18
+from dualtrain.errors import UserError
 from dualtrain.launchers import detect_world
 from tests.pool import ROOT
 
@@ -160,6 +161,16 @@ def test_targets_are_shown_on_request_and_a_missed_target_gives_exit_status_1(tm
             assert (NOT_MET in shown) == targets
     assert bench._parse(["--targets"]).targets
     assert not bench._parse([]).targets
+
+
+def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(bench, "write_whole", fail)
+    with pytest.raises(UserError, match=r"the results cannot be written to .*No space left on device"):
+        bench._conclude(tmp_path, results(shm=0.1, ddp_tuned=0.15), MACHINE, targets=False)
+    assert "1.50" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
