@@ -7,7 +7,7 @@ the first round. Run nothing else meanwhile.
 The results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to
 move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
---targets also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met.
+--targets also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met or not measured.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from typing import Any
 
 from dualtrain.bench.measure import Plan, Results, measure
 from dualtrain.bench.plan import (
+    COMPARISONS,
+    COSTS,
     CURES,
     DEFAULT,
     ENTRIES,
@@ -256,13 +258,21 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
         show(text(results, rows, machine, targets=targets))
     if not targets:
         return 0
-    return 1 if any(row.verdict == NOT_MET for row in rows) else 0
+    measured = {name for row in rows if row.target is not None for name in (row.one, row.other)}
+    missing = results.missing.keys() & _with_targets() - measured
+    return 1 if missing or not measured or any(row.verdict == NOT_MET for row in rows) else 0
+
+
+def _with_targets() -> set[str]:
+    """Return the contenders whose comparisons or costs have a target."""
+    compared = {name for one in COMPARISONS if one.targets for name in (one.one, one.other)}
+    return compared | {name for cost in COSTS if cost.target is not None for name in (cost.one, cost.other)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the results. Return the exit status.
 
-    0 for success; 1 if a target of --targets is not met; 2 for an error that
+    0 for success; 1 if a target of --targets is not met, or a contender that has targets did not run; 2 for an error that
     the user can fix; 130 after Ctrl-C.
     """
     try:

@@ -163,6 +163,14 @@ def test_targets_are_shown_on_request_and_a_missed_target_gives_exit_status_1(tm
     assert not bench._parse([]).targets
 
 
+def test_targets_that_were_not_measured_give_exit_status_1(tmp_path):
+    kept = results(shm=0.1, ddp_tuned=0.15)
+    failed = results(shm=0.1, ddp_tuned=0.15, missing={"hvd-gloo": "it ended with status 1"})
+    for found, status in ((kept, 0), (failed, 1), (Results(), 1)):
+        assert bench._conclude(tmp_path, found, MACHINE, targets=True) == status
+        assert bench._conclude(tmp_path, found, MACHINE, targets=False) == 0
+
+
 def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
