@@ -554,7 +554,8 @@ def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
 
 
 def test_processes_that_outlive_their_leader_are_ended(tmp_path):
-    program = "import os, time\nif os.fork() == 0:\n    open('pid', 'w').write(str(os.getpid()))\n    time.sleep(100)\n"
+    program = "import os, time\nif os.fork() == 0:\n    open('pid', 'w').write(str(os.getpid()))\n"
+    program += "    time.sleep(100)\n    os._exit(0)\n"
     program += "while not os.path.exists('pid') or not open('pid').read(): time.sleep(0.01)\n"
     run_program(
         [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{program}"],
