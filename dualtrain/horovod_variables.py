@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ log = logging.getLogger("dualtrain.hvd")
 DEFAULT_TIMEOUT = 1800.0
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-#: Variables with the same effect as in Horovod.
+#: Variables that have an effect here too. In Horovod, HOROVOD_STALL_CHECK_DISABLE also disables the shutdown.
 HONOURED = {
     "HOROVOD_DYNAMIC_PROCESS_SETS",
     "HOROVOD_ELASTIC",
@@ -29,6 +31,7 @@ HONOURED = {
 }
 #: Variables that launchers set. They are not logged as ignored.
 _OF_LAUNCHERS = {f"HOROVOD_{name}" for name in (*_PLACE, "CONTROLLER", "CPU_OPERATIONS", "HOSTNAME")}
+_OF_LAUNCHERS |= {f"HOROVOD_GLOO_{name}" for name in ("IFACE", "RENDEZVOUS_ADDR", "RENDEZVOUS_PORT")}
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Settings:
         """Return the settings of ``env``.
 
         Raises:
-            UserError: a variable that should be a number is not one.
+            UserError: a variable that should be a finite number is not one.
         """
         check = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", cls.stall_check)
         shutdown = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", cls.stall_shutdown)
@@ -71,7 +74,7 @@ class Settings:
             mark_cycles=_flag(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
             dynamic_sets=_flag(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
             fusion_bytes=None if fusion < 0 else int(fusion),
-            compat=_flag(env, "DUALTRAIN_HVD_COMPAT"),
+            compat=env.get("DUALTRAIN_HVD_COMPAT", "0") not in ("", "0"),
         )
 
 
@@ -80,21 +83,25 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise UserError(f"{name}={text!r} is not a number: give seconds or bytes, or unset it") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"{name}={text!r} is not a finite number: give seconds or bytes, or unset it")
     if value < 0 and text != str(default):
         raise UserError(f"{name}={text} is below 0: give seconds or bytes, or unset it")
     return value
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
-    return env.get(name, "0") not in ("", "0")
+    """Return whether the variable is set to a number above 0, as Horovod reads it: other texts do not set a flag."""
+    number = re.match(r"\s*[+-]?\d+", env.get(name, ""))
+    return number is not None and int(number[0]) > 0
 
 
 def mention_others(env: Mapping[str, str]) -> None:
     """Log, at level debug, which of Horovod's variables are set and have no effect here."""
     others = sorted(name for name in env if name.startswith("HOROVOD_") and name not in HONOURED | _OF_LAUNCHERS)
     if others:
-        log.debug("without a meaning on torch.distributed, and ignored: %s", ", ".join(others))
+        log.debug("ignored, because they have no effect on torch.distributed: %s", ", ".join(others))
 
 
 def publish_place(world: World | None = None) -> None:

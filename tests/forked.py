@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -157,6 +158,25 @@ def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
     shared = group | {f"TORCHELASTIC_{name}": value for name, value in elastic.items()}
     shared["MASTER_PORT"] = str(store.port)
     yield [place | {"LOCAL_RANK": place["RANK"], "ROLE_RANK": place["RANK"]} for place in places(size, **shared)]
+
+
+def in_child(function: Callable[[], object]) -> int:
+    """Call ``function`` in a child that is forked from this process; return the child's exit status, 0 without an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer versions of Python warn if other threads run
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)  # a child that hangs is killed
+            function()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def holds(condition: Callable[[], bool], seconds: float = 120) -> bool:

@@ -173,7 +173,7 @@ class _HorovodWork(Work[None]):
 class HorovodBackend(Backend):
     """Horovod's world, or one of its process sets.
 
-    Collective; blocks. Starts Horovod, unless the program has done so.
+    Construction is collective and blocks. It starts Horovod, unless the program has done so.
 
     Args:
         world: this process's place.
@@ -203,9 +203,9 @@ class HorovodBackend(Backend):
         self._launched = world.launcher.startswith(("horovodrun", "mpi"))
         if self._owns_world:
             # Keep a reference: rank 0 serves the store as long as one exists, and other ranks may still use the store.
-            self._store = _initialise(self.library.init, world, timeout, self._launched, groups, meet)
+            self._store, address = _initialise(self.library.init, world, timeout, self._launched, groups, meet)
         self._set = self.library.global_process_set
-        self._scope = _scope(self._store) if self._owns_world else ""
+        self._scope = _scope(address) if self._owns_world else ""
         self._sets: dict[tuple[int, ...], Any] = {tuple(range(self.library.size())): self._set}
         self._groups = 0
         self._ops = {
@@ -299,7 +299,7 @@ class HorovodBackend(Backend):
 
 def _initialise(
     start: Callable[[], None], world: World, timeout: float, launched: bool, groups: bool, meet: Meet
-) -> KeyValueStore | None:
+) -> tuple[KeyValueStore | None, str | None]:
     """Start Horovod in the world of its own launcher, or in a world whose ranks find each other through our store.
 
     Args:
@@ -311,7 +311,8 @@ def _initialise(
         meet: makes the job's store.
 
     Returns:
-        The job's store if the ranks met there; it must live as long as the world does.
+        The job's store, which must live as long as the world does, and the address of Horovod's store: if the ranks met
+        there, otherwise two times ``None``.
     """
     if not world.launcher.startswith("mpi"):
         _check_name()
@@ -320,24 +321,24 @@ def _initialise(
     with variables({name: os.environ.get(name, value) for name, value in defaults.items()}):
         if launched:
             _initialise_launched(start, world, timeout)
-            return None
+            return None, None
         if world.size == 1:
             with variables(description(world)):
                 start()
-            return None
+            return None, None
         with variables(limits):
             return _initialise_by_store(start, world, timeout, meet)
 
 
-def _scope(store: KeyValueStore | None) -> str:
-    """Return the prefix of all operation names in the world that was made with ``store``. It differs between worlds.
+def _scope(address: str | None) -> str:
+    """Return the prefix of all operation names in the world whose store has ``address``. It differs between worlds.
 
     Horovod 0.28.1 may keep an operation that was started while Horovod shut down (``EnqueueTensorAllgather`` waits for
     the table of process sets after it has checked for the shutdown). That operation takes part in the process's next world,
     where another operation of that name would get its data. For processes that Horovod's launcher started, the prefix is a
     count: they have all been in equally many worlds. For other processes, it is a hash of the store's random address.
     """
-    return f"{next(_worlds)}." if store is None else f"{fingerprint(store.get(_ADDRESS_KEY).decode()):x}."
+    return f"{next(_worlds)}." if address is None else f"{fingerprint(address):x}."
 
 
 def _defaults(world: World, groups: bool) -> dict[str, str]:
@@ -361,8 +362,12 @@ def _initialise_launched(start: Callable[[], None], world: World, timeout: float
         start()
 
 
-def _initialise_by_store(start: Callable[[], None], world: World, timeout: float, meet: Meet) -> KeyValueStore:
-    """Start Horovod's Gloo controller with our own HTTP store, whose address the ranks get through the job's store."""
+def _initialise_by_store(start: Callable[[], None], world: World, timeout: float, meet: Meet) -> tuple[KeyValueStore, str]:
+    """Start Horovod's Gloo controller with our own HTTP store, whose address the ranks get through the job's store.
+
+    Returns:
+        The job's store, and the address.
+    """
     # ``meet`` first sets the local ranks by the hosts' identities: Horovod aborts the process if they are inconsistent.
     store, world = meet(world, timeout, "horovod", _obstacle())
 
@@ -388,10 +393,10 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
 
     with (
         variables(description(world)),
-        _http_store(listening_address(world), world.rank == 0, share, joined),
+        _http_store(listening_address(world), world.rank == 0, share, joined) as place,
     ):
         start()
-    return store
+    return store, place
 
 
 def _check_name() -> None:
@@ -425,17 +430,18 @@ def _obstacle() -> str | None:
 
 
 @contextmanager
-def _http_store(host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]) -> Iterator[None]:
-    """Serve Horovod's key-value store on one rank, and set the variables with its address on all ranks.
+def _http_store(host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]) -> Iterator[str]:
+    """Serve Horovod's key-value store on one rank, and set the variables with its address, which is yielded, on all ranks.
 
     ``share`` sends the server's address from that rank to the others; ``joined`` blocks until all ranks have started
     Horovod. Each start needs a new server, since a used server still has the keys of the last start.
     """
     server = HttpStore(host) if serving else None
     try:
-        prefix, port = share(f"{server.url_prefix} {server.port}" if server else None).split()
+        place = share(f"{server.url_prefix} {server.port}" if server else None)
+        prefix, port = place.split()
         with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
-            yield
+            yield place
         joined()
     finally:
         if server is not None:

@@ -9,6 +9,7 @@ of ``exchange`` have a separate Gloo group, so that one rank's vector cannot be 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import secrets
 import threading
@@ -47,9 +48,9 @@ _WORLDS: Counter[tuple[str, int, str]] = Counter()
 
 _PLACE_BYTES = 128  # longest text with an address, a port and a key
 
-#: The groups in use, each with the id of the process that made it, since a forked child does not have a group's threads.
-#: This list keeps the groups alive: after a peer has failed, dropping the last reference to a group blocks the thread until
-#: the group's last operation ends.
+#: The groups in use, each with the id of the process that made it. This list keeps the groups alive: after a peer has
+#: failed, dropping the last reference to a group blocks the thread until the group's last operation ends. A forked child
+#: must never drop its parent's groups, since it does not have their threads: it would wait for them, or crash.
 _IN_USE: list[tuple[int, Any]] = []
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 
@@ -71,9 +72,10 @@ def _end_all() -> None:
     Gloo's threads take the GIL to release a tensor, and abort the process if the interpreter has ended.
     """
     groups = [group for process, group in _IN_USE if process == os.getpid()]
-    if not groups:
-        return
-    _IN_USE.clear()
+    for process, group in _IN_USE:
+        if process != os.getpid():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the end of the interpreter would drop the group
+    _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]
     for backend in _BACKENDS:
         backend.forget_groups()
     _end(groups)
@@ -102,9 +104,10 @@ class _TorchWork(Work[None]):
         self._work = work
         self._what = what
         self._tensors = tensors  # kept alive until the work has ended
+        self._on_gpu = tensors[0].is_cuda
 
     def wait(self) -> None:
-        if self._tensors and self._tensors[0].is_cuda:
+        if self._on_gpu:
             self._work.wait()  # makes the current stream wait; with a timeout it would block the CPU
         else:
             self._backend.await_bounded(self._what, self._wait_for)
@@ -181,7 +184,7 @@ def _text(value: str | bytes) -> str:
 class TorchBackend(Backend):
     """Process groups of Gloo and NCCL that belong to this backend alone.
 
-    Collective; blocks.
+    Construction is collective and blocks.
 
     Args:
         world: this process's place.
@@ -204,7 +207,7 @@ class TorchBackend(Backend):
         self.transport = self.transports[device.type]
         self._groups: list[Any] = []
         self._subsets = 0
-        self._owns_default_group = False
+        self._default_group: Any = None  # the default group that this backend has made
         self._native: dist.Store | None = None
         self._nccl: Any = None
         self._open_groups(store, interface)
@@ -302,7 +305,7 @@ class TorchBackend(Backend):
             return None
         group = object.__new__(TorchBackend)
         Backend.__init__(group, world, self.device, self.timeout)
-        group.transport, group._groups, group._subsets, group._owns_default_group = self.transport, [], 0, False
+        group.transport, group._groups, group._subsets, group._default_group = self.transport, [], 0, None
         prefix = f"group/{self._subsets}"
         group._native, group._nccl = None if self._native is None else dist.PrefixStore(prefix, self._native), None
         group._open_groups(dist.PrefixStore(prefix, self._store), self._interface)
@@ -316,18 +319,26 @@ class TorchBackend(Backend):
         gpus = self.device.type == "cuda"
         store = self._native_store() if gpus else self._store
         with variables({} if self._interface is None else {"GLOO_SOCKET_IFNAME": self._interface}):
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if gpus else "gloo",
-                store=dist.PrefixStore(f"default/{self._subsets}", store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=_limit(self.timeout),
-            )
-        self._owns_default_group = True
+            try:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if gpus else "gloo",
+                    store=dist.PrefixStore(f"default/{self._subsets}", store),
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=_limit(self.timeout),
+                )
+            except RuntimeError as error:
+                reason = _first_line(error)
+                raise UserError(f"torch.distributed's default process group could not be made: {reason}") from error
+        self._default_group = dist.group.WORLD
 
     def disconnect(self) -> None:
-        if self._owns_default_group and dist.is_initialized():
+        if any(process != os.getpid() and group in self._groups for process, group in _IN_USE):
+            return  # a forked child must not end its parent's groups
+        # The program may have destroyed that group, and made its own.
+        if self._default_group is not None and self._default_group is dist.group.WORLD:
             dist.destroy_process_group()
+        self._default_group = None
         if self._nccl is not None:
             shut_down(self._nccl)
         # Don't leave the groups to the garbage collector, which would end them in any thread and at any time.
@@ -480,10 +491,11 @@ def job_in_store(world: World, timeout: float) -> str:
 
 
 def _store_of_default_group(world: World) -> dist.Store | None:
-    """Return the store of the program's default group, if the group has exactly this world's processes; otherwise ``None``.
+    """Return the store of the program's default group if the group contains this world; otherwise ``None``.
 
-    For a world with a name, the group must have more processes. Rank 0 of the default group already listens on MASTER_PORT,
-    so dualtrain cannot. Under torchrun the group's store is not needed: the agent's store serves any number of worlds.
+    A world without a name must have the group's rank and size; a world with a name, which is a part of the job, must be
+    smaller than the group. dualtrain uses this store because rank 0 of the default group already listens on MASTER_PORT.
+    Under torchrun it is not needed: the agent's store serves any number of worlds.
     """
     found = default_group_place()
     if found is None or world.launcher == "torchrun":

@@ -42,7 +42,8 @@ class TreeSum(Work[None]):
         mine = [other.view(-1) for other in others[: count - 1]] + [self._tensor] if count else []
         self._ended = False
         whole = tensor.nbytes <= GATHERED_BYTES
-        #: Number of elements in each rank's slice; the last slices may be shorter, or empty.
+        #: Number of elements in each rank's slice (the last slices may be shorter, or empty), or in the whole tensor if it
+        #: is gathered whole.
         self._width = tensor.numel() if whole else -(-tensor.numel() // backend.size)
         self._work, self._received = self._gather(mine) if whole else self._scatter(mine)
         self._whole = whole

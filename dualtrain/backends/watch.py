@@ -9,6 +9,7 @@ rank 0 informs all ranks. Every wait of a backend (``Primitives.await_bounded``)
 from __future__ import annotations
 
 import atexit
+import os
 import selectors
 import socket
 import sys
@@ -58,6 +59,7 @@ class Watch:
         self._reported = threading.Event()
         self._sending = threading.Lock()
         self._leaving = False
+        self._process = os.getpid()
         self._unhook: Callable[[], None] = _do_nothing
         if connections:
             threading.Thread(target=self._receive_all, name="dualtrain-watch", daemon=True).start()
@@ -72,7 +74,7 @@ class Watch:
 
         Installs ``sys.excepthook`` and an exit handler, which :meth:`leave` removes. Without them the other ranks would
         wait for a rank whose program failed outside of dualtrain, or know only that its connection broke. The earlier
-        hook is still called.
+        hook is still called. In a forked child neither reports anything, since its end is not the end of the rank.
         """
         earlier = sys.excepthook
 
@@ -92,7 +94,7 @@ class Watch:
 
     def announce(self, reason: str) -> None:
         """Report to the other ranks that this rank stops for ``reason``: a message, or a formatted traceback."""
-        if not self._leaving:
+        if self._may_leave():
             self._leaving = True
             headline = reason.strip().splitlines()[-1]
             details = "" if headline == reason.strip() else f"\n{reason.strip()}"
@@ -102,13 +104,17 @@ class Watch:
         """Report to the other ranks that this rank leaves the job normally."""
         self._unhook()
         self._unhook = _do_nothing
-        if not self._leaving:
+        if self._may_leave():
             self._leaving = True
             self.send(asdict(PeerFailure(self.rank, "has left the job", quiet=True)))
             for connection in self._connections:
                 # The peer reads to the end of the stream and closes the connection, which ends the receiving thread here.
                 with suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
+
+    def _may_leave(self) -> bool:
+        """Return whether this rank has not left yet. A forked child shares the rank's connections, and is not the rank."""
+        return not self._leaving and self._process == os.getpid()
 
     def wait_for_report(self, seconds: float) -> None:
         """Block until ``on_peer_failure`` has returned, at most for ``seconds``; not in the watch's own thread."""

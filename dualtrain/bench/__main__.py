@@ -2,11 +2,12 @@
 
 The contenders are torch's DDP, Horovod over Gloo and MPI, dualtrain on both backends, and, if they are installed,
 Accelerate, Lightning Fabric and ignite. They run in rounds, in fresh processes; compared contenders run close together.
-This takes up to 20 minutes, or 3 with --quick, which measures fewer contenders and workloads. Run nothing else meanwhile.
+This takes about 20 minutes, or 3 with --quick, which measures fewer contenders and workloads; longer if contenders hang in
+the first round. Run nothing else meanwhile.
 The results are in bench.json, bench.html and bench.svg in the folder --out. The last line of the output answers whether to
 move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
---targets also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met.
+--targets also shows the targets of dualtrain's developers; the exit status is then 1 if one is not met or not measured.
 """
 
 from __future__ import annotations
@@ -30,7 +31,20 @@ from pathlib import Path
 from typing import Any
 
 from dualtrain.bench.measure import Plan, Results, measure
-from dualtrain.bench.plan import CURES, DEFAULT, ENTRIES, EPOCH_SAMPLES, FALLBACKS, GROUPS, JOBS, QUICK, ROUNDS, jobs_of
+from dualtrain.bench.plan import (
+    COMPARISONS,
+    COSTS,
+    CURES,
+    DEFAULT,
+    ENTRIES,
+    EPOCH_SAMPLES,
+    FALLBACKS,
+    GROUPS,
+    JOBS,
+    QUICK,
+    ROUNDS,
+    jobs_of,
+)
 from dualtrain.bench.rows import NOT_MET, Row, rows_of, sweep_of
 from dualtrain.bench.start_contender import LaunchSpec
 from dualtrain.console import parser_of, print_error, show, whole
@@ -55,7 +69,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: GPUs if there are any")
     parser.add_argument("--contenders", metavar="A,B", help=f"only these of {', '.join(ENTRIES)}")
     parser.add_argument("--jobs", metavar="A,B", help=f"only these of {', '.join((*JOBS, *GROUPS))}")
-    parser.add_argument("--pairs", type=whole(1, 10_000), default=ROUNDS, metavar="N", help=f"rounds (default: {ROUNDS})")
+    parser.add_argument(
+        "--pairs",
+        type=whole(1, 10_000),
+        default=ROUNDS,
+        metavar="N",
+        help=f"number of rounds, if time permits; a round starts every contender once (default: {ROUNDS})",
+    )
     parser.add_argument(
         "--targets", action="store_true", help="show the developers' targets; exit status 1 if one is not met"
     )
@@ -136,12 +156,13 @@ def _load() -> str:
 def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict[str, str]:
     """Return facts about the machine and the measurement. ``began`` has the time and the load at the start."""
     ranks = next((s.ranks for column in results.samples.values() for s in column if s is not None), spec.ranks)
+    shared = "dualtrain.main" if spec.prefix else "dualtrain.main and the tutorial script"
     return {
         "measured": f"{began[0]} to {_now()}, in {results.rounds} round{'s' * (results.rounds != 1)}",
         "ranks": f"{ranks}, {f'started by {shlex.join(spec.prefix)}' if spec.prefix else 'on this host'}",
         "device": spec.device,
         "processor": processor_name(),
-        "cores": f"{usable_cores()} usable here; one intra-op thread a rank",
+        "cores": f"{usable_cores()} usable here; one intra-op thread per rank, but cores / ranks for {shared}",
         "load": f"{began[1]} before (means of 1, 5 and 15 minutes), {_load()} after",
         "versions": ", ".join([f"dualtrain {__version__}", f"Python {platform.python_version()}", *_versions()]),
     }
@@ -226,16 +247,33 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
     from dualtrain.bench.table import text
 
     rows = rows_of(results)
-    for path in _write(folder, results, rows, machine, targets=targets):
-        show(path, sys.stderr)
-    show(text(results, rows, machine, targets=targets))
-    return 1 if targets and any(row.verdict == NOT_MET for row in rows) else 0
+    try:
+        for path in _write(folder, results, rows, machine, targets=targets):
+            show(path, sys.stderr)
+    except OSError as error:
+        raise UserError(
+            f"the results cannot be written to {str(folder)!r} ({error.strerror or error}): name another --out"
+        ) from error
+    finally:  # a measurement of 20 minutes must not be lost
+        show(text(results, rows, machine, targets=targets))
+    if not targets:
+        return 0
+    measured = {name for row in rows if row.target is not None for name in (row.one, row.other)}
+    missing = results.missing.keys() & _with_targets() - measured
+    return 1 if missing or not measured or any(row.verdict == NOT_MET for row in rows) else 0
+
+
+def _with_targets() -> set[str]:
+    """Return the contenders whose comparisons or costs have a target."""
+    compared = {name for one in COMPARISONS if one.targets for name in (one.one, one.other)}
+    return compared | {name for cost in COSTS if cost.target is not None for name in (cost.one, cost.other)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the results. Return the exit status.
 
-    0 for success, 1 if a target of --targets is not met, 2 for an error that the user can fix, 130 after Ctrl-C.
+    0 for success; 1 if a target of --targets is not met, or a contender that has targets did not run; 2 for an error that
+    the user can fix; 130 after Ctrl-C.
     """
     try:
         return _run(_parse(arguments))

@@ -41,7 +41,7 @@ class Results:
     Attributes:
         samples: for each contender, one sample per round; ``None`` if the contender failed or no time was left.
         missing: for each contender that was left out, the reason.
-        failures: messages of all failed starts, including starts that succeeded when repeated.
+        failures: messages of all failed starts, also where the second start succeeded.
         step_fractions: for each round, the fraction of each workload's steps that it ran.
     """
 
@@ -159,7 +159,7 @@ class _Rounds:
 
 def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction: float) -> Sample:
     if entry.module == IMPORT:
-        return Sample({"import": _import_seconds()})
+        return Sample({"import": _import_seconds(spec.timeout)})
     if not entry.steps and not spec.prefix:
         # dualtrain.main divides the cores among the ranks: give the tutorial script as many threads.
         spec = replace(spec, threads=share_of(usable_cores(), spec.ranks))
@@ -172,7 +172,7 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
 
 
 def sample_of(found: Sequence[dict[str, Any]]) -> Sample:
-    """Merge the results of all ranks: the times of the slowest rank, and the weights of rank 0."""
+    """Merge the results of all ranks: times of the slowest rank; start, weights and accuracy of rank 0."""
     seconds: dict[str, float] = {}
     for one in found:
         key, value = _keyed(one)
@@ -198,11 +198,18 @@ def _keyed(one: dict[str, Any]) -> tuple[str, float]:
     return one["job"], one["seconds"]
 
 
-def _import_seconds() -> float:
-    done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, check=False)
+def _import_seconds(timeout: float) -> float:
+    command = [sys.executable, "-c", _IMPORT]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"it did not end within {timeout:.0f} s") from None
     if done.returncode:
         raise LaunchError(done.stderr.strip().rpartition("\n")[2])
-    return float(done.stdout)
+    try:
+        return float(done.stdout.splitlines()[-1])  # a module that is imported may print lines of its own
+    except (IndexError, ValueError):
+        raise LaunchError(f"it printed {done.stdout[-100:]!r} in place of a time") from None
 
 
 def _main(entry: Entry, spec: LaunchSpec) -> Sample:

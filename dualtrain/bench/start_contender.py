@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -133,16 +133,18 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], spe
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with ExitStack() as stack:
         log: IO[str] = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-        processes = [
-            subprocess.Popen(command, env={**kept, **quiet, **more}, stdout=log, stderr=log, start_new_session=True)
-            for command, more in starts
-        ]
+        processes: list[subprocess.Popen[bytes]] = []
         try:
+            for command, more in starts:
+                env = {**kept, **quiet, **more}
+                processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
             deadline = time.monotonic() + spec.timeout
             while any(each.poll() is None for each in processes) and not any(each.poll() for each in processes):
                 if time.monotonic() > deadline:
                     raise LaunchError(f"it did not end within {spec.timeout:.0f} s")
                 time.sleep(0.02)
+        except OSError as error:
+            raise LaunchError(f"{starts[0][0][0]} cannot be started ({error.strerror or error})") from error
         finally:
             for process in processes:
                 _end(process)
@@ -155,14 +157,15 @@ def _watched(commands: Sequence[tuple[Sequence[str], Mapping[str, object]]], spe
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all processes of its process group."""
-    for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        if process.poll() is None:
+    """End a process and all processes of its process group, some of which may outlive it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):  # the group is empty
+            deadline = time.monotonic() + 5.0
             os.killpg(process.pid, number)
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                pass
+            while time.monotonic() < deadline:
+                process.poll()  # reap it, so that it no longer counts as a member
+                os.killpg(process.pid, 0)
+                time.sleep(0.02)
 
 
 def _reason(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from dualtrain.bench.measure import Results
-from dualtrain.bench.plan import CURES, ENTRIES, ROUNDS, TUNED
+from dualtrain.bench.plan import ENTRIES, ROUNDS, TUNED
 from dualtrain.bench.rows import NOT_MET, NOT_SHOWN, OTHER, Row, sweep_of
 from dualtrain.bench.statistics import rounds_of
 from dualtrain.console import size_in_words
@@ -162,5 +162,5 @@ def _range(rows: Sequence[Row]) -> str:
 def _why(results: Results) -> str:
     for name in ("hvd-gloo", "hvd-mpi"):
         if name in results.missing:
-            return f"{ENTRIES[name].title} did not run ({results.missing[name]}); {CURES['horovod']} installs it."
+            return f"{ENTRIES[name].title} did not run ({results.missing[name]})."
     return "Horovod or dualtrain was not among the contenders."

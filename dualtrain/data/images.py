@@ -69,7 +69,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """A :class:`~dualtrain.data.loader.Reader` of ``samples``: (path, class number) each.
+    """A :class:`~dualtrain.data.loader.Reader` of ``samples``: (path, class index) each.
 
     torchvision is imported at the first read only, because a worker process unpickles this object before it has installed
     the torchvision shim.

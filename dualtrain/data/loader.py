@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ class LoaderSource(Source):
         self._transform = transform
         self._feed = _Feed()
         self._loader: DataLoader[Any] | None = None
+        self._process = os.getpid()  # the process that has started the workers
 
     def __len__(self) -> int:
         return len(self._reader)
@@ -60,7 +62,7 @@ class LoaderSource(Source):
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """Yield the batches, prefetched. The first stream starts the workers; later streams reuse them."""
         if self._loader is None:
-            self._loader = self._start(device)
+            self._loader, self._process = self._start(device), os.getpid()
         requests = _Requests(batches)
         self._feed.batches = requests
         read = iter(self._loader)
@@ -79,6 +81,8 @@ class LoaderSource(Source):
     def close(self) -> None:
         """Stop the workers. An open stream cannot continue."""
         atexit.unregister(self.close)
+        if self._process != os.getpid():
+            return  # a forked child must not stop its parent's workers
         # Private API of torch, the same in torch 2.5 to 2.15: no public function stops the workers.
         # tests/data/test_private_torch.py fails when this API is gone.
         iterator = getattr(self._loader, "_iterator", None)

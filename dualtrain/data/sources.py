@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ IGNORED = -100
 
 
 def wrong_targets(targets: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return, as bool, which ``targets`` are not class numbers (int64) below ``classes``; ``IGNORED`` is allowed."""
+    """Return, as bool, which ``targets`` are not class indices (int64) below ``classes``; ``IGNORED`` is allowed."""
     if targets.dtype != torch.int64:
         return torch.ones_like(targets, dtype=torch.bool)
     return (targets != IGNORED) & ((targets < 0) | (targets >= classes))
@@ -66,6 +67,13 @@ class Source(ABC):
 
     def close(self) -> None:  # noqa: B027 -- most sources have nothing to stop
         """Stop the worker processes, if there are any. The source can be used again."""
+
+
+def contents_of(source: Source, numbers: Sequence[int]) -> Iterator[Any]:
+    """Return :meth:`Source.contents` of ``source``, which need not be a subclass of Source, nor have this method."""
+    read = getattr(source, "contents", None) or partial(Source.contents, source)
+    found: Iterator[Any] = read(numbers)
+    return found
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 @dataclass(frozen=True)
 class Tree:
-    """The classes in alphabetical order, and the (path, class number) of each image."""
+    """The classes in alphabetical order, and the (path, class index) of each image."""
 
     classes: list[str]
     samples: list[tuple[str, int]]

@@ -58,7 +58,7 @@ class Samples:
         return self._refusal(numbers, targets) or (inputs, targets)
 
     def _refusal(self, numbers: list[int], targets: Any) -> UserError | None:
-        """Return an error if a target is not a class number; None if all are."""
+        """Return an error if a target is not a class index; None if all are."""
         if not isinstance(targets, torch.Tensor):
             wrong, got = 0, f"a target of type {type(targets).__name__}"
         else:
@@ -69,7 +69,7 @@ class Samples:
             place = bad.nonzero()[0].tolist()
             wrong, got = place[0], f"the target {targets[tuple(place)].item()} ({kind})"
         return UserError(
-            f"{self.split} sample {numbers[wrong]} of the dataset has {got}: targets must be class numbers (int64) from 0 "
+            f"{self.split} sample {numbers[wrong]} of the dataset has {got}: targets must be class indices (int64) from 0 "
             f"to {self.classes - 1}; convert them in the dataset, or give another --classes"
         )
 
@@ -113,7 +113,7 @@ def _map_style(part: Any) -> bool:
 
 
 def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, name: str = "dataset") -> Task:
-    """Make a :class:`Task` of two map-style datasets, whose samples are (tensor, class number or int64 tensor (t,)).
+    """Make a :class:`Task` of two map-style datasets, whose samples are (tensor, class index or int64 tensor (t,)).
 
     ``classes`` is needed if the training dataset has no attribute ``classes`` (the names) or ``num_classes``.
 
@@ -147,10 +147,10 @@ def _sample(dataset: Any, name: str) -> Tensors:
         inputs, targets = _stacked([sample])
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"--dataset {name!r} has samples that are not (tensor, class number): {str(error).partition(chr(10))[0]}"
+            f"--dataset {name!r} has samples that are not (tensor, class index): {str(error).partition(chr(10))[0]}"
         ) from error
     if not isinstance(inputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
-        raise UserError(f"--dataset {name!r} has samples that are not (tensor, class number): convert them in the dataset")
+        raise UserError(f"--dataset {name!r} has samples that are not (tensor, class index): convert them in the dataset")
     for part in (inputs, targets):
         if part.layout != torch.strided or part.is_meta or part.is_quantized:
             kind = "meta" if part.is_meta else "quantized" if part.is_quantized else "sparse"

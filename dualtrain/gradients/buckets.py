@@ -13,7 +13,7 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import wire_dtype
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, dense_strides, lay_out
 from dualtrain.gradients.parameters import gradient_dtype
-from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums
+from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
 
 LARGE_BYTES = 64 << 10  # a gradient of this size or more is copied to its bucket as soon as it is ready
 
@@ -133,6 +133,8 @@ class Bucket:
         if self._narrow and self._after < 1:
             # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
             self._before, self._after = self._before * self._after, 1.0
+        #: Whether a shard is added as one copy of ``wire``: its gradients are copied to ``wire`` or scaled before the sum.
+        self._adds_wire = self._staged or self._before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
         self._layout = layout
@@ -174,10 +176,8 @@ class Bucket:
         slots, grads = self._sort()
         for slot in self._missing:
             slot.view.zero_()
-        if slots:
-            with torch.no_grad():  # after a backward with create_graph, gradients have a history
-                # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
-                torch._foreach_copy_([slot.view for slot in slots], grads)
+        # Without a history, which gradients have after a backward with create_graph.
+        copy_all([slot.view for slot in slots], grads)
         if self._before != 1:
             self.values.mul_(self._before)
         if self._staged:
@@ -223,7 +223,7 @@ class Bucket:
 
         The sums take over the gradients' memory, so each gradient must have memory of its own.
         """
-        if self._staged or self._before != 1:
+        if self._adds_wire:
             self.pack()
             self.sum.add_shard([self.wire.clone()])
             return
@@ -236,7 +236,7 @@ class Bucket:
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a buffer like ``wire`` as shards have them: one for each slot, and the extra scalars."""
-        if self._staged or self._before != 1:
+        if self._adds_wire:
             return [buffer]
         address = buffer.data_ptr()
         if address not in self._parts_of:

@@ -120,6 +120,14 @@ class ShardSums:
             # Private in torch 2.5 to 2.15, as in ``add_shard``.
             torch._foreach_add_(self._split(self._wire), self._kept.pop())
         for buffer, partial in zip(self._sent, self._kept, strict=False):  # other ranks may have more partial sums
-            torch._foreach_copy_(self._split(buffer), partial)
+            copy_all(self._split(buffer), partial)
         self.begin()
         return self._backend.start_tree_sum(self._wire, self._sent, self._order, name, factor, tail)
+
+
+@torch.no_grad()
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each of ``sources`` into the tensor of ``targets`` with the same index."""
+    if targets:
+        # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
+        torch._foreach_copy_(targets, sources)

@@ -29,6 +29,7 @@ class _Current:
     engine: Engine
     owned: bool  # whether init() connected the backend
     generation: int
+    process: int  # id of the process that called init()
 
 
 _current: _Current | None = None
@@ -60,7 +61,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         backend = _connect(comm, settings) if owned else comm
         engine = Engine(backend, settings, listening_address(backend.world))
         _generations += 1
-        _current = _Current(engine, owned, _generations)
+        _current = _Current(engine, owned, _generations, os.getpid())
         atexit.register(shutdown)
     attach(_current.engine, sets)
 
@@ -95,6 +96,8 @@ def shutdown() -> None:
     current, _current = _current, None
     atexit.unregister(shutdown)
     detach()
+    if current.process != os.getpid():
+        return  # a forked child shares the rank's connections: its end must not end the world
     current.engine.close()
     if current.owned:
         current.engine.backend.close()

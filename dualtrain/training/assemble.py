@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from dualtrain.data import Batch, Task, load_data
 from dualtrain.data.draws import derived
 from dualtrain.data.options import LIMIT
 from dualtrain.data.sampler import Sampler
-from dualtrain.data.sources import Source, Tensors, wrong_targets
+from dualtrain.data.sources import Source, Tensors, contents_of, wrong_targets
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.training.data_parallel import measured, replicate
@@ -94,7 +93,7 @@ def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
     """Yield the samples ``numbers`` as batches of one; nothing if they are stored in another form, such as files."""
     if getattr(source, "stored", False):
         return
-    for sample in getattr(source, "contents", partial(Source.contents, source))(numbers):
+    for sample in contents_of(source, numbers):
         if isinstance(sample, tuple) and len(sample) == 2 and all(isinstance(part, torch.Tensor) for part in sample):
             yield sample
 
@@ -132,11 +131,11 @@ def _try_sample(model: nn.Module, sample: Tensors, what: str) -> None:
 
 
 def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
-    """Raise UserError if a target is not a class number below ``classes``; ``what`` begins the message."""
+    """Raise UserError if a target is not a class index below ``classes``; ``what`` begins the message."""
     wrong = targets[wrong_targets(targets, classes)]
     if len(wrong):
         raise UserError(
-            f"{what}: targets must be class numbers (int64) from 0 to {classes - 1}, since the model has {classes} "
+            f"{what}: targets must be class indices (int64) from 0 to {classes - 1}, since the model has {classes} "
             f"outputs, and one is {wrong[0].item()} ({str(targets.dtype).removeprefix('torch.')})"
         )
 

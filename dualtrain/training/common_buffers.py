@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dualtrain.backends.wire import as_bytes
+from dualtrain.gradients.shard_sums import copy_all
 
 Vector = numpy.typing.NDArray[Any]
 
@@ -102,7 +103,7 @@ class CommonBuffers:
         for place, buffer, began in zip(self._all, now, self._began, strict=True):
             if buffer.shape != began.shape or buffer.dtype != began.dtype:
                 raise ValueError(f"buffer {place.name!r} has changed its shape or dtype: make the trainer afterwards")
-        _copy_all(self._began, now)
+        copy_all(self._began, now)
         self._vector, self._counts = self._flat(self._began), self._read_counters(self._began)
 
     def _count_buffers(self) -> tuple[int, int]:
@@ -115,7 +116,7 @@ class CommonBuffers:
         """Restore the values that all buffers had at the start of the step."""
         now = self._read()
         if self._are_writable(now):
-            _copy_all(now, self._began)
+            copy_all(now, self._began)
             return
         for place, began in zip(self._all, self._began, strict=True):
             place.write(began)
@@ -233,19 +234,11 @@ class CommonBuffers:
         for number, (mean, some) in enumerate(zip(means, changed.tolist(), strict=True)):  # averaged buffers come first
             if some:
                 values[number] = mean if values[number].dim() == 1 else mean.view(values[number].shape)
-        _copy_all(now, values)
+        copy_all(now, values)
         counters_now = now[len(self._averaged) :]
         for buffer, count, change in zip(counters_now, self._counts, changes, strict=False):
             if change:
                 buffer.fill_(count + int(change))
-
-
-@torch.no_grad()
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each of ``sources`` into the tensor of ``targets`` with the same index."""
-    if targets:
-        # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
-        torch._foreach_copy_(targets, sources)
 
 
 def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ def cross_entropy(
 
     Args:
         logits: (…, classes), of any floating dtype; computed in float32 at least.
-        targets: class numbers, (…), int64; targets of -100 are left out.
+        targets: class indices, (…), int64; targets of -100 are left out.
         label_smoothing: the probability that is moved from the true class to all classes.
 
     Returns:
@@ -84,7 +84,7 @@ def _counted_on_cpu(logits: torch.Tensor, targets: torch.Tensor) -> tuple[int, i
 
 
 class CrossEntropy:
-    """Cross entropy of logits (…, classes) and class numbers (…). Targets of -100 are left out."""
+    """Cross entropy of logits (…, classes) and class indices (…). Targets of -100 are left out."""
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
@@ -94,9 +94,9 @@ class CrossEntropy:
 
         Training uses few operations, since their overhead dominates a tiny model's step.
         """
-        if not (
-            outputs.requires_grad and torch.is_grad_enabled()
-        ):  # evaluation: sums in double precision, equal at all world sizes
+        training = outputs.requires_grad and torch.is_grad_enabled()
+        if not training:
+            # Sum in double precision: the sums of an evaluation are equal at all world sizes.
             sums = cross_entropy(outputs, targets, self.label_smoothing)[1].cpu()
             return sums[0] / max(sums[1].item(), 1.0), sums.tolist()
         logits, targets = _flatten(outputs, targets)
@@ -146,7 +146,7 @@ class Adapted:
 
 
 class TorchCrossEntropy:
-    """``nn.CrossEntropyLoss`` as torch defines it; for class numbers, correct predictions are counted too."""
+    """``nn.CrossEntropyLoss`` as torch defines it; for class indices, correct predictions are counted too."""
 
     def __init__(self, loss: nn.CrossEntropyLoss) -> None:
         plain = loss.weight is None and loss.reduction == "mean" and loss.ignore_index == IGNORED

@@ -9,8 +9,8 @@ import hashlib
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dualtrain.backends.comparison import compare
 from dualtrain.config import AUTO, SETTINGS
 from dualtrain.data import Source, Task
 from dualtrain.data.seeding import seeded
+from dualtrain.data.sources import contents_of
 from dualtrain.differences import in_words
 from dualtrain.errors import RanksDifferError
 from dualtrain.training.description import Text, class_name, describe, of_module, of_object, of_weights
@@ -36,7 +37,7 @@ MAY_DIFFER = {
     "text_file": "hosts may have different paths; the data are compared",
     "weights": "hosts may have different paths; rank 0's weights are used; whether ranks give the flag is compared",
     "run_dir": "rank 0 alone writes",
-    "resume": "rank 0 alone reads; whether the run resumes is compared",
+    "resume": "rank 0 reads, or with auto the rank with the newest checkpoint; whether it is given, or auto, is compared",
     "workers": "depends on a host's number of cores; no sample depends on it",
     "log_every": "rank 0 alone writes",
     "log_seconds": "rank 0 alone prints",
@@ -51,6 +52,7 @@ _CURES = {
     "kind of device": "give all ranks a GPU each, or --device cpu",
 }
 _SAMPLES = 16  # this many are compared in each split
+_UNREADABLE = "unreadable"  # in place of the checksum of a sample that cannot be read, before the reason
 _SECONDS = 5.0  # after which no further sample is read to be compared
 
 
@@ -69,7 +71,8 @@ def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
 
     def read() -> dict[str, Any]:
         given = {SETTINGS[name].flag: None if settings[name] is None else "given" for name in _GIVEN_OR_NOT}
-        if settings["resume"] == AUTO:  # all ranks look into their folders
+        # With auto, the ranks search the run's folder together, which is collective: all ranks must give auto, or none.
+        if settings["resume"] == AUTO:
             given[SETTINGS["resume"].flag] = AUTO
         same = {one.flag: settings[name] for name, one in SETTINGS.items() if name not in MAY_DIFFER}
         return {**same, **given}
@@ -186,7 +189,11 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     samples = [one for one in found if one.name not in PROCESSOR and None not in one.values]
     if not samples:
         return
-    reason = _why_not_comparable(backend, title, source, first, unlike=any(one.name in PROCESSOR for one in found))
+    unequal = [one for one in samples if len({_UNREADABLE in str(value) for value in one.values}) > 1]
+    samples = unequal or samples
+    unlike = any(one.name in PROCESSOR for one in found)
+    # Neither a processor nor a random dataset explains why only some ranks can read a sample.
+    reason = None if unequal else _why_not_comparable(backend, title, source, first, unlike=unlike)
     seen = f"{samples[0]}" + (f" (and {len(samples) - 1} more of the compared samples)" if len(samples) > 1 else "")
     if reason is None:
         raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}")
@@ -215,25 +222,24 @@ def _checksums(title: str, source: Source) -> dict[str, str]:
     size, began = len(source), time.monotonic()
     found: dict[str, str] = {}
     numbers = sorted({place * (size - 1) // max(1, min(_SAMPLES, size) - 1) for place in range(min(_SAMPLES, size))})
-    # A source of the user's own need not be a subclass of Source.
-    contents = getattr(source, "contents", None) or partial(Source.contents, source)
     with seeded(0, 0):
-        read = _lazily(contents, numbers)
+        read = _lazily(source, numbers)
         for number in numbers:
             name = f"checksum of {title} sample {number}"
             try:
                 found[name] = hashlib.blake2b(describe(next(read)).encode(), digest_size=8).hexdigest()
             except Exception as error:
-                # A sample that no rank can read counts as equal: the run raises the error when it reaches that sample.
-                found[name] = f"unreadable ({' '.join(str(error).split()) or type(error).__name__})"
+                # A sample that all ranks fail to read with the same error counts as equal: the run raises the error when it
+                # reaches that sample.
+                found[name] = f"{_UNREADABLE} ({' '.join(str(error).split()) or type(error).__name__})"
                 break
             if time.monotonic() - began > _SECONDS:
                 break
     return found
 
 
-def _lazily(contents: Callable[[list[int]], Iterable[Any]], numbers: list[int]) -> Iterator[Any]:
-    yield from contents(numbers)
+def _lazily(source: Source, numbers: list[int]) -> Iterator[Any]:
+    yield from contents_of(source, numbers)
 
 
 # -- a trainer ----------------------------------------------------------------------------------------------------
@@ -249,6 +255,7 @@ def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
                 found[f"{where}[{option!r}]"] = Text(describe(value))
         for place, parameter in enumerate(group["params"]):
             found[f"parameter {place} of {where}"] = names.get(id(parameter), "not a parameter of the model")
-    for parameter, held in optimizer.state.items():
-        found[f"optimizer.state of {names.get(id(parameter))}"] = Text(describe(held))
+    for number, (parameter, held) in enumerate(optimizer.state.items()):
+        name = names.get(id(parameter), f"parameter {number}, which is not of the model")
+        found[f"optimizer.state of {name}"] = Text(describe(held))
     return found

@@ -19,6 +19,7 @@ import torch
 
 from dualtrain import BackendError, UserError, connect
 from dualtrain.backends.factory import NAMES, _as_numbers, _compare_choices, _locate, _take_device, choose
+from dualtrain.backends.torch import TorchBackend, _TorchWork
 from dualtrain.launchers import World
 from dualtrain.rendezvous.hosts import variables
 from tests.conftest import require_horovod
@@ -377,6 +378,53 @@ def test_a_with_statement_closes_and_lets_exceptions_through():
         raise KeyError("mine")
 
 
+FORKS = """
+import os, sys, signal
+import torch
+from dualtrain import connect
+from dualtrain.launchers import World
+
+def world():
+    return connect("torch", world=World(), transport="native")
+
+def allreduce(backend):
+    assert backend.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+
+def again():
+    allreduce(world())
+
+backend = world()
+statuses = []
+for what in (lambda: None, backend.close, again):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)  # a child that hangs is killed
+        what()
+        sys.exit(3)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+allreduce(backend)
+print(*statuses)
+"""
+
+
+def test_every_wait_of_an_operation_on_a_gpu_is_without_a_timeout():
+    """NCCL may abort its communicator when a wait times out."""
+    backend, waits = TorchBackend.__new__(TorchBackend), []
+    operation = SimpleNamespace(wait=lambda *timeouts: waits.append(timeouts))
+    work = _TorchWork(backend, operation, "sum of 'x'", SimpleNamespace(is_cuda=True))
+    work.wait()
+    work.wait()
+    assert waits == [(), ()]
+
+
+def test_a_forked_child_does_not_end_the_groups_of_its_parent():
+    """Three children end: one without a call, one that has closed the backend, one that has connected again."""
+    end = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (end.returncode, end.stdout, end.stderr) == (0, "3 3 3\n", "")
+
+
 def test_the_default_process_group_is_made_only_on_request():
     with connect("torch", world=ALONE):
         assert not torch.distributed.is_initialized()
@@ -387,6 +435,25 @@ def test_the_default_process_group_is_made_only_on_request():
         assert not torch.distributed.is_initialized()
     with pytest.raises(UserError, match="default_group=True needs the torch backend, and this is local"):
         connect("local", default_group=True)
+
+
+def test_closing_destroys_only_the_default_group_that_the_backend_made():
+    dist = torch.distributed
+    with connect("torch", world=ALONE, default_group=True):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+def test_a_default_group_that_cannot_be_made_is_an_error_of_one_line(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("Connection reset\nat frame 1")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    with connect("torch", world=ALONE) as backend, pytest.raises(UserError) as caught:
+        backend.make_default_group()
+    assert str(caught.value) == "torch.distributed's default process group could not be made: Connection reset"
 
 
 def free_of_the_default_group(backend, port):

@@ -21,7 +21,7 @@ from dualtrain.backends.watch import Watch
 from dualtrain.errors import PeerFailedError, PeerFailure
 from dualtrain.rendezvous.connection import Connection, cut_off
 from tests.conftest import require_horovod
-from tests.forked import holds
+from tests.forked import holds, in_child
 from tests.pool import Pool
 from tests.short_waits import short_waits
 from tests.test_pool import await_end
@@ -395,6 +395,25 @@ def leave_without_failure(backend):
 def test_leaving_without_a_failure_calls_no_callback():
     quiet = PeerFailure(1, "has left the job", quiet=True)
     assert run_threads(3, leave_without_failure) == [quiet, None, quiet]
+
+
+def forks_a_child(backend):
+    """On rank 1, end two forked children, by leaving and by an error; then report another error. Return the failure."""
+    watch = Watch(backend, "127.0.0.1")
+    if backend.rank == 1:
+        assert in_child(watch.leave) == 0
+        assert in_child(lambda: watch.announce("of the child")) == 0
+        watch.announce("of the rank")
+        backend.barrier()
+        return None
+    watch.wait_for_report(CONTRACT_SECONDS)
+    backend.barrier()
+    watch.leave()
+    return watch.failure
+
+
+def test_the_end_of_a_forked_child_is_not_reported():
+    assert run_threads(2, forks_a_child)[0] == PeerFailure(1, "stopped: of the rank")
 
 
 def test_the_watch_of_a_world_of_one_does_nothing():

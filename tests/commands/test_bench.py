@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import random
 import re
 import sys
@@ -46,6 +48,7 @@ from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.worker import MARK
 from dualtrain.bench.workloads import DISTINCT, WORKLOADS, Task, resnet18
+from dualtrain.errors import UserError
 from dualtrain.launchers import detect_world
 from tests.pool import ROOT
 
@@ -160,6 +163,39 @@ def test_targets_are_shown_on_request_and_a_missed_target_gives_exit_status_1(tm
     assert not bench._parse([]).targets
 
 
+def test_targets_that_were_not_measured_give_exit_status_1(tmp_path):
+    kept = results(shm=0.1, ddp_tuned=0.15)
+    failed = results(shm=0.1, ddp_tuned=0.15, missing={"hvd-gloo": "it ended with status 1"})
+    for found, status in ((kept, 0), (failed, 1), (Results(), 1)):
+        assert bench._conclude(tmp_path, found, MACHINE, targets=True) == status
+        assert bench._conclude(tmp_path, found, MACHINE, targets=False) == 0
+
+
+def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(bench, "write_whole", fail)
+    with pytest.raises(UserError, match=r"the results cannot be written to .*No space left on device"):
+        bench._conclude(tmp_path, results(shm=0.1, ddp_tuned=0.15), MACHINE, targets=False)
+    assert "1.50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("print('loading')", "it printed 'loading"), ("import time; time.sleep(100)", "it did not end within 0 s")],
+)
+def test_an_import_that_prints_or_hangs_is_one_error(program, reason, monkeypatch):
+    monkeypatch.setattr(measure, "_IMPORT", program)
+    with pytest.raises(LaunchError, match=reason):
+        measure._import_seconds(20.0 if "print" in program else 0.4)
+
+
+def test_lines_that_an_import_prints_are_not_its_time(monkeypatch):
+    monkeypatch.setattr(measure, "_IMPORT", "print('loading'); print(0.25)")
+    assert measure._import_seconds(20.0) == 0.25
+
+
 def test_the_conclusion_gives_the_exit_status(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda *_: results(shm=0.1, alone=0.08))
     flags = ["--quick", "--out", str(tmp_path), "--contenders", f"alone,{TUNED}"]
@@ -253,10 +289,16 @@ def test_the_answer_names_the_ratios_and_the_weights():
 
 
 def test_a_missing_contender_is_reported_with_its_cure():
-    found = results(shm=0.1, missing={"hvd-gloo": "horovod is not installed", "fabric": "it broke"})
+    reason = "horovod is not installed: bash launch/setup.sh"
+    found = results(shm=0.1, missing={"hvd-gloo": reason, "fabric": "it broke"})
     said = text_of(found)
     assert "Lightning Fabric: not measured: it broke" in said
-    assert said.splitlines()[-1].endswith("bash launch/setup.sh installs it.")
+    assert said.splitlines()[-1].endswith(f" did not run ({reason}).")
+
+
+def test_a_contender_that_is_installed_and_failed_has_no_advice_to_install_it():
+    said = text_of(results(shm=0.1, missing={"hvd-gloo": "it ended with status 1"}))
+    assert said.splitlines()[-1].endswith(" did not run (it ended with status 1).")
 
 
 class Page(HTMLParser):
@@ -509,6 +551,41 @@ def test_a_failure_is_one_line_and_ends_all_ranks(tmp_path):
     program = "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(100)"
     with pytest.raises(LaunchError, match="ZeroDivisionError: division by zero"):
         run_program([sys.executable, "-c", program], "ranks", LaunchSpec(2, "cpu", tmp_path))
+
+
+def test_processes_that_outlive_their_leader_are_ended(tmp_path):
+    program = "import os, time\nif os.fork() == 0:\n    open('pid', 'w').write(str(os.getpid()))\n"
+    program += "    time.sleep(100)\n    os._exit(0)\n"
+    program += "while not os.path.exists('pid') or not open('pid').read(): time.sleep(0.01)\n"
+    run_program(
+        [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{program}"],
+        "ranks",
+        LaunchSpec(1, "cpu", tmp_path),
+    )
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_contender_that_cannot_be_started_ends_those_that_were(tmp_path, monkeypatch):
+    started, start = [], start_contender.subprocess.Popen
+
+    def start_one(*given, **named):
+        if started:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(start(*given, **named))
+        return started[0]
+
+    monkeypatch.setattr(start_contender.subprocess, "Popen", start_one)
+    with pytest.raises(LaunchError, match=r"cannot be started \(Resource temporarily unavailable"):
+        run_program([sys.executable, "-c", "import time; time.sleep(100)"], "ranks", LaunchSpec(2, "cpu", tmp_path))
+    assert started[0].poll() is not None
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists that is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monkeypatch):

@@ -30,6 +30,15 @@ def test_help_is_the_head_comment(name):
     assert "set -e" not in end.stdout
 
 
+@pytest.mark.parametrize("name", ["demo", "ways"])
+def test_help_of_a_comparison_starts_nothing(name, tmp_path):
+    end = start(name, "--help", DUALTRAIN_VENV=str(tmp_path), RUNS=str(tmp_path / "runs"))
+    assert (end.returncode, end.stderr) == (0, "")
+    assert f"  bash launch/{name}.sh [flags of dualtrain train, for " in end.stdout
+    assert "RUNS " in end.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_setup_has_help_and_refuses_unknown_arguments():
     end = start("setup", "--help")
     assert end.returncode == 0, end.stderr

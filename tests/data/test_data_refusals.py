@@ -130,7 +130,7 @@ def build_uneven():
 
 
 def test_samples_that_cannot_be_batched_are_refused_in_one_line():
-    for name, part in (("sparse", "not .tensor, class number.: Batches of sparse"), ("meta", "samples with a meta tensor")):
+    for name, part in (("sparse", "not .tensor, class index.: Batches of sparse"), ("meta", "samples with a meta tensor")):
         with pytest.raises(UserError, match=part) as refusal:
             load_data(f"tests.data.test_data_refusals:build_{name}", classes=2)
         assert "\n" not in str(refusal.value)
@@ -157,7 +157,7 @@ def build_loaders():
 def test_a_target_that_is_no_class_number_is_refused_with_its_sample():
     task = load_data("tests.data.test_data_refusals:build_targets", classes=2, workers=0)
     cpu, several = torch.device("cpu"), Batch(torch.tensor([1, 2, 7]))
-    reason = r" \(%s\): targets must be class numbers \(int64\) from 0 to 1; .*another --classes"
+    reason = r" \(%s\): targets must be class indices \(int64\) from 0 to 1; .*another --classes"
     with pytest.raises(UserError, match="training sample 7 of the dataset has the target 2" + reason % "int64"):
         next(task.train.stream([several], cpu))
     with pytest.raises(UserError, match="validation sample 1 of the dataset has the target 1.0" + reason % "float32"):

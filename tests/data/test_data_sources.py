@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,6 +18,7 @@ from dualtrain.data.transforms import crop_and_flip
 from dualtrain.data.wrapped import wrap
 from dualtrain.errors import UserError
 from tests.data.test_data import write_idx
+from tests.forked import in_child
 
 CPU = torch.device("cpu")
 
@@ -298,6 +300,17 @@ def test_a_pair_of_datasets_becomes_a_task():
     with_worker = wrap(Squares(), Squares(), workers=1)
     assert_same(epoch(task.train, 1, 4), epoch(with_worker.train, 1, 3))
     with_worker.close()
+
+
+def test_a_forked_child_does_not_stop_its_parents_workers():
+    def stop():
+        raise AssertionError("the workers were stopped")
+
+    source = LoaderSource([], 2)
+    source._loader = SimpleNamespace(_iterator=SimpleNamespace(_shutdown_workers=stop))
+    assert in_child(source.close) == 0
+    with pytest.raises(AssertionError, match="the workers were stopped"):
+        source.close()
 
 
 def test_more_workers_than_cores_cause_no_warning(recwarn, monkeypatch):

@@ -79,7 +79,7 @@ def test_torch_counts_changes_in_place():
 
 def test_torch_copies_many_tensors_in_one_call():
     assert hasattr(torch, "_foreach_copy_"), (
-        f"{VERSION} has no torch._foreach_copy_: change Bucket.pack in gradients/buckets.py"
+        f"{VERSION} has no torch._foreach_copy_: change copy_all in gradients/shard_sums.py"
     )
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3, dtype=torch.float64)]
     torch._foreach_copy_(targets, sources)

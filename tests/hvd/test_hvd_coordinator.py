@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from dualtrain.horovod_variables import Settings
+from dualtrain.errors import UserError
+from dualtrain.horovod_variables import Settings, mention_others
 from dualtrain.hvd.coordinator import Coordinator
 
 
@@ -210,3 +211,29 @@ def test_a_rank_that_leaves_ends_the_world_once():
     harness.receive(1, "shutdown", why="rank 1: a bug")
     harness.receive(0, "shutdown")
     assert [harness.answers(rank, "do", "why") for rank in (0, 1)] == [[("down", "rank 1: a bug")]] * 2
+
+
+# -- Horovod's variables ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "many"])
+@pytest.mark.parametrize("name", ["FUSION_THRESHOLD", "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS"])
+def test_a_variable_that_is_no_finite_number_is_refused(name, value):
+    with pytest.raises(UserError, match=f"HOROVOD_{name}='{value}' is not a finite number: "):
+        Settings.read({f"HOROVOD_{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("1", True), ("2 checks", True), ("0", False), ("", False), ("false", False), ("true", False), ("-1", False)],
+)
+def test_flags_are_read_as_horovod_reads_them(value, expected):
+    found = Settings.read({"HOROVOD_STALL_CHECK_DISABLE": value, "HOROVOD_DYNAMIC_PROCESS_SETS": value})
+    assert (found.stall_check == 0, found.dynamic_sets) == (expected, expected)
+
+
+def test_only_variables_without_an_effect_are_logged_as_ignored(caplog):
+    caplog.set_level("DEBUG", "dualtrain.hvd")
+    gloo = dict.fromkeys(("HOROVOD_GLOO_IFACE", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), "x")
+    mention_others(gloo | {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_TIMELINE": "x"})
+    assert caplog.messages == ["ignored, because they have no effect on torch.distributed: HOROVOD_CYCLE_TIME"]

@@ -15,7 +15,7 @@ def wrapped(hvd, lr=1.0, name="p"):
 
 
 def uneven_backwards(backend, kind):
-    """Some ranks run no backward, or two backwards; every step still has one exchange."""
+    """Ranks run one backward or two, and some have no gradient of ``b``; every step still has one exchange."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
@@ -42,7 +42,10 @@ def test_ranks_may_run_different_numbers_of_backward_passes(real, kind):
 
 
 def any_order(backend):
-    """Run two optimizers in a different order on each rank, with an allreduce before or after backward."""
+    """Run two optimizers in one order on rank 0 and in the other order on the other ranks.
+
+    Rank 0 calls allreduce before backward, and the others after it.
+    """
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         pairs = [wrapped(hvd, lr=1.0, name=f"order.{i}") for i in range(2)]

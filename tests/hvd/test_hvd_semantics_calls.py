@@ -208,7 +208,7 @@ def halves(backend):
 
 
 @PAIR
-def test_16_bit_sums_overflow_only_on_horovod(real):
+def test_16_bit_averages_overflow_only_on_horovod(real):
     real(halves)
 
 

@@ -185,7 +185,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(places, tm
     ("arguments", "parts"),
     [
         (["--model", "tests.training.test_recipes:pair"], ["tuple", "one row of logits"]),
-        (["--model", "tests.training.test_recipes:narrow"], ["class numbers", "the model has 3 outputs"]),
+        (["--model", "tests.training.test_recipes:narrow"], ["class indices", "the model has 3 outputs"]),
         # The targets are the smallest class index that the model does not have.
         (
             [

@@ -229,6 +229,13 @@ class Streamed(Source):
             yield batch.numbers[:, None] + self.offset, batch.numbers % 3
 
 
+class Broken(Streamed):
+    """A user's source that cannot be read."""
+
+    def stream(self, batches, device):
+        raise OSError("no disk")
+
+
 class Duck:
     """A source that has only the methods that a run needs, and is not a subclass of Source."""
 
@@ -334,6 +341,16 @@ def test_samples_computed_on_different_processors_may_differ(monkeypatch, caplog
     assert computed == ""
     assert "checksum of training sample 0 is" in stored
     assert "different processors compute them" in caplog.text
+
+
+def broken_on_a_rank(backend) -> str:
+    return message(same_run.compare_task, task_of(Broken(0) if backend.rank else Streamed(0)), backend)
+
+
+def test_a_sample_that_only_some_ranks_can_read_is_an_error_on_any_processor(monkeypatch):
+    monkeypatch.setattr(same_run, "processor", processors_of_each)
+    assert "checksum of training sample 0 is '" in (text := alike(run_threads(2, broken_on_a_rank)))
+    assert "unreadable (no disk)" in text
 
 
 def slow_rank(backend) -> str:

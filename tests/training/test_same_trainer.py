@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, lr_scheduler
 
 from dualtrain import Trainer
 from dualtrain.errors import BackendError, RanksDifferError
+from dualtrain.training import same_run
 from dualtrain.training.description import describe, of_object
 from dualtrain.training.objective import CrossEntropy
 from tests.threads import run_threads
@@ -270,6 +271,12 @@ def test_the_arguments_of_a_trainer_are_compared():
             assert len(text) < 700, name
         else:
             assert text == "", f"{name}: {text}"
+
+
+def test_states_of_all_parameters_outside_of_the_model_are_compared():
+    others = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    found = same_run._optimizer(stepped(SGD(others, 0.1), 1.0), net())
+    assert len([name for name in found if name.startswith("optimizer.state of ")]) == 2
 
 
 def other_epochs(backend) -> str:

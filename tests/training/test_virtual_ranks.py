@@ -251,7 +251,10 @@ def test_a_counter_without_a_common_value_is_refused_on_every_rank(size):
 
 
 def average_of_weights(backend):
-    """Return ``calls`` of the averaged model after two steps and two evaluations. Every forward pass adds 1 to it."""
+    """Return the averaged model's buffer ``calls`` after two steps and two evaluations.
+
+    Every forward pass adds 1 to ``calls``; the shards of a step count as one.
+    """
 
     def change(model, x):
         model.calls += 1.0

@@ -20,7 +20,10 @@ _REASON_BYTES = 128
 
 
 class UnsharedError(Exception):
-    """The ranks of a host cannot share memory. Raised on every rank, with the first failed rank's reason."""
+    """Shared memory cannot be used: the ranks of a host cannot map it, or the hosts have unequal rank counts.
+
+    Raised on every rank, with the same reason.
+    """
 
 
 def map_on_host(

@@ -1,9 +1,9 @@
 """Semaphores between the processes of a host that order their accesses to the memory they share.
 
-What a process wrote before it posts is visible to the process whose wait returns: POSIX semaphores "synchronize memory
-with respect to other threads and processes" (POSIX.1-2017, 4.12), on every processor. Python has no atomics. Each ordered
-pair of ranks has one semaphore per kind of signal, so that the next post of a fast rank is not mistaken for the last post
-of a slow one.
+What a process wrote before it posts is visible to the process whose wait returns, on every processor: the functions of
+POSIX semaphores "synchronize memory with respect to other threads" (POSIX.1-2017, 4.12, where processes are threads of
+control too). Semaphores are used because Python has no atomics. Each ordered pair of ranks has one semaphore per kind of
+signal: with a shared one, a second post of a fast rank would be mistaken for the first post of a slow rank.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ class Semaphores:
             self._sem_post(each)
 
     def try_wait(self, kind: int, source: int, *, spin: bool) -> bool:
-        """Consume a post of rank ``source`` and return True, or return False. With ``spin``, try for some microseconds."""
+        """Consume a post of rank ``source`` and return True, or return False.
+
+        With ``spin``, try for some tens of microseconds.
+        """
         at = self._from[kind][source]
         return any(self._sem_trywait(at) == 0 for _ in range(self._spins if spin else 1))
 

@@ -15,7 +15,7 @@ import torch
 from dualtrain.backends.base import FOLD, ReduceOp
 
 SHORT_BYTES = 16 << 10  # size of the longest tensor that every rank reduces for itself
-_LAYOUTS = 64  # cached per object
+_LAYOUTS = 64  # largest number of (dtype, length) pairs whose views an object caches
 
 
 class ShortTensors:
@@ -66,7 +66,7 @@ def reduce_into(
     """Reduce ``values`` in their order into ``tensor``, and multiply its first ``scaled`` elements by ``factor``."""
     # Only inference tensors need inference mode to be written; entering it takes longer than a short copy.
     with torch.inference_mode() if tensor.is_inference() else nullcontext():
-        # ``tensor`` holds the only value of a single rank already.
+        # With one rank, ``reduce`` calls nothing, and ``tensor`` already holds the result.
         reduce(partial(FOLD[op], out=tensor), values)
         if factor != 1:
             tensor[:scaled].mul_(factor)
