@@ -94,6 +94,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's own state."""
         return self.optimizer.state
 
+    def __getattr__(self, name: str) -> Any:
+        # Optimizers may have methods of their own (train() and eval() of schedule-free ones). During construction and
+        # unpickling there is no wrapped optimizer yet.
+        if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
     #: GradScaler sets these two for a step of an optimizer that unscales its gradients itself.
     grad_scale = _of_wrapped("grad_scale")
     found_inf = _of_wrapped("found_inf")

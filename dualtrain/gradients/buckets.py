@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -57,6 +58,7 @@ class Slot:
         # Later hooks, of another reducer or of the user, must see this rank's own gradient and not a partial sum.
         # torch (2.5 to 2.15) has no public way to count the hooks of a parameter.
         if len(p._post_accumulate_grad_hooks) == 1:
+            self.move_kept()
             self.view.copy_(grad.detach())
             self.unpack()
 
@@ -66,6 +68,15 @@ class Slot:
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
         # On a GPU, it is faster to copy all gradients of a bucket in one call.
         self.large = self.param.is_cpu and view.nbytes >= LARGE_BYTES
+
+    def move_kept(self) -> None:
+        """Move an earlier gradient that the program has kept to memory of its own, before ``view`` is overwritten.
+
+        In torch, a gradient that is replaced stays as it is. Views of it (``param.grad.view(-1)``) are not moved.
+        """
+        if sys.getrefcount(self.alias) > _REFERENCES and self.alias.data_ptr() == self.address:
+            self.alias.data = self.alias.detach().clone()
+            self.alias = self.view.detach()
 
     def unpack(self) -> None:
         """Make ``param.grad`` a tensor that shares the memory of ``view``."""
@@ -84,6 +95,11 @@ class Slot:
         if gradient_dtype(p) != p.dtype:
             dtype += f" with gradients of {str(gradient_dtype(p)).removeprefix('torch.')}"
         return f"{self.name} ({dtype}, {tuple(p.shape)}, strides {dense_strides(p)})"
+
+
+_EXAMPLE = Slot("", torch.nn.Parameter(torch.empty(0)))
+#: References to the alias of a slot, if nothing but the slot holds it.
+_REFERENCES = sys.getrefcount(_EXAMPLE.alias)
 
 
 class Bucket:
@@ -150,6 +166,11 @@ class Bucket:
         self._kept: list[Slot] = []
         #: Slots whose gradients count as zeros.
         self._missing: list[Slot] = []
+        #: The missing slots whose parameters are frozen, and those of the round before.
+        self._frozen: list[Slot] = []
+        self._were_frozen: list[Slot] = []
+        #: The first slot that is frozen on this rank and has a gradient on others, found by ``unpack``.
+        self.trained_elsewhere: Slot | None = None
         #: The first slot whose gradient lies in the memory of another gradient, found by ``pack``.
         self.misplaced: Slot | None = None
         #: The first slot whose gradient is sparse although only dense ones can be summed, found by ``pack``.
@@ -168,12 +189,16 @@ class Bucket:
             grad = slot.param.grad
             if grad is not None and grad.layout is torch.strided and self.covers(grad.data_ptr()):
                 grad.data = grad.detach().clone()
+            slot.move_kept()
         self.wire.zero_()
         self.sum.clear()
 
     def pack(self) -> None:
         """Copy every gradient to the buffer, unless it lies there already. Missing gradients count as zeros."""
         slots, grads = self._sort()
+        for slot in (*self._missing, *slots):
+            if sys.getrefcount(slot.alias) > _REFERENCES:  # this runs for every gradient
+                slot.move_kept()
         for slot in self._missing:
             slot.view.zero_()
         # Without a history, which gradients have after a backward with create_graph.
@@ -187,6 +212,7 @@ class Bucket:
         """Return the slots whose gradients must be copied, and these gradients; record the other slots."""
         slots, grads = [], []
         self._copied, self._kept, self._missing = [], [], []
+        self._frozen, self._were_frozen = [], self._frozen
         low, high = self.ranges[0][0], self.ranges[-1][1]
         for slot in self.slots:
             p = slot.param
@@ -194,8 +220,7 @@ class Bucket:
             if grad is None:
                 self._missing.append(slot)
                 # A parameter that was frozen after the layout takes part as zeros and gets no gradient.
-                if p.requires_grad:
-                    self._copied.append(slot)
+                (self._copied if p.requires_grad else self._frozen).append(slot)
                 continue
             try:
                 address = grad.data_ptr()
@@ -268,6 +293,8 @@ class Bucket:
             # Another reducer of the same parameter may have replaced ``param.grad`` since ``pack`` ran.
             if grad is None or grad.data_ptr() != slot.address:
                 slot.unpack()
+        if self._frozen != self._were_frozen:  # not in every round: the CPU reads all these gradients
+            self.trained_elsewhere = next((slot for slot in self._frozen if slot.view.any()), None)
 
 
 @torch.no_grad()

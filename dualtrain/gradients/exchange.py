@@ -59,10 +59,21 @@ class Exchange:
         self.reduced = False
         self._hooks = hooks
         self._backend: Backend | None = None
+        self._failure: BackendError | None = None
         self._used = self.extra[:0]  # how many ranks used each parameter; sent behind the extra scalars and the flag
         self._results: list[tuple[torch.Tensor, int]] = []  # the gradients' buffers, and their versions after a round
 
     # -- the layout -----------------------------------------------------------------------------------------------
+
+    def describe(self) -> list[str]:
+        """Return the options, which must be the same on every rank."""
+        transfer, order = self.transfer, "backend's" if self._order is None else f"tree of {self._order.ranges}"
+        sets = [len(each) for each in transfer.groups]
+        return [
+            f"unused={self.unused}, {len(self.extra)} extra scalars, factors {transfer.before} and {transfer.after}, "
+            f"dtype {transfer.dtype}, buckets of {transfer.bucket_bytes} bytes, sets of {sets} parameters, "
+            f"sparse_as_dense={transfer.sparse_as_dense}, order of the sum: {order}"
+        ]
 
     def lay_out(self, backend: Backend, name: str) -> None:
         """Make the buckets, after the ranks have agreed on all slots and the sparse gradients. Collective; blocks."""
@@ -151,8 +162,12 @@ class Exchange:
             BackendError: a rank failed, did not take part within the backend's timeout, or (on a GPU) refuses.
         """
         assert self._backend is not None
-        for bucket in self.schedule.buckets:
-            bucket.finish()
+        try:
+            for bucket in self.schedule.buckets:
+                bucket.finish()
+        except BackendError as error:
+            self._failure = error
+            raise
         return self.refusals.flagged(self._backend, self.schedule.buckets, cpu_waits)
 
     def refuse(self) -> NoReturn:
@@ -198,6 +213,8 @@ class Exchange:
     def refuse_change(self, slot: Slot) -> None:
         """Raise BackendError if the gradient of ``slot``, which is ready again in this round, was sent already."""
         if slot.bucket is not None and slot.bucket.work is not None:
+            if self._failure is not None:
+                raise BackendError(f"an earlier exchange of gradients failed: {self._failure}")
             raise BackendError(
                 f"the gradient of {slot.name!r} changed after it was sent, in the same backward pass: this is what "
                 "reentrant checkpointing does to a parameter used twice; pass use_reentrant=False to torch.utils.checkpoint"

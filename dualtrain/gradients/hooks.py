@@ -118,6 +118,17 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
     return hook
 
 
+def has_later_hook(reducer: Reducer, p: nn.Parameter) -> bool:
+    """Return whether a hook of the program runs on ``p`` after the hook of ``reducer``, and may change the gradient."""
+    # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
+    for hook in reversed(p._post_accumulate_grad_hooks.values()):
+        if not hasattr(hook, "watcher"):
+            return True
+        if hook.watcher[0]() is reducer:
+            break
+    return False
+
+
 def reducers_of(p: nn.Parameter) -> list[Reducer]:
     """Return the reducers that have a hook on ``p``."""
     return [reducer for ref, _ in _watchers(p) if (reducer := ref()) is not None]

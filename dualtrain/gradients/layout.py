@@ -24,7 +24,8 @@ class Transfer:
 
     Attributes:
         before: factor on each rank's gradients before they are summed.
-        after: factor on the sum; ``None`` for 1/size, which gives the average.
+        after: factor on the sum; ``None`` for 1/size, which gives the average. With other factors, zero the gradients
+            before each exchange: gradients that accumulate over exchanges would be summed over the ranks again.
         dtype: dtype in which wider floating-point gradients are sent, such as ``torch.float16``; ``None`` for their own.
         bucket_bytes: size of the largest bucket; 0 for buckets of one gradient, ``None`` for about 25 MB.
         groups: sets of parameters; those of one set share a bucket, whatever its size.

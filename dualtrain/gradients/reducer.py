@@ -21,7 +21,7 @@ from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket, Slot
 from dualtrain.gradients.deprecated import renamed_option, warn_renamed
 from dualtrain.gradients.exchange import Exchange, Unused
-from dualtrain.gradients.hooks import ParameterHooks
+from dualtrain.gradients.hooks import ParameterHooks, has_later_hook
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
 from dualtrain.gradients.sparse import sparse_dims
@@ -49,7 +49,8 @@ class GradientReducer:
 
     In the first reduction, the ranks also compare their layouts (a difference raises BackendError, which names the
     parameter), and agree on which parameters have sparse gradients, whose indices and values are gathered.
-    ``param.grad`` is a view into a buffer that the next backward overwrites; you may assign to it or to its ``.data``.
+    ``param.grad`` is a view into a buffer; you may assign to it or to its ``.data``. A gradient that the program keeps over
+    ``zero_grad()`` stays as it is, as in torch; a view of it (``param.grad.view(-1)``) is overwritten by the next backward.
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
 
     Attributes:
@@ -225,9 +226,13 @@ class GradientReducer:
         return self._exchange.is_reduced()
 
     def renew(self, *, stepped: bool = False) -> None:
-        """Make the next ``reduce`` average ``param.grad`` again: the averages were used, by a step if ``stepped``."""
+        """Make the next ``reduce`` average ``param.grad`` again: the averages were used, by a step if ``stepped``.
+
+        Parameters that were unfrozen are averaged from the next backward on. Not collective.
+        """
         self._exchange.reduced = False
         self._exchange.refusals.steps += stepped
+        self._add_unfrozen()  # backward may reach no other parameter whose hook would do it
 
     def forget(self, backend: Backend) -> None:
         """Discard a failed exchange, and use another backend, whose ranks then compare their layouts."""
@@ -261,7 +266,7 @@ class GradientReducer:
         slot.ready_in_round = schedule.round
         if slot.large:
             slot.copy_to_bucket()
-        if schedule.mark_ready(bucket):
+        if schedule.mark_ready(bucket) and not has_later_hook(self, slot.param):
             self._send_complete()
 
     def _send_complete(self) -> None:
@@ -303,6 +308,7 @@ class GradientReducer:
     def _lay_out(self) -> None:
         """Compare parameters with the other ranks, agree on the sparse ones, and make the buckets."""
         agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
+        agree_on_list(self.backend, "options of the gradients' exchange", self._exchange.describe())
         for found in self.backend.allgather_object(sparse_dims(self.slots), name="sparse gradients"):
             self._exchange.expect_sparse(found)
         self._exchange.lay_out(self.backend, self.name)

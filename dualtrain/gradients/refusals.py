@@ -80,6 +80,11 @@ class Refusals:
                     f"the gradient of {slot.name!r} no longer has the shape {tuple(slot.shape)}: "
                     "change its parameter back, or make a new optimizer after the change"
                 )
+            if bucket.trained_elsewhere is not None:
+                return (
+                    f"parameter {bucket.trained_elsewhere.name!r} was frozen on this rank and trained on others, so that "
+                    "their weights differ: freeze the same parameters on every rank (draw them with the same seed)"
+                )
         if self._replaced:
             return (
                 f"parameter {next(iter(self._replaced.values()))!r} was replaced in its module by a new one "
@@ -175,7 +180,7 @@ class Refusals:
         """Raise BackendError with the reason of the first rank that has one. Collective."""
         mine = self.reason(buckets)
         for bucket in buckets:
-            bucket.misplaced = bucket.reshaped = bucket.sparse = None
+            bucket.misplaced = bucket.reshaped = bucket.sparse = bucket.trained_elsewhere = None
         _raise_first(self._exchange_reasons(backend, mine))
 
     def _exchange_reasons(self, backend: Backend, mine: str | None) -> list[tuple[str | None, int]]:

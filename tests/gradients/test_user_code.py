@@ -1,0 +1,180 @@
+"""What user code does between steps: it keeps gradients, registers hooks, freezes parameters, passes other options."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import dualtrain.gradients.buckets as buckets
+from dualtrain import BackendError, connect
+from dualtrain.gradients import GradientReducer, Transfer
+from tests.models_for_tests import EXACT, gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, wrap
+
+#: Elements of a gradient that is copied with those of its whole bucket, and of one that is copied as soon as it is ready.
+SIZES = 1000, 20000
+
+
+def keeps(backend, numel, unused):
+    """Keep the gradients of three backward passes; the last one is of another parameter alone."""
+    params = [nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(3))]
+    reducer = GradientReducer([("p", params[0]), ("q", params[1])], backend, unused=unused)
+    mean = (backend.size + 1) / 2
+    kept = []
+    for factor in (1, 5, 25):
+        for p in params:
+            p.grad = None
+        used = params if factor < 25 else params[1:]
+        ((backend.rank + 1) * factor * sum(p.sum() for p in used)).backward()
+        kept.append([p.grad for p in params])
+    for factor, (first, second) in zip((1, 5, 25), kept, strict=True):
+        torch.testing.assert_close(second, torch.full((3,), factor * mean), **EXACT)
+        if factor < 25:
+            torch.testing.assert_close(first, torch.full((numel,), factor * mean), **EXACT)
+    assert kept[2][0] is None if unused == "none" else not kept[2][0].any()
+    reducer.close()
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("unused", ["zero", "none"])
+def test_gradients_that_the_program_keeps_stay_as_they_are(typical, numel, unused):
+    typical(keeps, numel, unused)
+
+
+def keeps_over_a_new_layout(backend):
+    model = perceptron()
+    model[0].requires_grad_(False)
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    kept = model[2].weight.grad
+    before = kept.clone()
+    optimizer.zero_grad()
+    model[0].requires_grad_(True)
+    vector_loss(model, backend.rank).backward()
+    assert model[2].weight.grad is not kept
+    torch.testing.assert_close(kept, before, **EXACT)
+
+
+def test_kept_gradients_stay_as_they_are_in_a_new_layout(typical):
+    typical(keeps_over_a_new_layout)
+
+
+def test_gradients_that_nobody_keeps_are_not_copied():
+    # The count of references is Python's and torch's own affair: without this test, every gradient might be copied.
+    slot = buckets.Slot("p", nn.Parameter(torch.zeros(3)))
+    place = torch.zeros(3)
+    slot.alias, slot.address = place.detach(), place.data_ptr()
+    slot.view, slot.strides = place, place.stride()
+    alias = id(slot.alias)
+    slot.param.grad = slot.alias
+    slot.param.grad = None
+    slot.move_kept()
+    assert id(slot.alias) == alias, f"a free gradient has {sys.getrefcount(slot.alias)} references: change move_kept"
+    kept = slot.alias
+    slot.move_kept()
+    assert slot.alias is not kept
+    assert kept.data_ptr() != place.data_ptr()
+
+
+def zeroes_in_hooks(backend, first, sizes):
+    """A hook that changes gradients may be registered before the reducer's or after it."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    named = [(str(number), p) for number, p in enumerate(params)]
+
+    def zero(p):
+        p.grad.zero_()
+
+    def register():
+        return [p.register_post_accumulate_grad_hook(zero) for p in params]
+
+    with small_buckets(sizes):
+        hooks = register() if first else []
+        reducer = GradientReducer(named, backend)
+        hooks += [] if first else register()
+        for step in range(4):
+            for p in params if step < 2 else []:  # later, gradients accumulate in the buckets
+                p.grad = None
+            sum((p * p).sum() for p in params).backward()
+            assert not any(p.grad.any() for p in params)
+    for hook in hooks:
+        hook.remove()
+    reducer.close()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1 << 20, 25 << 20)], ids=["three-buckets", "one-bucket"])
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_hooks_may_change_gradients_before_they_are_sent(typical, first, sizes):
+    typical(zeroes_in_hooks, first, sizes)
+
+
+def freezes_on_one_rank(backend):
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    last = backend.size - 1
+    for step in range(2):  # from the second step on, the last rank's weights differ
+        model[0].weight.requires_grad_(step == 0 or backend.rank != last)
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(BackendError, match=rf"rank {last}: parameter '0\.weight' was frozen on this rank and trained on"):
+        vector_loss(model, backend.rank).backward()
+
+
+def test_a_parameter_that_is_frozen_on_some_ranks_is_refused(many):
+    many(freezes_on_one_rank)
+
+
+def swaps_what_is_frozen(backend):
+    """After a step, freeze what was trained and train what was frozen: the first backward averages it."""
+    body, head = seeded(nn.Linear(3, 2), 1).requires_grad_(False), seeded(nn.Linear(2, 1), 2)
+    model = nn.Sequential(body, head)
+    optimizer = sgd(model, backend)
+    for frozen, trained in ((body, head), (head, body), (body, head)):
+        frozen.requires_grad_(False)
+        trained.requires_grad_(True)
+        optimizer.zero_grad()
+        (backend.rank + model(torch.ones(2, 3)).sum()).square().backward()
+        assert same_on_all(backend, gradients(trained))
+        optimizer.step()
+
+
+def test_parameters_unfrozen_in_place_of_all_others_are_averaged_at_once(typical):
+    typical(swaps_what_is_frozen)
+
+
+def other_options(backend, option):
+    p = nn.Parameter(torch.ones(3))
+    other = backend.rank == backend.size - 1
+    unused = "none" if other and option == "unused" else "zero"
+    transfer = Transfer(after=1.0 if other and option == "factor" else 0.5)
+    reducer = GradientReducer([("p", p)], backend, unused=unused, transfer=transfer)
+    with pytest.raises(BackendError, match=r"same options of the gradients' exchange: number 0 is unused=zero"):
+        p.sum().backward()
+    reducer.close()
+
+
+@pytest.mark.parametrize("option", ["unused", "factor"])
+def test_options_that_differ_between_ranks_are_refused(many, option):
+    many(other_options, option)
+
+
+class Scheduled(torch.optim.SGD):
+    """An optimizer with a mode, as schedule-free ones have."""
+
+    mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+
+def test_methods_of_the_wrapped_optimizer_are_found():
+    model = perceptron()
+    with connect("local") as backend:
+        optimizer = wrap(Scheduled(model.parameters(), lr=0.1), model, backend)
+        optimizer.eval()
+        assert (optimizer.mode, optimizer.optimizer.mode) == ("eval", "eval")
+        with pytest.raises(AttributeError, match="no attribute 'missing'"):
+            _ = optimizer.missing
