@@ -19,7 +19,16 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, RunSection, parse
-from dualtrain.console import leave, loading, logging_to_stderr, print_error, record_for_torchrun, refuse_on_all, show
+from dualtrain.console import (
+    leave,
+    loading,
+    logging_to_stderr,
+    open_closed_streams,
+    print_error,
+    record_for_torchrun,
+    refuse_on_all,
+    show,
+)
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError, is_final
 from dualtrain.launchers import World, detect_world, torchrun_is_parent
 from dualtrain.processes import signal_at_parents_end
@@ -179,6 +188,7 @@ def _is_stopping() -> bool:
 
 
 if __name__ == "__main__":
+    open_closed_streams()
     status = main()
     ignore_late_requests()
     leave(status)
