@@ -122,7 +122,7 @@ def _opened(name: str, config: Config, backend: Backend, task: Task, start: Star
     """Make the model and the run, and open the run's folder. Collective; blocks."""
     with Waiting("making the model", config.output.log_seconds, shown=backend.rank == 0) as wait:
         model = make_model(config.model, task, config.step.seed, backend)
-        wait.phase("computing one sample")
+        wait.phase("reading and computing one sample")
         on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
         wait.phase("preparing the trainer")
         run = Run(name, config, backend, task, model, lock)
