@@ -36,6 +36,7 @@ def main() -> int:
         end_on_early_interrupt()
     from dualtrain import console
 
+    console.open_closed_streams()
     called = "dualtrain" if Path(sys.argv[0]).name == "dualtrain" else "python -m dualtrain"
     if name in ("", "-h", "--help"):
         console.show(_overview(called))

@@ -29,7 +29,9 @@ def table(runs: Sequence[Run]) -> str:
     # The largest group of runs with equal weights comes first.
     groups = "; ".join(" = ".join(labels) for labels in sorted(models.values(), key=len, reverse=True))
     last = (
-        f"same weights: yes, {names} ended with the same model, bit for bit"
+        "same weights: not known, since there is no second run to compare"
+        if len(runs) < 2
+        else f"same weights: yes, {names} ended with the same model, bit for bit"
         if len(models) == 1
         else f"same weights: no, the {len(runs)} runs ended with {len(models)} models: {groups}"
     )

@@ -29,6 +29,25 @@ def printable(text: object) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
 
 
+def encodable(text: str, stream: TextIO) -> str:
+    """Replace by ``?`` the characters that the encoding of ``stream`` lacks, as in a locale without UTF-8."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def open_closed_streams() -> None:
+    """Open standard input, output and error on /dev/null if this process was started without them, as by ``2>&-``.
+
+    Otherwise, the next file that is opened gets the number of the closed stream, and receives what C code prints.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free: this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
 def show(text: object, file: TextIO | None = None) -> None:
     """Print ``text``, made :func:`printable`, on standard output or ``file``.
 
@@ -37,7 +56,7 @@ def show(text: object, file: TextIO | None = None) -> None:
     """
     stream = file or sys.stdout
     try:
-        print(f"{printable(text)}\n", end="", file=stream, flush=True)
+        print(encodable(f"{printable(text)}\n", stream), end="", file=stream, flush=True)
     except BrokenPipeError:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())  # otherwise flushing the stream's buffer would fail again at exit

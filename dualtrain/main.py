@@ -19,7 +19,16 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from dualtrain.config import Config, RunSection, parse
-from dualtrain.console import leave, loading, logging_to_stderr, print_error, record_for_torchrun, refuse_on_all, show
+from dualtrain.console import (
+    leave,
+    loading,
+    logging_to_stderr,
+    open_closed_streams,
+    print_error,
+    record_for_torchrun,
+    refuse_on_all,
+    show,
+)
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError, is_final
 from dualtrain.launchers import World, detect_world, torchrun_is_parent
 from dualtrain.processes import signal_at_parents_end
@@ -27,6 +36,10 @@ from dualtrain.processes import signal_at_parents_end
 if TYPE_CHECKING:
     from dualtrain.backends import Backend
     from dualtrain.errors import PeerFailure
+
+_INTERRUPTED = "interrupted"  # the reason that ranks send for an end by Ctrl-C
+_SAME_SECONDS = 0.5  # from the report of an interrupted rank to this rank's own signal, if all ranks were interrupted
+_interrupted = threading.Event()  # whether SIGINT has ended this run outside of the training
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +97,7 @@ def _run(config: Config, world: World) -> int:
     if backend.device.type == "cpu":
         keep_freed_memory()
     reported = threading.Event()
+    _interrupted.clear()
     if backend.watch is not None:
         backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, reported)
     earlier = {
@@ -118,8 +132,11 @@ def _give_up(error: BaseException, backend: Backend) -> int:
     elif isinstance(error, BackendError):
         if not peer_failed:  # otherwise the failure is reported already
             print_error(error, backend.rank, backend.size)
-    elif isinstance(error, UserError | KeyboardInterrupt):
-        print_error(error if str(error) else "interrupted", backend.rank, backend.size, final=final)
+    elif isinstance(error, UserError):
+        print_error(error, backend.rank, backend.size, final=final)
+    elif isinstance(error, KeyboardInterrupt):
+        if backend.rank == 0:  # one line for the job; if only another rank was interrupted, rank 0 reports that
+            print_error(line, backend.rank, backend.size)
     else:
         show(reason, sys.stderr)
         print_error(line, backend.rank, backend.size)
@@ -133,6 +150,8 @@ def _reason(error: BaseException) -> tuple[str, str]:
 
     if isinstance(error, UserError):
         return f"{error.trace}\n{error}".strip(), str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED, _INTERRUPTED
     whole = "".join(traceback.format_exception(error)).strip()
     if isinstance(error, BackendError | DivergedError | NotSavedError | StoppedError):
         return whole, str(error)
@@ -150,6 +169,9 @@ def _wait_for_all(backend: Backend) -> None:
 
 def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threading.Event) -> None:
     """Print at once that a rank has failed: a launcher may end this process before the loop notices."""
+    if failure.reason.endswith(f": {_INTERRUPTED}") and _interrupted.wait(_SAME_SECONDS):
+        reported.set()
+        return  # the Ctrl-C has reached this rank too, and rank 0 prints one line
     first, _, rest = failure.describe().partition("\n")
     print_error(f"stopping, since {first}", backend.rank, backend.size)
     if rest and backend.rank == (0 if failure.rank else 1):
@@ -165,6 +187,7 @@ def _leave_on_sigterm(reported: threading.Event) -> None:
 
 
 def _interrupt(*_: object) -> None:
+    _interrupted.set()
     if not _is_stopping():
         raise KeyboardInterrupt
 
@@ -179,6 +202,7 @@ def _is_stopping() -> bool:
 
 
 if __name__ == "__main__":
+    open_closed_streams()
     status = main()
     ignore_late_requests()
     leave(status)

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from types import FrameType
 
@@ -23,6 +23,8 @@ JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
 _PR_SET_PDEATHSIG = 1
 _OWN_FOLDER = "dualtrain own folder"
+#: The fork server of this process, by this process's id: a forked process inherits this dictionary, but no server.
+_servers: dict[int, int | None] = {}
 
 
 def signal_at_parents_end(number: int, parent: int) -> None:
@@ -57,6 +59,7 @@ def start_forkserver(preload: Sequence[str]) -> None:
     with _blocked():
         forkserver.set_forkserver_preload(list(preload))
         forkserver.ensure_running()
+    _servers[os.getpid()] = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
 def begin_worker() -> None:
@@ -94,7 +97,12 @@ def _remove_own_folder(pid: int | None) -> None:
 
 
 def release() -> None:
-    """Remove multiprocessing's files, for a process that exits without its exit handlers."""
+    """Remove multiprocessing's files, for a process that exits without its exit handlers. Ends its fork server."""
+    # A server that still imports would fork the workers afterwards, and these would fail with a traceback.
+    server = _servers.pop(os.getpid(), None)
+    if server is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
     # Run the finalizers in a thread: some wait for other threads or processes, which may never end.
     thread = threading.Thread(target=_run_finalizers, name="dualtrain-release", daemon=True)
     thread.start()

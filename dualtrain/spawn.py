@@ -23,7 +23,12 @@ from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
 from dualtrain.launchers import given_job, new_job, spawned
 from dualtrain.processes import release, signal_at_parents_end, start_tracker
-from dualtrain.training.signals import ignore_late_requests, note_early_requests, take_early_request
+from dualtrain.training.signals import (
+    end_on_early_interrupt,
+    ignore_late_requests,
+    note_early_requests,
+    take_early_request,
+)
 
 # Import torch in functions only: a rank imports this file before it is set up to end with its parent.
 
@@ -66,6 +71,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
             f"--nproc {nproc} is too many for this host: more than {RANKS_PER_CORE} ranks for each of its {cores} cores "
             f"take too long to start; give {RANKS_PER_CORE * cores} at most"
         )
+    import torch.multiprocessing  # noqa: F401  takes seconds: until then, a signal ends this process at once
+
     name = given_job() or new_job()  # a restart finds its run by this name
     with _signals() as inbox:
         for restart in range(1, restarts + 2):
@@ -122,6 +129,8 @@ class _Job:
                 self._listen(0.0)
                 if self._stopped is not None:
                     self._status = 128 + self._stopped[0]
+                    if self._stopped[0] == signal.SIGINT and not self._processes:
+                        print_error("interrupted")  # otherwise rank 0 prints it
                 if self._status is not None:
                     break  # ranks that were started get the signal, or exit since one has failed
                 given = (body, list(arguments), os.getpid(), sys.orig_argv)
@@ -253,6 +262,7 @@ def _rank(body: Body, arguments: list[str], parent: int, command: list[str]) -> 
     os.setsid()
     multiprocessing.set_start_method(None, force=True)  # data workers use the default start method
     note_early_requests()
+    end_on_early_interrupt()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         status = body(arguments)

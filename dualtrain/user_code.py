@@ -46,6 +46,12 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     raise UserError(f"{flag} {path!r} takes {_signature(build)}: it must take {takes}, or nothing")
 
 
+def takes_arguments(path: str, *arguments: Any) -> bool:
+    """Return whether the callable ``path`` (``pkg.mod:build``), which was called, takes ``arguments``."""
+    module, _, name = path.partition(":")
+    return _takes(getattr(importlib.import_module(module), name), arguments)
+
+
 def _signature(build: Any) -> str:
     text = str(inspect.signature(build))
     return text if len(text) < 200 else "other arguments"

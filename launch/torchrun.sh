@@ -11,14 +11,26 @@ set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-meeting=(--standalone)
-for host in "${names[@]}"; do
-  if [[ $host == *:* && " localhost $(hostname) $(hostname -s) " == *" ${host%%:*} "* ]]; then nproc=${host##*:}; fi
+refuse() { echo "torchrun.sh: error: $*" >&2; exit 2; }
+
+# The number of ranks on this host: of its own entry in HOSTS, else of all entries, if they agree.
+count_ranks
+here=" localhost $(hostname) $(hostname -s) $(hostname -I 2>/dev/null || true) "
+mine='' counts=()
+IFS=, read -ra entries <<<"$hosts"
+for host in "${entries[@]}"; do
+  if [[ $here == *" ${host%%:*} "* || ${host%%[.:]*} == "$(hostname -s)" ]]; then mine=${host##*:}; fi
+  if [[ " ${counts[*]-} " != *" ${host##*:} "* ]]; then counts+=("${host##*:}"); fi
 done
+if [ -z "$mine" ] && [ "${#counts[@]}" -gt 1 ]; then
+  refuse "HOSTS=$HOSTS has different numbers of ranks and no entry for this host: name it $(hostname) there, as hostname does"
+fi
+nproc=${mine:-${counts[0]}}
+
+meeting=(--standalone)
 if [ "${#names[@]}" -gt 1 ]; then
   if [ -z "${PORT:-}" ]; then
-    echo "torchrun.sh: error: PORT is not set, but ${#names[@]} hosts need one to meet: set it to a free port of ${names[0]%%:*}" >&2
-    exit 2
+    refuse "PORT is not set, but ${#names[@]} hosts need one to meet: set it to a free port of ${names[0]%%:*}"
   fi
   meeting=(--nnodes="${#names[@]}" --rdzv-backend=c10d --rdzv-endpoint="${names[0]%%:*}:$PORT" --rdzv-id="dualtrain-$PORT")
 fi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from dualtrain.console import logging_to_stderr, print_error, printable, show
-from tests.forked import ROOT
+from tests.forked import ROOT, run
 
 
 def test_control_characters_are_escaped_and_text_is_kept():
@@ -66,3 +67,41 @@ def test_a_closed_pipe_does_not_change_how_a_command_ends(tmp_path, closed_pipe,
     end = subprocess.run([sys.executable, "-m", "dualtrain", *command.split()], **options, check=False)
     assert (end.returncode, end.stderr) == (0, "")
     assert (tmp_path / "run" / "summary.json").exists() == ("run" in command)
+
+
+@pytest.mark.parametrize(("encoding", "printed"), [("ascii", b"2 ? cpu ?\n"), ("latin-1", b"2 \xd7 cpu ?\n")])
+def test_characters_that_the_locale_lacks_do_not_end_a_command(monkeypatch, encoding, printed):
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding=encoding))
+    show("2 × cpu –")
+    assert file.getvalue() == printed
+
+
+def test_closed_streams_are_opened_so_that_no_other_file_gets_their_number(tmp_path):
+    source = (
+        "from dualtrain.console import open_closed_streams, show\n"
+        "import os, sys\n"
+        "open_closed_streams()\n"
+        f"file = open({str(tmp_path / 'file')!r}, 'w')\n"
+        "show('lost'), show('lost', sys.stderr)\n"
+        "os.system('echo lost; echo lost >&2')\n"
+        "file.write(str(file.fileno() > 2))\n"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, source]
+    assert subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "file").read_text() == "True"
+
+
+@pytest.mark.parametrize("module", ["dualtrain", "dualtrain.main"])
+def test_a_run_without_standard_streams_trains(tmp_path, module):
+    train = [*(["train"] if module == "dualtrain" else []), "--max-steps", "1", "--run-dir", str(tmp_path / "run")]
+    source = (
+        "import os, runpy, sys\n"
+        "sys.stdin = sys.stdout = sys.stderr = None\n"
+        "os.closerange(0, 3)\n"
+        f"sys.argv = {['', *train]}\n"
+        f"runpy.run_module({module!r}, run_name='__main__')\n"
+    )
+    end = run(("-c", source), tmp_path)
+    assert (end.returncode, end.stdout, end.stderr) == (0, "", "")
+    assert (tmp_path / "run" / "summary.json").exists()

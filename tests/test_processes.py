@@ -95,6 +95,35 @@ def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp
         assert gone(helpers, folder)
 
 
+# A program that is interrupted while it sends a worker process more than a pipe holds, since the fork server still imports.
+STARTING = """
+import multiprocessing, signal, sys
+from dualtrain.console import leave
+from dualtrain.processes import start_forkserver
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+if __name__ == "__main__":
+    start_forkserver(["slow"])
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        multiprocessing.get_context("forkserver").Process(target=len, args=(b"x" * 1_000_000,)).start()
+    except KeyboardInterrupt:
+        leave(3)
+"""
+
+
+def test_a_worker_whose_start_was_interrupted_prints_no_traceback(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(2)\n")
+    (tmp_path / "program.py").write_text(STARTING)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, str(tmp_path / "program.py")]
+    end = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (end.returncode, end.stdout, end.stderr) == (3, "", "")
+
+
 def test_the_folder_of_the_parent_program_is_kept(tmp_path):
     above = tmp_path / "above"
     above.mkdir()

@@ -19,7 +19,7 @@ from dualtrain.config.sections import (
     ScheduleSection,
     StepSection,
 )
-from dualtrain.config.without_effect import without_effect
+from dualtrain.config.without_effect import RunFacts, without_effect
 
 __all__ = [
     "AUTO",
@@ -30,6 +30,7 @@ __all__ = [
     "LengthSection",
     "ModelSection",
     "OutputSection",
+    "RunFacts",
     "RunSection",
     "ScheduleSection",
     "Setting",

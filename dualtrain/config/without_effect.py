@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dualtrain.config.sections import SETTINGS
@@ -40,6 +41,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
         lambda s: s["dataset"] == "imagefolder" or _own(s["dataset"]),
         "--dataset {dataset} is in memory, and needs no processes that read it",
     ),
+    (("pretrained",), lambda s: s["weights"] is None, "--weights replaces all weights"),
     (("lr_batch",), lambda s: s["lr_scale"] != "none", "--lr-scale none scales nothing"),
     (("lr_step",), lambda s: s["schedule"] == "step", "it is for --schedule step"),
     (("lr_milestones",), lambda s: s["schedule"] == "multistep", "it is for --schedule multistep"),
@@ -49,47 +51,89 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Settings], bool], str], ...] = (
 )
 
 
-def without_effect(
-    settings: Settings, *, steps: int, steps_of_epochs: int, resumed: bool = False, norms: bool = True, cores: int = 4096
-) -> list[str]:
-    """Return one line for each setting that differs from its default and has no effect, or not its whole effect.
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts that decide whether a setting has an effect, and that are known only once the run is prepared.
 
-    Args:
-        settings: all settings of the run, by name.
+    Attributes:
         steps: optimizer steps of the whole run.
         steps_of_epochs: optimizer steps in all epochs of the run.
+        global_batch: samples of a step, on all ranks.
+        part: samples of a step on one rank, or virtual rank, at most.
+        short_batch: whether the last batch of an epoch would have fewer samples.
+        shape: the shape of one input.
+        classes: the number of classes of the data.
+        ranks: the number of ranks.
+        cores: how many cores this host has.
         resumed: whether the run resumes from a checkpoint.
         norms: whether the model has BatchNorm that is trained.
-        cores: how many cores this host has.
+        workers: whether worker processes can read the data.
+        folder: whether the user's own dataset function takes the folder of the data.
     """
+
+    steps: int
+    steps_of_epochs: int
+    global_batch: int
+    part: int
+    short_batch: bool
+    shape: tuple[int, ...]
+    classes: int
+    ranks: int
+    cores: int
+    resumed: bool
+    norms: bool
+    workers: bool
+    folder: bool
+
+
+def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
+    """Return one line for each setting that differs from its default and has no effect, or not its whole effect."""
     given = {name for name, one in SETTINGS.items() if settings[name] not in (one.default, None)}
     lines: dict[str, str] = {}
     for names, has_effect, reason in _RULES:
         for name in names:
             if name in given and not has_effect(settings):
                 lines.setdefault(name, reason.format_map(settings))
-    if resumed:
-        lines["weights"] = "the run resumes with the weights of a checkpoint"
-    if not norms:
-        lines["sync_batchnorm"] = "the model has no BatchNorm that is trained"
-    lines |= _beyond_the_end(settings, steps, steps_of_epochs)
+    lines = {**_in_this_run(settings, facts), **lines, **_beyond_the_end(settings, facts)}
     flags = {name: "" if settings[name] is True else f" {settings[name]}" for name in lines}
     found = [f"{SETTINGS[name].flag}{flags[name]} has no effect: {why}" for name, why in lines.items() if name in given]
-    if settings["warmup_steps"] >= steps:
-        longer = f"--warmup-steps {settings['warmup_steps']} is longer than the run, which ends after step {steps}"
+    if settings["warmup_steps"] >= facts.steps:
+        longer = f"--warmup-steps {settings['warmup_steps']} is longer than the run, which ends after step {facts.steps}"
         found.append(f"{longer}: the learning rate does not reach its value")
-    if "workers" in given and "workers" not in lines and settings["workers"] > cores:
-        more = f"--workers {settings['workers']} is more for each rank than this host's {cores} core{'s' * (cores != 1)}"
-        found.append(f"{more}: fewer are probably as fast")
+    if settings["accumulate"] > facts.part:
+        more = f"--accumulate {settings['accumulate']} is more than a rank's {facts.part} sample{'s' * (facts.part != 1)}"
+        found.append(f"{more} of a step: each backward pass has one sample")
+    if "workers" in given and "workers" not in lines and settings["workers"] > facts.cores:
+        cores = f"{facts.cores} core{'s' * (facts.cores != 1)}"
+        found.append(
+            f"--workers {settings['workers']} is more for each rank than this host's {cores}: fewer are probably as fast"
+        )
     return found
 
 
-def _beyond_the_end(settings: Settings, steps: int, steps_of_epochs: int) -> dict[str, str]:
+def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
+    """Return the settings that have no effect because of what the run turned out to be, each with the reason."""
+    own = settings["dataset"]
+    found = {
+        "weights": facts.resumed and "the run resumes with the weights of a checkpoint",
+        "sync_batchnorm": (not facts.norms and "the model has no BatchNorm that is trained")
+        or (facts.ranks == 1 and "the run has one rank"),
+        "transport": facts.ranks == 1 and "the run has one rank",
+        "drop_last": not facts.short_batch and f"all batches have {facts.global_batch} samples",
+        "channels_last": len(facts.shape) != 3 and f"it is for images, and a sample has the shape {facts.shape}",
+        "classes": facts.classes != settings["classes"] and f"{own} returns data of {facts.classes} classes",
+        "workers": not facts.workers and f"{own} returns data that are read without them",
+        "data_dir": not facts.folder and f"{own} takes no argument",
+    }
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
     """Return the settings that would take effect only after the last step, each with the reason."""
-    warmup, last = settings["warmup_steps"], f"the run ends after step {steps}"
+    steps, warmup, last = facts.steps, settings["warmup_steps"], f"the run ends after step {facts.steps}"
     drops = [part for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdigit()]
     found = {
-        "max_steps": (settings["max_steps"] or 0) > steps_of_epochs and f"{last}, with --epochs {settings['epochs']}",
+        "max_steps": (settings["max_steps"] or 0) > facts.steps_of_epochs and f"{last}, with --epochs {settings['epochs']}",
         "lr_step": (settings["lr_step"] or 0) + warmup >= steps and last,
         "lr_milestones": bool(drops) and min(map(int, drops)) + warmup >= steps and last,
         "checkpoint_every": (settings["checkpoint_every"] or 0) >= steps and last,

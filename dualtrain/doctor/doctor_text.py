@@ -34,7 +34,7 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for row in report["ranks"]:
         if row["local_rank"] == 0:
             found = (f"{name} {' '.join(addresses) or '-'}" for name, addresses in row["interfaces"].items())
-            yield f"on {row['host']}", f"{'; '.join(found)}; used: {report['interface']}"
+            yield f"on {row['host']}", f"{'; '.join(found)}; used: {row['interface']}"
     for row in report["ranks"]:
         yield (
             f"rank {row['rank']}",

@@ -37,8 +37,9 @@ class Examination:
             self._probes[name] = self._agreed(name, refusal) or probe(name, world, timeout)
         own["probes"] = {name: found.facts() for name, found in self._probes.items()}
         own["threads"] = share_of(usable_cores(), (self._control.world if self._control else world).local_size)
+        own["interface"] = used(own["interfaces"], own["overrides"], self._single_host())
         rows, failure = self._gathered(own)
-        self.report = _report(rows, failure, choose("auto" if wanted == "all" else wanted, world), self._single_host())
+        self.report = _report(rows, failure, choose("auto" if wanted == "all" else wanted, world))
 
     def end(self) -> None:
         """Leave the worlds after rank 0 has printed. Blocks until the ranks that could be reached have ended too."""
@@ -95,7 +96,7 @@ class Examination:
             return [own], f"the other ranks' facts did not arrive: {error}; look for their own messages"
 
 
-def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str, single_host: bool) -> dict[str, Any]:
+def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str) -> dict[str, Any]:
     problems, notes = advise(rows, chosen)
     if failure is not None:
         problems.insert(0, failure)
@@ -105,7 +106,6 @@ def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str, si
         "problems": problems,
         "notes": notes,
         "threads": min(row["threads"] for row in rows),
-        "interface": used(rows[0]["interfaces"], rows[0]["overrides"], single_host),
         # With a single rank, there is nothing to measure.
         "allreduce": {name: _measured(rows, name) for name in rows[0]["probes"] if rows[0]["size"] > 1},
         "ranks": list(rows),

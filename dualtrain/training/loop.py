@@ -18,10 +18,11 @@ from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.batchnorm import SyncBatchNorm
-from dualtrain.config import Config, run_name, without_effect
+from dualtrain.config import Config, RunFacts, run_name, without_effect
 from dualtrain.cores import usable_cores
 from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
+from dualtrain.data.loader import LoaderSource
 from dualtrain.data.sampler import Sampler, share
 from dualtrain.data.sources import Source
 from dualtrain.data.text import CHOSEN
@@ -59,6 +60,7 @@ from dualtrain.training.save_clock import SaveClock
 from dualtrain.training.signals import SAVE, SIGNALS, STOP, Signals
 from dualtrain.training.start import Start, start_of
 from dualtrain.training.trainer import Trainer
+from dualtrain.user_code import takes_arguments
 
 EVALUATION_BATCH = 512
 _SMALLER = "choose smaller samples, a smaller model, or a smaller --batch-size"
@@ -120,7 +122,7 @@ def _opened(name: str, config: Config, backend: Backend, task: Task, start: Star
     """Make the model and the run, and open the run's folder. Collective; blocks."""
     with Waiting("making the model", config.output.log_seconds, shown=backend.rank == 0) as wait:
         model = make_model(config.model, task, config.step.seed, backend)
-        wait.phase("computing one sample")
+        wait.phase("reading and computing one sample")
         on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
         wait.phase("preparing the trainer")
         run = Run(name, config, backend, task, model, lock)
@@ -478,7 +480,24 @@ class Run:
         self.records.print(model_line(settings["model"], model))
         if self.config.output.verbose:
             self.records.print(verbose_lines(settings, model))
-        norms = any(isinstance(part, SyncBatchNorm) for part in model.modules())
-        ends, resumed = {"steps": self.total_steps, "steps_of_epochs": self.steps_of_epochs}, self.cursor.step > 0
-        for line in without_effect(settings, **ends, resumed=resumed, norms=norms, cores=usable_cores()):
+        for line in without_effect(settings, self._facts()):
             self.records.print(f"note: {line}")
+
+    def _facts(self) -> RunFacts:
+        """Return what decides whether a setting has an effect on this run."""
+        dataset, sampler = self.config.data.dataset, self.sampler
+        return RunFacts(
+            steps=self.total_steps,
+            steps_of_epochs=self.steps_of_epochs,
+            global_batch=sampler.global_batch,
+            part=-(-min(sampler.global_batch, sampler.samples) // self.parts),
+            short_batch=sampler.samples % sampler.global_batch > 0,
+            shape=self.task.shape,
+            classes=self.task.classes,
+            ranks=self.backend.size,
+            cores=usable_cores(),
+            resumed=self.cursor.step > 0,
+            norms=any(isinstance(part, SyncBatchNorm) for part in self.trainer.model.modules()),
+            workers=isinstance(self.task.train, LoaderSource),
+            folder=":" not in dataset or takes_arguments(dataset, self.config.data.data_dir),
+        )

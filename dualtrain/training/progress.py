@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 
 from tqdm import tqdm
 
-from dualtrain.console import printable, show
+from dualtrain.console import encodable, printable, show
 
 T = TypeVar("T")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
@@ -155,5 +155,5 @@ class Progress:
             if self._bar.disable:
                 show(line)  # in one write: tqdm would write the line break separately
             else:
-                tqdm.write(printable(line), file=sys.stdout)
+                tqdm.write(encodable(printable(line), sys.stdout), file=sys.stdout)
                 sys.stdout.flush()

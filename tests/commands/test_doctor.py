@@ -59,6 +59,12 @@ def test_the_report_of_one_rank_as_text_and_as_json(tmp_path):
     assert f"\nthreads     {usable_cores()} intra-op for each rank; " in text
     assert "64 MB" not in text
     assert text.endswith("a run with --backend local would work")
+    (first,) = report["ranks"]
+    report["ranks"].append(
+        {**first, "rank": 1, "host": "there", "interface": "eth7 (other hosts reach this host at 10.0.0.7)"}
+    )
+    assert re.search(r"^on there .*; used: eth7 \(other hosts reach this host at 10.0.0.7\)$", page(report), re.MULTILINE)
+    assert f"used: {first['interface']}\n" in page(report)
 
 
 def assert_that_both_work(said, chosen):

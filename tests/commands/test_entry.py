@@ -123,18 +123,20 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", ["0", "1", None], ids=["rank 0", "rank 1", "parent"])
 @pytest.mark.parametrize("command", [["dualtrain.main"], ["dualtrain", "train"]])
 def test_a_ctrl_c_during_the_imports_prints_one_line_for_the_job(tmp_path, command, rank):
     (tmp_path / "torch.py").write_text(INTERRUPTED)
     place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    if rank is None:  # the command that would start the ranks
+        place, command = {}, [*command, "--nproc", "2"]
     env = {**without_launchers(os.environ), **place, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     end = subprocess.run(
         [sys.executable, "-m", *command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert (end.returncode, end.stdout) == (130, "")
-    assert end.stderr == ("dualtrain: error: interrupted\n" if rank == "0" else "")
+    assert end.stderr == ("" if rank == "1" else "dualtrain: error: interrupted\n")
 
 
 @pytest.mark.parametrize("command", ["predict", "doctor"])

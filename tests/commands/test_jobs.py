@@ -48,6 +48,37 @@ def test_a_killed_rank_is_named_and_the_other_stops(backend, tmp_path):
             rank.kill()
 
 
+# A model whose construction is interrupted on the ranks that INTERRUPTED names.
+INTERRUPTED = """
+import os, signal, time
+def model():
+    if os.environ["RANK"] in os.environ["INTERRUPTED"]:
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ("01", ["dualtrain: error (rank 0 of 2): interrupted\n", ""]),
+        ("1", ["dualtrain: error (rank 0 of 2): stopping, since rank 1 stopped: interrupted\n", ""]),
+    ],
+    ids=["all", "one"],
+)
+def test_a_ctrl_c_before_the_training_prints_one_line_for_the_job(tmp_path, ranks, said):
+    (tmp_path / "mine.py").write_text(INTERRUPTED)
+    job = [Forked((*MAIN, "--model", "mine:model"), tmp_path / "output", ENV | {"INTERRUPTED": ranks} | place, tmp_path)
+           for place in places(2)]  # fmt: skip
+    try:
+        assert holds(lambda: [rank.errors for rank in job] == said), [rank.errors for rank in job]
+        assert {job[int(rank)].wait(30) for rank in ranks} == {130}
+        assert [rank.errors for rank in job] == said
+    finally:
+        for rank in job:
+            rank.kill()
+
+
 def test_a_stopped_rank_is_named_with_the_step_and_the_operation(backend, tmp_path):
     command = (*MAIN, "--backend", backend, "--epochs", "5000", "--run-dir", tmp_path / "run", "--timeout", "6")
     ranks = [Forked(command, tmp_path, env=ENV | place) for place in places(2)]

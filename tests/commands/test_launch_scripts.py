@@ -51,9 +51,29 @@ def test_setup_has_help_and_refuses_unknown_arguments():
 
 
 def test_several_hosts_of_torchrun_need_a_port():
-    end = start("torchrun", HOSTS="one,two:3", PORT="")
+    end = start("torchrun", HOSTS="one,two:2", PORT="")
     assert end.returncode == 2
     assert "PORT is not set, but 2 hosts need one to meet: set it to a free port of one" in end.stderr
+
+
+def test_torchrun_takes_the_number_of_ranks_of_this_host(tmp_path):
+    launcher = tmp_path / "bin" / "torchrun"
+    launcher.parent.mkdir()
+    launcher.write_text('#!/bin/sh\necho "$*"\n')
+    launcher.chmod(0o755)
+    (tmp_path / "bin" / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
+    variables = {"DUALTRAIN_VENV": str(tmp_path), "PORT": "7", "NPROC": "2"}
+    name = os.uname().nodename
+    for hosts, count in [(f"one:4,{name}:3", 3), (f"one:4,{name.partition('.')[0]}.example:3", 3), ("one:4,two:4", 4)]:
+        end = start("torchrun", HOSTS=hosts, **variables)
+        assert (end.returncode, end.stderr) == (0, "")
+        assert f"--nproc-per-node={count} " in end.stdout
+    end = start("torchrun", HOSTS="one:4,two", **variables)
+    assert (end.returncode, end.stdout) == (2, "")
+    assert end.stderr == (
+        "torchrun.sh: error: HOSTS=one:4,two has different numbers of ranks and no entry for this host: name it "
+        f"{name} there, as hostname does\n"
+    )
 
 
 #: Commands that each script starts: for NPROC=3, and for NPROC=2 HOSTS="one:2,two" IFACE="lo" PORT=7.

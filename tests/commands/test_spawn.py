@@ -135,7 +135,7 @@ def test_a_signal_ends_the_ranks_and_gives_the_status(start, number, status):
     job.await_ranks(2)
     job.send_signal(number)
     assert job.wait(SECONDS) == status
-    assert job.errors == ""
+    assert job.errors == ("dualtrain: error: interrupted\n" if number == signal.SIGINT else "")
 
 
 def test_a_job_that_gets_sigterm_has_unlimited_time_to_stop(start):
@@ -239,6 +239,17 @@ def test_a_cpu_quota_limits_the_ranks(monkeypatch):
     monkeypatch.setattr("dualtrain.spawn.usable_cores", lambda: 1)
     with pytest.raises(UserError, match=r"--nproc 17 is too many .* each of its 1 cores .* give 16 at most"):
         spawn(len, [], 17)
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, ""), (signal.SIGINT, "dualtrain: error: interrupted\n")])
+def test_a_signal_before_the_first_rank_starts_none(monkeypatch, capsys, number, said):
+    def make(method):
+        os.kill(os.getpid(), number)
+        return SimpleNamespace(Process=None)
+
+    monkeypatch.setattr("torch.multiprocessing.get_context", make)
+    assert spawn(len, [], 8) == 128 + number
+    assert capsys.readouterr().err == said
 
 
 def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):

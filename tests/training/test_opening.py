@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from dualtrain.backends import connect
-from dualtrain.config import parse, recipe_names, run_name, without_effect
+from dualtrain.config import RunFacts, parse, recipe_names, run_name, without_effect
+from dualtrain.main import main
 from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)))
@@ -67,13 +69,32 @@ def test_a_run_is_named_after_what_it_trains(dataset, model, name):
     assert run_name("digits-convnet", dataset, model) == name
 
 
-def notes(*flags: str, steps: int = 100, **more) -> list[str]:
-    return without_effect(parse(flags).plain(), steps=steps, steps_of_epochs=steps, **more)
+#: A run in which every setting has its effect.
+FACTS = RunFacts(
+    steps=100,
+    steps_of_epochs=100,
+    global_batch=64,
+    part=32,
+    short_batch=True,
+    shape=(1, 8, 8),
+    classes=10,
+    ranks=2,
+    cores=4096,
+    resumed=False,
+    norms=True,
+    workers=True,
+    folder=True,
+)
+
+
+def notes(*flags: str, **other) -> list[str]:
+    settings = parse(flags).plain()
+    return without_effect(settings, replace(FACTS, **{"classes": settings["classes"] or 10, **other}))
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_all_settings_of_a_recipe_have_an_effect(recipe):
-    assert notes("--recipe", recipe, steps=5000) == []
+    assert notes("--recipe", recipe, steps=5000, steps_of_epochs=5000) == []
 
 
 @pytest.mark.parametrize(
@@ -92,6 +113,7 @@ def test_all_settings_of_a_recipe_have_an_effect(recipe):
         ("--download", "--download has no effect: --dataset digits is not downloaded"),
         ("--workers 4", "--workers 4 has no effect: --dataset digits is in memory"),
         ("--lr-min 0.01", "--lr-min 0.01 has no effect: it is for --schedule cosine"),
+        ("--pretrained --weights x --model resnet18", "--pretrained has no effect: --weights replaces all weights"),
         ("--lr-batch 32", "--lr-batch 32 has no effect: --lr-scale none"),
         ("--warmup-steps 2000", "--warmup-steps 2000 is longer than the run, which ends after step 100"),
         ("--max-steps 200", "--max-steps 200 has no effect: the run ends after step 100, with --epochs 12"),
@@ -105,14 +127,77 @@ def test_a_setting_without_effect_is_one_line(flags, line):
     assert found.startswith(line)
 
 
-def test_settings_without_effect_at_run_time_are_noted_too():
-    assert notes("--weights", "x", resumed=True) == [
-        "--weights x has no effect: the run resumes with the weights of a checkpoint"
+@pytest.mark.parametrize(
+    ("flags", "facts", "line"),
+    [
+        ("--weights x", {"resumed": True}, "--weights x has no effect: the run resumes with the weights of a checkpoint"),
+        (
+            "--sync-batchnorm",
+            {"norms": False},
+            "--sync-batchnorm has no effect: the model has no BatchNorm that is trained",
+        ),
+        ("--sync-batchnorm", {"ranks": 1}, "--sync-batchnorm has no effect: the run has one rank"),
+        ("--transport native", {"ranks": 1}, "--transport native has no effect: the run has one rank"),
+        ("--drop-last", {"short_batch": False}, "--drop-last has no effect: all batches have 64 samples"),
+        (
+            "--channels-last",
+            {"shape": (8,)},
+            "--channels-last has no effect: it is for images, and a sample has the shape (8,)",
+        ),
+        (
+            "--dataset mine:data --classes 5",
+            {"classes": 3},
+            "--classes 5 has no effect: mine:data returns data of 3 classes",
+        ),
+        (
+            "--dataset mine:data --workers 4",
+            {"workers": False},
+            "--workers 4 has no effect: mine:data returns data that are read without them",
+        ),
+        ("--dataset mine:data --data-dir x", {"folder": False}, "--data-dir x has no effect: mine:data takes no argument"),
+        ("--workers 4", {"workers": False}, "--workers 4 has no effect: --dataset digits is in memory, and needs no proc"),
+        (
+            "--accumulate 33",
+            {},
+            "--accumulate 33 is more than a rank's 32 samples of a step: each backward pass has one sample",
+        ),
+        (
+            "--dataset mine:data --workers 8",
+            {"cores": 1},
+            "--workers 8 is more for each rank than this host's 1 core: fewer are probably as fast",
+        ),
+    ],
+)
+def test_a_setting_without_effect_on_this_run_is_one_line(flags, facts, line):
+    (found,) = notes(*flags.split(), **facts)
+    assert found.startswith(line)
+
+
+def test_settings_with_an_effect_are_not_noted():
+    flags = "--dataset mine:data --data-dir x --classes 5 --workers 8 --transport native --drop-last --accumulate 32"
+    assert notes(*flags.split(), "--weights", "x", "--sync-batchnorm", "--channels-last", cores=8) == []
+    assert notes("--dataset", "mine:data", cores=1) == []
+
+
+def test_a_run_notes_what_its_own_data_do_not_use(tmp_path, monkeypatch, capsys):
+    (tmp_path / "unused.py").write_text(
+        "import torch\n"
+        "from dualtrain.data import Task\n"
+        "from dualtrain.data.memory import TensorSource\n"
+        "def data():\n"
+        "    source = TensorSource(torch.ones(8, 3), torch.zeros(8, dtype=torch.int64))\n"
+        "    return Task(source, source, (3,), classes=2)\n"
+        "def model(shape, classes):\n"
+        "    return torch.nn.Linear(3, classes)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = "--dataset unused:data --model unused:model --data-dir . --workers 1 --classes 7 --transport native --epochs 1"
+    assert main([*flags.split(), "--batch-size", "4", "--drop-last", "--run-dir", str(tmp_path / "run")]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert found == [
+        "note: --transport native has no effect: the run has one rank",
+        "note: --drop-last has no effect: all batches have 4 samples",
+        "note: --classes 7 has no effect: unused:data returns data of 2 classes",
+        "note: --workers 1 has no effect: unused:data returns data that are read without them",
+        "note: --data-dir . has no effect: unused:data takes no argument",
     ]
-    assert notes("--sync-batchnorm", norms=False) == [
-        "--sync-batchnorm has no effect: the model has no BatchNorm that is trained"
-    ]
-    assert notes("--weights", "x", "--sync-batchnorm") == []
-    own = ("--dataset", "mine:data", "--workers", "8")
-    assert notes(*own, cores=1) == ["--workers 8 is more for each rank than this host's 1 core: fewer are probably as fast"]
-    assert notes(*own, cores=8) == notes(*own[:2], cores=1) == []

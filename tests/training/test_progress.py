@@ -72,7 +72,7 @@ def test_a_line_says_what_a_run_does_before_its_first_batch_in_steps_and_in_eval
         r"looking for the run's checkpoints for 0 s",
         r"loading the data for 0 s",
         r"making the model for 0 s",
-        r"computing one sample for 0 s",
+        r"reading and computing one sample for 0 s",
         r"preparing the trainer for 0 s",
         r"opening the run's folder for 0 s",
         r"step 0/4: waiting for data for 0 s",

@@ -307,6 +307,8 @@ def test_runs_are_compared(tmp_path, capsys):
         train_alone("--max-steps", "1", "--seed", seed, "--run-dir", str(tmp_path / name))
     assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "same weights: yes" in capsys.readouterr().out
+    assert compare([str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "same weights: not known, since there is no second run to compare"
     assert compare([str(tmp_path / name) for name in ("c", "a", "b")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "same weights: no, the 3 runs ended with 2 models: a = b; c"
     assert compare([str(tmp_path / "nothing")]) == 2
