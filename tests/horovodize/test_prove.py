@@ -368,6 +368,17 @@ def test_a_difference_is_attributed_to_a_defect_of_horovod(simulated):
     assert verdict.status == 1
     assert any("still differ" in line for line in verdict.details)
 
+    def both(rank, step, models, optimizers):
+        at(1, 0, nudge)(rank, step, models, optimizers)
+        at(4, 0, other_rate)(rank, step, models, optimizers)
+
+    evidence.compat = simulated(both, defects=met)
+    verdict = verdict_of(evidence, ["another cause"])
+    assert verdict.difference.step == 4
+    assert verdict.line.startswith("differs from step 4 in 'weight', 'bias' by ")
+    assert "once these defects of Horovod are reproduced (it takes a step): the optimizer's 'lr' is 0.1" in verdict.line
+    assert any("without these defects, the weights differ before the first step" in line for line in verdict.details)
+
 
 def test_rounding_is_a_likely_cause_for_more_than_two_ranks(simulated):
     def round_off(models, optimizers):

@@ -196,17 +196,22 @@ def _places(run: RunRecord) -> list[str]:
 
 
 def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) -> Verdict:
-    own = evidence.changed or _own_cause(evidence, difference)
-    likely = own or (causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists more")
-    details = [f"possible cause: {cause}" for cause in causes if cause != likely]
+    details, once = [], ""
     if evidence.compat is not None and evidence.compat.defects:
         after = first_difference(evidence.horovod[0], evidence.compat)
         details += _places(evidence.compat)
-        if after is not None:
+        if after is not None and after.step > difference.step:
+            # The defects explain the earlier difference, so that the cause of the other one is of interest.
+            details.append(f"without these defects, the weights differ {where(difference)}")
+            difference, once = after, f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
+        elif after is not None:
             details.append(f"with these defects of Horovod reproduced, the weights still differ {where(after)}")
+    own = evidence.changed or _own_cause(evidence, difference)
+    likely = own or (causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists more")
+    details = [*(f"possible cause: {cause}" for cause in causes if cause != likely), *details]
     apart, step = distance(evidence.horovod[0], evidence.dualtrain[0])
     details.append(f"all weights differ by {apart:.1e} relative after step {step}")
-    return Verdict(f"differs {where(difference)}: {likely}", 1, details, difference)
+    return Verdict(f"differs {where(difference)}{once}: {likely}", 1, details, difference)
 
 
 def where(difference: Difference) -> str:
