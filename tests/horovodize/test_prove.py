@@ -28,6 +28,7 @@ from dualtrain.horovodize.prove.records import read_record
 from dualtrain.horovodize.prove.verdict import Evidence, facts, needs_compat, steps_to_measure, table, verdict_of
 from dualtrain.horovodize.prove.workspace import workspace
 from tests.forked import run_ranks
+from tests.pool import ROOT
 
 STEPS = 6
 
@@ -544,6 +545,11 @@ def test_refusals_are_one_line(arguments, message, record, tmp_path, capsys):
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("dualtrain: error: ")
     assert message in err
+
+
+def test_prove_itself_does_not_import_torch():
+    program = "import sys; import dualtrain.horovodize.prove.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([launch.sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
 
 
 def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dualtrain.backends.horovod import installed
 from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
@@ -99,6 +99,11 @@ class Job:
         run = read_record(folder, launched)
         _check(run, side, status, self.timeout if hung else None, log)
         return run
+
+
+def installed() -> bool:
+    """Return whether Horovod is installed; unlike ``backends.horovod.installed``, without importing torch."""
+    return importlib.util.find_spec("horovod") is not None
 
 
 def require_horovod() -> None:
