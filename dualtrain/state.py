@@ -58,12 +58,18 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a ``state_dict()``, and keep the dtypes in it.
+    """Load a ``state_dict()``, and keep the dtypes in it and the objects in ``optimizer.param_groups``.
 
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so that the float32 moments of bfloat16
-    parameters would lose bits.
+    parameters would lose bits. It also replaces the parameter groups, so that a learning rate that is set in a group from
+    before, as a scheduler of another optimizer with the same groups does, would have no effect.
     """
+    groups = list(optimizer.param_groups)
     optimizer.load_state_dict(state)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    optimizer.param_groups[:] = groups
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in zip(numbers, params, strict=True):

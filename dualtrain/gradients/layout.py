@@ -30,6 +30,8 @@ class Transfer:
         bucket_bytes: size of the largest bucket; 0 for buckets of one gradient, ``None`` for about 25 MB.
         groups: sets of parameters; those of one set share a bucket, whatever its size.
         sparse_as_dense: whether sparse gradients are sent as dense ones, and made sparse again.
+        coalesce: whether entries of sparse gradients with equal indices are added. If not, the gathered gradients have
+            all entries of all ranks in rank order, and an average is divided by the size, as with Horovod.
     """
 
     before: float = 1.0
@@ -38,6 +40,7 @@ class Transfer:
     bucket_bytes: int | None = None
     groups: Sequence[Sequence[torch.Tensor]] = ()
     sparse_as_dense: bool = False
+    coalesce: bool = True
 
     def factor_after(self, size: int) -> float:
         """Return the factor on a sum over ``size`` ranks."""

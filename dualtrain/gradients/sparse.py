@@ -53,14 +53,19 @@ class SparseGradients:
             if p.grad is None:
                 grad = _sparse(torch.empty(dims, 0, dtype=torch.int64), p.new_empty(0, *p.shape[dims:]), p)
             else:
-                grad = (p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)).coalesce()
-            indices = backend.allgather(grad.indices().t(), name=f"{slot.name}.indices")
-            values = backend.allgather(grad.values(), name=f"{slot.name}.values")
+                grad = p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)
+            grad = grad.coalesce() if transfer.coalesce else grad
+            # torch 2.5 to 2.15 has no public names for the parts of an uncoalesced tensor.
+            indices = backend.allgather(grad._indices().t(), name=f"{slot.name}.indices")
+            values = backend.allgather(grad._values(), name=f"{slot.name}.values")
             if not len(indices) and drop_empty:
                 p.grad = None
-                continue
-            p.grad = _sparse(indices.t(), values, p)
-            p.grad.values().mul_(transfer.before * transfer.factor_after(backend.size))
+            elif transfer.coalesce:
+                p.grad = _sparse(indices.t(), values, p).coalesce()
+                p.grad.values().mul_(transfer.before * transfer.factor_after(backend.size))
+            else:
+                # A product with 1/size would have other bits. Horovod, too, leaves out a factor before the sum.
+                p.grad = _sparse(indices.t(), values if transfer.after == 1 else values.div_(backend.size), p)
 
 
 def sparse_dims(slots: Sequence[Slot]) -> dict[int, int]:
@@ -79,4 +84,4 @@ def has_values(grad: torch.Tensor | None) -> bool:
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     # Without ``check_invariants=False``, torch warns that it does not check the indices.
-    return torch.sparse_coo_tensor(indices, values, like.shape, device=like.device, check_invariants=False).coalesce()
+    return torch.sparse_coo_tensor(indices, values, like.shape, device=like.device, check_invariants=False)

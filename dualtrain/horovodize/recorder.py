@@ -173,8 +173,7 @@ class Recorder:
 
     def _write_weights(self, number: int, optimizer: Any) -> None:
         tensors = [summary(p) for p in _params(optimizer)]
-        plain = (bool, int, float, str, type(None))
-        options = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in optimizer.param_groups]
+        options = [{k: v for k, v in group.items() if _is_plain(v)} for group in optimizer.param_groups]
         step = self.counts[number]
         self.record.write("weights", optimizer=number, step=step, tensors=tensors, options=options)
 
@@ -259,6 +258,13 @@ def _flat(p: Any) -> Any:
 
 def _params(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether ``value`` is a number, text or None, or a tuple of these, as Adam's betas are."""
+    return all(
+        isinstance(each, (bool, int, float, str, type(None))) for each in (value if isinstance(value, tuple) else [value])
+    )
 
 
 def _wait_for_gpu() -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular
-from dualtrain.horovodize.source import Source
+from dualtrain.horovodize.source import Source, wrapped_names
 
 
 class ScriptFile(NamedTuple):
@@ -46,7 +46,7 @@ def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
         UserError: a script cannot be read, or is not valid Python.
     """
     files = {name: read_script(name) for name in names}
-    wrapped = set().union(*(_parse(file).own_wrapped for file in files.values()))
+    wrapped = wrapped_names([_parse(file) for file in files.values()])
     return {name: (file, _parse(file, wrapped)) for name, file in files.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -179,6 +179,18 @@ class Source:
             own[self.scope(node)].append(node)
         return [(scope, nodes) for scope, nodes in own.items() if isinstance(scope, Scope)]
 
+    @cached_property
+    def definitions(self) -> list[tuple[str, list[str]]]:
+        """Functions, methods and classes: (name, names of the parameters that a call fills in order)."""
+        found = []
+        for node in self.nodes:
+            if isinstance(node, Function):
+                names = [word.arg for word in (*node.args.posonlyargs, *node.args.args)]
+                parent = self.parents[node]
+                name = parent.name if isinstance(parent, ast.ClassDef) and node.name == "__init__" else node.name
+                found.append((name, names[isinstance(parent, ast.ClassDef) :]))
+        return found
+
     def scope(self, node: ast.AST) -> Scope:
         """Return the innermost function, or else the module, that contains ``node``."""
         return next(above for above in self.above(node) if isinstance(above, Scope))
@@ -216,6 +228,36 @@ class Source:
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
                 yield above, below
             below = above
+
+
+def wrapped_names(sources: Sequence[Source]) -> set[str]:
+    """Return the names of the variables of a program that hold an hvd.DistributedOptimizer.
+
+    These are the variables to which one is assigned, and the parameters of functions to which such a variable is passed.
+    """
+    names = set().union(*(source.own_wrapped for source in sources))
+    defined: dict[str, list[list[str]]] = {}
+    for source in sources:
+        for name, parameters in source.definitions:
+            defined.setdefault(name, []).append(parameters)
+    only = {name: found[0] for name, found in defined.items() if len(found) == 1}
+    while True:
+        found = {name for source in sources for name in _receiving(source, names, only)}
+        if found <= names:
+            return names
+        names |= found
+
+
+def _receiving(source: Source, names: set[str], defined: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yield the parameters to which a call passes one of the variables ``names``, and copies of these variables."""
+    for call in source.calls:
+        parameters = defined.get(last_name(call.func), [])
+        yield from (p for p, value in zip(parameters, call.args, strict=False) if last_name(value) in names)
+        given = ((word.arg, word.value) for word in call.keywords if word.arg in parameters)
+        yield from (name for name, value in given if name and last_name(value) in names)
+    for target, value, _ in source.assignments:
+        if isinstance(value, ast.Name) and value.id in names:
+            yield target.rpartition(".")[2]
 
 
 def last_name(node: ast.AST) -> str:

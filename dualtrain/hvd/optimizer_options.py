@@ -80,6 +80,7 @@ def transfer_of(
         bucket_bytes=basics.engine().settings.fusion_bytes,
         groups=groups or (),
         sparse_as_dense=sparse_as_dense,
+        coalesce=False,
     )
 
 

@@ -11,6 +11,7 @@ from dualtrain.horovodize.check import check, findings
 from dualtrain.horovodize.names import RUN_UNSUPPORTED
 from dualtrain.horovodize.rules import RULES
 from dualtrain.horovodize.rules.single_calls import discarded_result
+from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
@@ -313,6 +314,13 @@ CASES = [
         "from torchvision import transforms\n" + WRAP + "torch.manual_seed(7 + hvd.rank())\ntransforms.RandomCrop(32)\n"
         "def seed_all(seed):\n    torch.manual_seed(seed)",
     ),
+    (
+        "same_random_numbers",  # by a function, and with gradients that the script combines itself
+        "import random\ndef seed_all(seed):\n    random.seed(seed)  # HERE\nclass Data:\n    def __getitem__(self, i):\n"
+        "        return random.random()\nseed_all(7)\nloss.backward()\nhvd.allreduce_(g)",
+        "import random\ndef seed_all(seed):\n    random.seed(seed)\nclass Data:\n    def __getitem__(self, i):\n"
+        "        return random.random()\nseed_all(7)\nseed_all(seed=7 + hvd.rank())\nloss.backward()\nhvd.allreduce_(g)",
+    ),
     ("optimizer_state", "hvd.broadcast_optimizer_state(o, 0)  # HERE\nhvd.broadcast_optimizer_state(o, 0)", ""),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
@@ -457,6 +465,23 @@ def test_optimizers_of_all_given_files_are_known_in_each_file(tmp_path, capsys):
     assert "no use of Horovod" in capsys.readouterr().out
     assert check([str(one), str(other)]) == 1
     assert f"{other}:3: [trap]" in capsys.readouterr().out
+
+
+CALLS = ["train(m, optimizer)", "train(m, opt=optimizer)", "Loop(optimizer)", "copy = optimizer\ntrain(m, copy)"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_optimizer_is_followed_into_functions_of_other_files(call, tmp_path):
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text(f"import horovod.torch as hvd\n{WRAP}\n{call}\n")
+    other.write_text(
+        "def train(model, opt):\n    loss.backward()\n    clip_grad_norm_(model)\n    opt.step()\n"
+        "class Loop:\n    def __init__(self, inner):\n        self.held = inner\n"
+        "    def train_held(self):\n        loss.backward()\n        clip_grad_norm_(model)\n        self.held.step()\n"
+    )
+    sources = [source for _, source in parse_scripts([str(one), str(other)]).values()]
+    line = 10 if "Loop" in call else 3
+    assert [found.line for found in BY_NAME["clip_before_synchronize"](sources[1])] == [line]
 
 
 @pytest.mark.parametrize(("content", "words"), [(b"a b\n", ":1 is not valid Python"), (b"\xff\xfe", "not text in UTF-8")])

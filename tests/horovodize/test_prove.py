@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
+import os
+import subprocess
+import time
 import types
 from pathlib import Path
 
@@ -16,12 +20,15 @@ from dualtrain.horovodize import recorder
 from dualtrain.horovodize.__main__ import main
 from dualtrain.horovodize.prove import launch
 from dualtrain.horovodize.prove.causes import likely_causes
+from dualtrain.horovodize.prove.cleaner import marked
 from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference
 from dualtrain.horovodize.prove.launch import Job, RunError
 from dualtrain.horovodize.prove.page import page
 from dualtrain.horovodize.prove.records import read_record
-from dualtrain.horovodize.prove.verdict import Evidence, facts, needs_compat, table, verdict_of
+from dualtrain.horovodize.prove.verdict import Evidence, facts, needs_compat, steps_to_measure, table, verdict_of
+from dualtrain.horovodize.prove.workspace import workspace
 from tests.forked import run_ranks
+from tests.pool import ROOT
 
 STEPS = 6
 
@@ -36,7 +43,7 @@ def simulated(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(LeftError))
     count = iter(range(99))
 
-    def simulate(change=lambda **_: None, ranks=2, steps=STEPS, until=STEPS, defects=()):
+    def simulate(change=lambda **_: None, ranks=2, steps=STEPS, until=STEPS, defects=(), every=1):
         folder = tmp_path / str(next(count))
         for rank in range(ranks):
             record = recorder.Record(str(folder), rank)
@@ -45,7 +52,7 @@ def simulated(tmp_path, monkeypatch):
             library = stub(rank, ranks)
             watch.patch(library)
             try:
-                train(library, rank, until, change)
+                train(library, rank, until, change, every)
                 watch.end("return", 0)
             except LeftError:
                 pass
@@ -72,17 +79,19 @@ def stub(rank, size):
     return library
 
 
-def train(library, rank, until, change):
+def train(library, rank, until, change, every):
+    """Train two models; the second one's optimizer takes only every ``every``-th step."""
     torch.manual_seed(3)
     models = nn.Linear(4, 3), nn.Linear(3, 2)
     inner = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
+    inner[1].param_groups[0]["betas"] = (0.9, 0.999)  # an option with several values, as Adam has
     optimizers = [
         library.DistributedOptimizer(one, named_parameters=model.named_parameters())
         for one, model in zip(inner, models, strict=True)
     ]
     for step in range(1, until + 1):
         change(rank=rank, step=step, models=models, optimizers=optimizers)
-        for optimizer, model in zip(optimizers, models, strict=True):
+        for optimizer, model in list(zip(optimizers, models, strict=True))[: 1 if step % every else 2]:
             optimizer.zero_grad()
             model(torch.full((2, model.in_features), step + rank / 2)).square().mean().backward()
             optimizer.step()
@@ -114,7 +123,7 @@ def other_rate(models, optimizers):
 
 
 def other_momentum(models, optimizers):
-    optimizers[1].param_groups[0]["momentum"] = 0.0
+    optimizers[1].param_groups[0].update(momentum=0.0, betas=(0.9, 0.99))
 
 
 # -- the recorder -----------------------------------------------------------------------------------------------------
@@ -301,13 +310,16 @@ def test_weights_that_are_not_finite_are_noted(simulated):
     )
 
 
+OTHER_MOMENTUM = (("momentum", 0.5, 0.0), ("betas", [0.9, 0.999], [0.9, 0.99]))
+
+
 @pytest.mark.parametrize(
     ("change", "step", "optimizer", "rank", "names", "options"),
     [
         (at(1, 0, nudge), 0, 1, 0, ("weight",), ()),
         (at(3, 1, nudge), 3, 1, 1, ("weight", "bias"), ()),
         (at(4, 1, other_rate), 4, 0, 1, ("weight", "bias"), (("lr", 0.1, 0.2),)),
-        (at(2, 0, other_momentum), 2, 1, 0, ("weight", "bias"), (("momentum", 0.5, 0.0),)),
+        (at(2, 0, other_momentum), 2, 1, 0, ("weight", "bias"), OTHER_MOMENTUM),
     ],
 )
 def test_a_planted_difference_is_found_at_its_step(change, step, optimizer, rank, names, options, simulated):
@@ -325,6 +337,15 @@ def test_a_planted_difference_is_found_at_its_step(change, step, optimizer, rank
     assert verdict.line.startswith(f"differs {begin} in 'weight'")
     cause = f"'{options[0][0]}' is {options[0][1]} on Horovod" if options else "launcher" if not step else "train.py:3"
     assert cause in verdict.line
+
+
+def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulated):
+    def change(rank, step, models, optimizers):
+        if (rank, step) in ((1, 5), (0, 6)):
+            optimizers[step - 5].param_groups[0]["lr"] = 0.2
+
+    found = first_difference(simulated(every=2), simulated(change, every=2))
+    assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # the other difference is in step 3 of optimizer 1
 
 
 def test_different_ends_are_described(simulated):
@@ -348,6 +369,17 @@ def test_a_difference_is_attributed_to_a_defect_of_horovod(simulated):
     assert verdict.status == 1
     assert any("still differ" in line for line in verdict.details)
 
+    def both(rank, step, models, optimizers):
+        at(1, 0, nudge)(rank, step, models, optimizers)
+        at(4, 0, other_rate)(rank, step, models, optimizers)
+
+    evidence.compat = simulated(both, defects=met)
+    verdict = verdict_of(evidence, ["another cause"])
+    assert verdict.difference.step == 4
+    assert verdict.line.startswith("differs from step 4 in 'weight', 'bias' by ")
+    assert "once these defects of Horovod are reproduced (it takes a step): the optimizer's 'lr' is 0.1" in verdict.line
+    assert any("without these defects, the weights differ before the first step" in line for line in verdict.details)
+
 
 def test_rounding_is_a_likely_cause_for_more_than_two_ranks(simulated):
     def round_off(models, optimizers):
@@ -370,8 +402,8 @@ def scaled_by(factor):
 @pytest.mark.parametrize(
     ("spread", "apart", "status", "begins"),
     [
-        (1e-4, 0.5e-4, 0, "within the script's own spread"),
-        (1e-4, 1e-2, 1, "differs by more than the script's own spread"),
+        (1e-4, 0.5e-4, 0, "within twice the script's own spread"),
+        (1e-4, 1e-2, 1, "differs by more than twice the script's own spread"),
         (0.5, 0.1, 1, "not repeatable, so nothing is proven"),
     ],
 )
@@ -383,6 +415,23 @@ def test_a_script_that_is_not_repeatable_is_compared_with_its_own_spread(spread,
     assert (verdict.status, verdict.line.startswith(begins)) == (status, True), verdict.line
     assert verdict.details[0].startswith("not repeatable: two runs on Horovod differ before the first step in 'weight'")
     assert "--seed 1" in verdict.details[1]
+
+
+def test_a_spread_of_dualtrain_alone_is_a_difference(simulated):
+    """Runs on Horovod that agree show that the script is repeatable: a single other run with dualtrain is an error."""
+    other = simulated(scaled_by(1 + 1e-4))
+    verdict = verdict_of(Evidence([simulated() for _ in range(3)], [simulated(), simulated(), other]), [])
+    begins = (
+        "not repeatable with dualtrain, but on Horovod: two runs with dualtrain differ before the first step in 'weight'"
+    )
+    assert (verdict.status, verdict.line.startswith(begins)) == (1, True), verdict.line
+    # The spread of dualtrain's runs does not excuse their distance from Horovod.
+    horovod = [simulated(), simulated(scaled_by(1 + 1e-6))]
+    verdict = verdict_of(Evidence(horovod, [simulated(), other]), [])
+    assert (verdict.status, verdict.line.split(":")[0]) == (1, "differs by more than twice the script's own spread")
+    # With a single run on Horovod, which a record is, only dualtrain's runs have a spread.
+    verdict = verdict_of(Evidence([simulated()], [simulated(), other], recorded=True), [])
+    assert (verdict.status, verdict.line.split(":")[0]) == (0, "within twice the script's own spread")
 
 
 @pytest.mark.parametrize(("apart", "status"), [(1e-5, 0), (0.1, 1)])
@@ -498,6 +547,11 @@ def test_refusals_are_one_line(arguments, message, record, tmp_path, capsys):
     assert message in err
 
 
+def test_prove_itself_does_not_import_torch():
+    program = "import sys; import dualtrain.horovodize.prove.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([launch.sys.executable, "-c", program], cwd=ROOT, timeout=60).returncode == 0
+
+
 def test_a_missing_horovod_is_refused(tmp_path, monkeypatch, capsys):
     script = tmp_path / "script.py"
     script.write_text("")
@@ -586,8 +640,56 @@ def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING)
     monkeypatch.setattr(launch, "_torchrun", lambda nproc, program, folder: [launch.sys.executable, str(script)])
-    marks = []
-    monkeypatch.setattr(launch, "_end", lambda process, mark, end=launch._end: (marks.append(mark), end(process, mark)))
-    with pytest.raises(RunError, match=r"^dualtrain: no rank started within 1 s"):
-        Job((str(script),), 2, 5, None, timeout=1.0).record("dualtrain", tmp_path / "record")
-    assert not list(launch._marked(marks[0]))
+    with workspace() as space:
+        with pytest.raises(RunError, match=r"^dualtrain: no rank started within 1 s"):
+            Job((str(script),), 2, 5, None, timeout=1.0, space=space).record("dualtrain", "record")
+        assert not marked(space.mark)
+
+
+def hold_workspace(connection):
+    with workspace() as space:
+        sleeping = ["sleep", "60"]
+        left = subprocess.Popen(sleeping, env={**os.environ, **space.variables}, start_new_session=True)
+        connection.send((space, left.pid))
+        connection.recv()
+    connection.send("left")
+    connection.recv()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_nothing_is_left_of_the_runs(killed, tmp_path, monkeypatch):
+    """Processes and folders disappear at the end of the block, and also if the process itself is killed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    fork = multiprocessing.get_context("fork")
+    ours, other = fork.Pipe()
+    holder = fork.Process(target=hold_workspace, args=(other,))
+    holder.start()
+    space, pid = ours.recv()
+    folders = [folder for folder in (space.folder, space.shared) if folder is not None]
+    assert (marked(space.mark), [folder.is_dir() for folder in folders]) == ([pid], [True] * len(folders))
+    if killed:
+        holder.kill()
+    else:
+        ours.send("leave")
+        assert ours.recv() == "left"
+    deadline = time.monotonic() + (60 if killed else 0)
+    while (
+        left := [marked(space.mark), *(folder for folder in folders if folder.exists())]
+    ) and time.monotonic() < deadline:
+        if left == [[]]:
+            break
+        time.sleep(0.05)
+    assert left == [[]]
+    holder.kill()
+    holder.join()
+
+
+def test_runs_that_only_measure_the_speed_are_shorter(simulated):
+    run = simulated(steps=50, until=50)
+    for rank in run.ranks:
+        rank.seconds = [(number, 0.1) for number, _ in rank.seconds]
+    assert steps_to_measure(Evidence([run], [run])) == 10
+    for rank in run.ranks:
+        rank.seconds = [(number, 0.03) for number, _ in rank.seconds]
+    assert steps_to_measure(Evidence([run], [run])) == 17

@@ -204,6 +204,26 @@ def test_states_keep_their_dtypes(real):
     assert real(other_dtypes) == [(torch.float64, [2 + 2.0**-40] * 2)] * 2
 
 
+def groups_of_before(backend, compat):
+    """Set a learning rate as a scheduler does that was made before the wrapping; return that of the wrapped optimizer."""
+    with library(backend, DUALTRAIN_HVD_COMPAT=compat) as hvd:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+        group = optimizer.param_groups[0]
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        inner.param_groups[0]["lr"] = 0.25
+        scheduled = optimizer.param_groups[0]["lr"]
+        group["lr"] = 0.125
+        return scheduled, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("compat", ["0", "1"])
+@PAIR
+def test_a_broadcast_keeps_the_objects_of_the_groups(real, compat):
+    assert real(groups_of_before, compat) == [(0.25, 0.125)] * 2
+
+
 def every_optimizer(backend):
     with library(backend) as hvd:
         me = hvd.rank()

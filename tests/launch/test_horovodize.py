@@ -34,7 +34,7 @@ assert (hvd.size(), total, bool((weights == weights[0]).all())) == (2, 1.0, True
 """
 
 
-@pytest.mark.timeout(600)  # four starts, on a busy machine
+@pytest.mark.timeout(600)  # three starts, on a busy machine
 def test_a_script_is_proven_on_both_libraries(tmp_path, monkeypatch):
     """On Horovod, the broadcast of a new optimizer's state takes a step, in which the weights decay."""
     require_horovod()
@@ -54,8 +54,7 @@ def test_a_script_is_proven_on_both_libraries(tmp_path, monkeypatch):
     assert f"{script}:13: broadcast_optimizer_state takes a step" in ended.stdout
     found = json.loads(results.read_text())
     assert (found["status"], found["difference"]["step"], found["verdict"]) == (0, 0, line)
-    (horovod, again), (dualtrain,), (compat,) = found["runs"].values()
-    assert horovod["weights_sha256"] == again["weights_sha256"]
+    (horovod,), (dualtrain,), (compat,) = found["runs"].values()
     assert horovod["weights_sha256"] == compat["weights_sha256"] != dualtrain["weights_sha256"]
     assert horovod["library"].startswith("horovod 0")
     assert line in (tmp_path / "page.html").read_text()

@@ -15,10 +15,10 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,17 @@ from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.launch import Job, RunError, Side, require_horovod
 from dualtrain.horovodize.prove.records import RunRecord, read_record
-from dualtrain.horovodize.prove.verdict import Evidence, Verdict, facts, needs_compat, table, verdict_of
+from dualtrain.horovodize.prove.verdict import (
+    Evidence,
+    Verdict,
+    agrees,
+    facts,
+    needs_compat,
+    steps_to_measure,
+    table,
+    verdict_of,
+)
+from dualtrain.horovodize.prove.workspace import workspace
 
 
 def print_recorder() -> int:
@@ -110,19 +120,21 @@ def _prove(given: argparse.Namespace) -> int:
     recorded = None if given.against is None else _complete_record(given.against)
     if recorded is None:
         require_horovod()
-    job = _job(given, recorded)
-    if given.record is not None:
-        _record_only(job, given.record)
-        return 0
-    with tempfile.TemporaryDirectory(prefix="dualtrain-prove-") as folder:
-        evidence = _collect(job, given.rounds, recorded, Path(folder))
+    nproc, steps, seed = _size(given, recorded)
+    program = (*(["-m"] if given.module else []), given.script, *given.arguments)
+    with workspace() as space:
+        job = Job(program, nproc, steps, seed, given.timeout, space)
+        if given.record is not None:
+            _record_only(job, given.record)
+            return 0
+        evidence = _collect(job, given.rounds, recorded)
     verdict = verdict_of(evidence, [] if given.module else likely_causes(Path(given.script)))
     _report(given, evidence, verdict)
     return verdict.status
 
 
-def _job(given: argparse.Namespace, recorded: RunRecord | None) -> Job:
-    program = (*(["-m"] if given.module else []), given.script, *given.arguments)
+def _size(given: argparse.Namespace, recorded: RunRecord | None) -> tuple[int, int, int | None]:
+    """Return the number of ranks, the number of steps, and the seed."""
     nproc, steps, seed = given.nproc, given.steps, given.seed
     if recorded is not None:
         start = recorded.ranks[0].start
@@ -134,7 +146,7 @@ def _job(given: argparse.Namespace, recorded: RunRecord | None) -> Job:
             how = "without --seed" if start["seed"] is None else f"with --seed {start['seed']}"
             raise UserError(f"--seed {seed}, but the record was made {how}: leave --seed out")
         nproc, steps, seed = recorded.size, start["steps"], start["seed"]
-    return Job(program, nproc or 2, steps or 50, seed, given.timeout)
+    return nproc or 2, steps or 50, seed
 
 
 def _complete_record(folder: Path) -> RunRecord:
@@ -168,35 +180,29 @@ def _check_new(folder: Path) -> None:
 
 
 def _record_only(job: Job, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="dualtrain-prove-") as temporary:
-        made = Path(temporary) / "record"
-        run = job.record("Horovod", made)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in sorted(made.glob("rank-*.jsonl")):
-                write_whole(folder / path.name, path.read_bytes())
-        except OSError as error:
-            raise UserError(f"cannot write to {str(folder)!r} ({error.strerror}): name another folder") from None
+    run = job.record("Horovod", "record")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted((job.space.folder / "record").glob("rank-*.jsonl")):
+            write_whole(folder / path.name, path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot write to {str(folder)!r} ({error.strerror}): name another folder") from None
     show(f"recorded {run.steps} steps of {run.size} ranks on {run.library} in {folder}; compare with --against")
 
 
-def _collect(job: Job, rounds: int, recorded: RunRecord | None, folder: Path) -> Evidence:
-    """Run the script alternately on both sides. If the sides differ, run dualtrain again with Horovod's defects."""
+def _collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
+    """Run the script alternately on both sides. If the sides differ, run dualtrain again with Horovod's defects.
+
+    If the weights of both sides agree in the first round, the other rounds only measure the speed, with fewer steps.
+    """
     evidence = Evidence([], [], recorded=recorded is not None)
     if recorded is not None:
         evidence.horovod.append(recorded)
-
-    def run(side: Side, title: str, compat: bool = False) -> RunRecord:
-        began = time.monotonic()
-        found = job.record(side, folder / title.replace(" ", "-"), compat=compat)
-        show(f"{title}: {found.steps} steps, {time.monotonic() - began:.1f} s", sys.stderr)
-        return found
-
     for number in range(rounds):
         sides: list[Side] = ["dualtrain"] if recorded else ["Horovod", "dualtrain"]
         for side in sides[:: 1 if number % 2 == 0 else -1]:
             try:
-                found = run(side, f"round {number + 1} of {rounds}, {side}")
+                found = _run(job, side, f"round {number + 1} of {rounds}, {side}")
             except RunError as error:
                 if side == "Horovod" or not evidence.horovod:
                     raise
@@ -205,13 +211,25 @@ def _collect(job: Job, rounds: int, recorded: RunRecord | None, folder: Path) ->
                     show(error.traceback.rstrip("\n"), sys.stderr)
                 return evidence
             (evidence.horovod if side == "Horovod" else evidence.dualtrain).append(found)
-    if rounds == 1 and needs_compat(evidence):
+        if number == 0:
+            if needs_compat(evidence):
+                evidence.compat = _run(job, "dualtrain", "with the defects of Horovod", compat=True)
+            if agrees(evidence):
+                job = replace(job, steps=steps_to_measure(evidence))
+    if rounds == 1 and not agrees(evidence):
         again: Side = "dualtrain" if recorded else "Horovod"
         runs = evidence.dualtrain if recorded else evidence.horovod
-        runs.append(run(again, f"again, to check that runs are repeatable, {again}"))
-    if needs_compat(evidence):
-        evidence.compat = run("dualtrain", "with the defects of Horovod", compat=True)
+        runs.append(_run(job, again, f"again, to check that runs are repeatable, {again}"))
+    if evidence.spread is not None:
+        evidence.compat = None
     return evidence
+
+
+def _run(job: Job, side: Side, title: str, compat: bool = False) -> RunRecord:
+    began = time.monotonic()
+    found = job.record(side, title.replace(" ", "-"), compat=compat)
+    show(f"{title}: {found.steps} steps, {time.monotonic() - began:.1f} s", sys.stderr)
+    return found
 
 
 def _report(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> None:

@@ -33,14 +33,17 @@ class Difference:
 
 
 def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
-    """Return the first difference of the weights of two runs of equal size; ``None`` if all recorded bits are equal."""
-    found: list[Difference] = []
+    """Return the first difference of the weights of two runs of equal size; ``None`` if all recorded bits are equal.
+
+    The steps of several optimizers are compared in the order in which ``one`` took them.
+    """
+    found: list[tuple[int, Difference]] = []
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         for number, (x, y) in enumerate(zip(a.optimizers, b.optimizers, strict=False)):
             difference = _first(x, y, number, rank)
             if difference is not None:
-                found.append(difference)
-    return min(found, key=lambda each: (each.step, each.optimizer, each.rank), default=None)
+                found.append((x.order[difference.step], difference))
+    return min(found, key=lambda each: (each[0], each[1].rank), default=(0, None))[1]
 
 
 def _first(one: OptimizerRecord, other: OptimizerRecord, number: int, rank: int) -> Difference | None:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dualtrain.backends.horovod import installed
 from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
+from dualtrain.horovodize.prove.cleaner import END_SECONDS, MARK, POLL_SECONDS, end_marked
 from dualtrain.horovodize.prove.records import RankRecord, RunRecord, read_record
+from dualtrain.horovodize.prove.workspace import Workspace
 from dualtrain.processes import signal_at_parents_end
 
 Side = Literal["Horovod", "dualtrain"]
-#: Environment variable with a unique value for each run. It identifies processes that the launcher leaves behind.
-MARK = "DUALTRAIN_PROVE_RUN"
 COMPAT = "DUALTRAIN_HVD_COMPAT"
-_END_SECONDS = 10.0  # from SIGTERM to SIGKILL
-_POLL_SECONDS = 0.05
 _OF_LAUNCHER = re.compile(r"^(\[\d+(,\d+)?\](<std(out|err)>:?)?\s?)")
 #: Lines with exceptions or usage errors, or mpirun's and torchrun's messages about a process that a signal has ended.
 _IS_ERROR = re.compile(r"\b\w*([Ee]rror|refused|not found)\b.*:|: error|exited on signal|SIG[A-Z]+")
@@ -65,6 +62,7 @@ class Job:
         steps: the number of optimizer steps.
         seed: seed of all random generators; ``None`` does not seed them.
         timeout: seconds without a step after which a run is ended.
+        space: the folders of the runs.
     """
 
     program: tuple[str, ...]
@@ -72,24 +70,26 @@ class Job:
     steps: int
     seed: int | None
     timeout: float
+    space: Workspace
 
-    def record(self, side: Side, folder: Path, *, compat: bool = False) -> RunRecord:
-        """Run the script with the recorder on ``side``, and return the record, which is written to ``folder``.
+    def record(self, side: Side, name: str, *, compat: bool = False) -> RunRecord:
+        """Run the script with the recorder on ``side``, and return the record, which is written to the folder ``name``.
 
         Args:
             side: the library.
-            folder: a new folder.
+            name: the name of a new folder in the workspace.
             compat: whether dualtrain reproduces Horovod's defects.
 
         Raises:
             UserError: the record cannot be read, or lacks a rank.
             RunError: the script failed, hung, or ended before its first step.
         """
+        folder = self.space.folder / name
         options = ["--record", str(folder), "--steps", str(self.steps)]
         options += [] if self.seed is None else ["--seed", str(self.seed)]
         program = [str(Path(recorder.__file__).resolve()), *options, *self.program]
         command = _horovod(self.nproc, program) if side == "Horovod" else _torchrun(self.nproc, program, folder)
-        env = environment(self.nproc, side, compat)
+        env = environment(self.nproc, side, compat, self.space)
         folder.mkdir(parents=True)
         launched = time.time()
         log = folder / "output.txt"
@@ -99,6 +99,11 @@ class Job:
         run = read_record(folder, launched)
         _check(run, side, status, self.timeout if hung else None, log)
         return run
+
+
+def installed() -> bool:
+    """Return whether Horovod is installed; unlike ``backends.horovod.installed``, without importing torch."""
+    return importlib.util.find_spec("horovod") is not None
 
 
 def require_horovod() -> None:
@@ -133,7 +138,7 @@ def _torchrun(nproc: int, program: Sequence[str], folder: Path) -> list[str]:
     return [*torchrun, "-m", "dualtrain.horovodize", *program]
 
 
-def environment(nproc: int, side: Side, compat: bool) -> dict[str, str]:
+def environment(nproc: int, side: Side, compat: bool, space: Workspace) -> dict[str, str]:
     """Return the environment of the launcher, with the same number of threads on both sides."""
     env = {name: value for name, value in os.environ.items() if name not in (COMPAT, "DUALTRAIN_BACKEND")}
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
@@ -141,7 +146,7 @@ def environment(nproc: int, side: Side, compat: bool) -> dict[str, str]:
     # The launcher's processes must find this package even if this process found it in the current folder.
     root = str(Path(__file__).resolve().parents[3])
     env["PYTHONPATH"] = os.pathsep.join(part for part in (env.get("PYTHONPATH"), root) if part)
-    env[MARK] = secrets.token_hex(8)
+    env = {**space.variables, **env, MARK: space.mark}
     if side == "Horovod":
         return {**_OPEN_MPI, **env}
     env["DUALTRAIN_BACKEND"] = "torch"
@@ -167,7 +172,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path
         try:
             written, since = _written(folder), time.monotonic()
             while process.poll() is None:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
                 now = _written(folder)
                 if now != written:
                     written, since = now, time.monotonic()
@@ -189,24 +194,9 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_SECONDS)
-    deadline = time.monotonic() + _END_SECONDS
-    while (left := list(_marked(mark))) and time.monotonic() < deadline:
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS)
-    process.wait(_END_SECONDS)
-
-
-def _marked(mark: str) -> Iterator[int]:
-    """Yield the ids of the processes of a run."""
-    wanted = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):  # the process has ended, or belongs to another user
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    yield int(folder.name)
+            process.wait(END_SECONDS)
+    end_marked(mark)
+    process.wait(END_SECONDS)
 
 
 # -- what went wrong ----------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class OptimizerRecord:
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
+        order: for each step, beginning with 0, its place in the order of all optimizers' steps on this rank.
     """
 
     type: str
@@ -53,6 +54,7 @@ class OptimizerRecord:
     numels: list[int]
     sums: list[list[int]] = field(default_factory=list)
     weights: dict[int, Weights] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -249,11 +251,13 @@ def _read_optimizer(record: RankRecord, line: dict[str, Any]) -> None:
         record.optimizers.append(OptimizerRecord("", [], []))
     numels = [math.prod(int(extent) for extent in shape) for _, _, shape in line["tensors"]]
     names = [str(name) for name, _, _ in line["tensors"]]
-    record.optimizers[line["optimizer"]] = OptimizerRecord(str(line["type"]), names, numels)
+    order = [2 * len(record.seconds)]
+    record.optimizers[line["optimizer"]] = OptimizerRecord(str(line["type"]), names, numels, order=order)
 
 
 def _read_step(record: RankRecord, line: dict[str, Any]) -> None:
     record.optimizers[line["optimizer"]].sums.append([int(each) for each in line["sums"]])
+    record.optimizers[line["optimizer"]].order.append(2 * len(record.seconds) + 1)
     record.seconds.append((line["optimizer"], float(line["seconds"])))
     if record.first_step is None:
         record.first_step = float(line["time"])

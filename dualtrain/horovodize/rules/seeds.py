@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.source import Finding, Function, Source
+from dualtrain.horovodize.source import Finding, Function, Source, last_name
 
 _SEEDS = {"torch.manual_seed": "torch", "numpy.random.seed": "numpy", "random.seed": "random"}
 _AUGMENTATIONS = re.compile(r"^torchvision\.transforms\.(v2\.)?(Random|ColorJitter|AutoAugment|RandAugment|TrivialAugment)")
@@ -26,7 +26,7 @@ _COMMON_DRAWS = re.compile(
 
 def same_random_numbers(source: Source) -> Iterator[Finding]:
     """A seed that is the same on every rank, in a script that augments its samples."""
-    if not source.wraps or source.uses_elastic:
+    if not _trains(source) or source.uses_elastic:
         return
     guards = Guards(source)
     drawn = _drawn_for_samples(source)
@@ -40,6 +40,12 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
             "hvd.rank() to the seed, after hvd.init()"
         )
         yield Finding(call.lineno, "trap", message, tuple(_per_rank(source, call)))
+
+
+def _trains(source: Source) -> bool:
+    """Return whether the script wraps an optimizer, or combines gradients by its own calls."""
+    by_hand = any("allreduce" in source.hvd(call.func) for call in source.calls)
+    return bool(source.wraps) or (by_hand and any(last_name(call.func) == "backward" for call in source.calls))
 
 
 def _drawn_for_samples(source: Source) -> set[str]:
@@ -58,9 +64,23 @@ def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int
         return True
     names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
     if isinstance(value, ast.Name) and value.id in source.parameters(value):
-        return True  # the caller may add the rank
+        given_by_callers = _arguments(source, value)
+        found = [_depends_on_rank(source, guards, given, depth + 1) for given in given_by_callers]
+        return not found or depth > 2 or any(found)  # a caller in another file may add the rank
     values = [given for name in names for given in source.values.get(name, ())]
     return depth < 3 and any(_depends_on_rank(source, guards, given, depth + 1) for given in values)
+
+
+def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
+    """Return what the calls in this file pass for ``parameter`` of the function that contains it."""
+    scope = source.scope(parameter)
+    names = next((names for name, names in source.definitions if name == getattr(scope, "name", "")), [])
+    found: list[ast.expr] = []
+    for call in source.calls:
+        if isinstance(scope, Function) and last_name(call.func) == scope.name:
+            found += [value for name, value in zip(names, call.args, strict=False) if name == parameter.id]
+            found += [word.value for word in call.keywords if word.arg == parameter.id]
+    return found
 
 
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:

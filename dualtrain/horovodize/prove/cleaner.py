@@ -1,0 +1,63 @@
+"""End the processes of the runs, and remove their folders, even if ``--prove`` itself is killed.
+
+This file is also a program, which imports no other module of dualtrain, so that it starts quickly:
+
+usage: python cleaner.py MARK FOLDER...
+
+It waits until its standard input ends, which happens when ``--prove`` closes the pipe or is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+
+#: Environment variable of the runs' processes. Its value identifies processes that a launcher leaves behind.
+MARK = "DUALTRAIN_PROVE_RUN"
+END_SECONDS = 10.0  # from SIGTERM to SIGKILL
+POLL_SECONDS = 0.05
+
+
+def marked(mark: str) -> list[int]:
+    """Return the ids of the processes that have ``mark``."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            # OSError: the process has ended, or belongs to another user.
+            with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+                if wanted in file.read().split(b"\0"):
+                    found.append(int(name))
+    return found
+
+
+def end_marked(mark: str) -> None:
+    """Kill the processes that have ``mark``, and those that they start meanwhile."""
+    deadline = time.monotonic() + END_SECONDS
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+
+
+def main(mark: str, folders: list[str]) -> None:
+    """Wait for the end of standard input, then clean up."""
+    sys.stdin.buffer.read()
+    for pid in marked(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)  # the launcher also ends processes on which the mark was not passed
+    deadline = time.monotonic() + END_SECONDS
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    end_marked(mark)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,63 @@
+"""The folders of the runs of one ``--prove``."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualtrain.errors import UserError
+from dualtrain.horovodize.prove import cleaner
+
+_IN_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where the runs write.
+
+    Attributes:
+        folder: the folder for records and output.
+        shared: the folder for Open MPI's shared memory; ``None`` if there is no file system in memory.
+        mark: a unique value in the environment of all processes of the runs.
+    """
+
+    folder: Path
+    shared: Path | None
+    mark: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the runs: the mark, and Open MPI's folders, which a killed mpirun leaves behind."""
+        found = {cleaner.MARK: self.mark, "OMPI_MCA_orte_tmpdir_base": str(self.folder)}
+        return found if self.shared is None else {**found, "OMPI_MCA_btl_vader_backing_directory": str(self.shared)}
+
+
+@contextmanager
+def workspace() -> Iterator[Workspace]:
+    """Make the folders. At the end, and if this process is killed, end the runs' processes and remove the folders."""
+    mark = secrets.token_hex(4)
+    try:
+        folder = Path(tempfile.gettempdir()) / f"dualtrain-prove-{mark}"
+    except OSError as error:
+        raise UserError(f"no folder for temporary files can be written ({error.strerror}): set TMPDIR to one") from None
+    shared = _IN_MEMORY / folder.name
+    command = [sys.executable, "-S", "-E", cleaner.__file__, mark, str(folder), str(shared)]
+    # The program has its own session: Ctrl-C in a terminal, and SIGHUP when it is closed, must not end it.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True):
+        try:
+            folder.mkdir(0o700)
+        except OSError as error:
+            text = f"cannot write to {str(folder.parent)!r} ({error.strerror}): set TMPDIR to another folder"
+            raise UserError(text) from None
+        in_memory = False
+        with suppress(OSError):
+            shared.mkdir(0o700)
+            in_memory = True
+        yield Workspace(folder, shared if in_memory else None, mark)
+        # Leaving the block closes the pipe, and waits for the program, which removes the folders.
