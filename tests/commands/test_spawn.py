@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from dualtrain import UserError
+from dualtrain.launchers import TRY_AGAIN
 from dualtrain.spawn import spawn
 from tests.conftest import require_horovod
 from tests.forked import ROOT, Forked, holds, run_ranks
@@ -262,6 +263,8 @@ def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
         ([2], 5, 2),
         ([137, 2], 5, 2),
         ([1], 0, 1),
+        ([137, TRY_AGAIN, TRY_AGAIN, 0], 5, 0),
+        ([137, TRY_AGAIN], 1, 2),
     ],
 )
 def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsys, statuses, restarts, status):
@@ -278,9 +281,10 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsy
     assert left == []
     assert arguments == [["a"]] * len(statuses)
     said = [line for line in capsys.readouterr().err.splitlines() if "restart" in line]
+    ended = [2 if code == TRY_AGAIN else code for code in statuses[:-1]]
     assert said == [
         f"dualtrain: error: the job has ended with status {code}: restart {number} of {restarts}"
-        for number, code in enumerate(statuses[:-1], 1)
+        for number, code in enumerate(ended, 1)
     ]
 
 
