@@ -104,7 +104,10 @@ def _run(config: Config, world: World) -> int:
 def _give_up(error: BaseException, backend: Backend) -> int:
     """Print what ended the run, send it to the other ranks, and close the backend without waiting for them."""
     status = _status_of(error, backend.world)
-    final = is_final(error)
+    # Only torchrun starts the same command again after any error. Elsewhere, the line says what the run's folder says.
+    final = is_final(error) and (
+        backend.world.launcher == "torchrun" or isinstance(error, DivergedError) or getattr(error, "forbids_restart", False)
+    )
     reason, line = _reason(error)
     peer_failed = isinstance(error, BackendError) and backend.watch is not None and backend.watch.peer_failed
     if not peer_failed and not isinstance(error, StoppedError | KeyboardInterrupt):
