@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.connection
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -141,13 +143,14 @@ class _Waits:
         self._ended.set()
 
     def bound(self, wait: Callable[[], T]) -> T:
-        """Return ``wait()``. Raises UserError if that has waited for a worker for too long."""
+        """Return ``wait()``. Raises UserError if a worker has ended, or was waited for for too long."""
         self._since = time.monotonic()
         try:
             return wait()
-        except Exception as error:  # of several types: torch notices the killed worker, or its connection breaks
-            if self._late:
-                raise UserError(self._late, transient=True) from error
+        except Exception as error:  # of several types: torch notices that a worker has ended, or its connection breaks
+            problem = self._late or self._ended_worker(1.0 if isinstance(error, OSError | EOFError) else 0.0)
+            if problem:
+                raise UserError(problem, transient=True) from error
             raise
         finally:
             self._since = None
@@ -166,6 +169,22 @@ class _Waits:
                 for worker in self._workers():
                     worker.kill()
                 return
+
+    def _ended_worker(self, seconds: float) -> str:
+        """Describe a worker that has ended, or ends within ``seconds``; "" if all run, and so the error is another one."""
+        workers = self._workers()
+        if seconds:
+            # A broken connection is noticed earlier than the end of its process.
+            multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
+        for number, worker in enumerate(workers):
+            status = worker.exitcode
+            if status:
+                by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+                return (
+                    f"data worker {number} (process {worker.pid}) has ended with {by}: too little memory, in most cases; "
+                    "give fewer --workers, or --workers 0"
+                )
+        return ""
 
     def _describe(self) -> str:
         named = {worker: f"data worker {number} (process {worker.pid})" for number, worker in enumerate(self._workers())}

@@ -356,3 +356,20 @@ def test_the_wait_for_a_worker_has_a_limit(monkeypatch, reader, said):
         assert error.value.transient
     finally:
         source.close()
+
+
+def test_a_worker_that_was_killed_is_named(monkeypatch):
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch checks every 5 s
+    source = LoaderSource(Numbers(), 2)
+    stream = source.stream([Batch(torch.arange(2))] * 20, CPU)
+    try:
+        next(stream)
+        pid = source._running()[1].pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(
+            UserError, match=rf"data worker 1 \(process {pid}\) has ended with SIGKILL: too little mem"
+        ) as error:
+            list(stream)
+        assert error.value.transient
+    finally:
+        source.close()
