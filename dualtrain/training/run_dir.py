@@ -76,9 +76,10 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = "free space on its disk" if full else "choose a folder that you may write"
         raise UserError(
-            f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): choose a folder that you may write",
-            transient=True,
+            f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): {cure}", transient=True
         ) from error
 
 
