@@ -289,12 +289,37 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsy
 
 
 def test_a_job_that_was_stopped_is_not_restarted(monkeypatch):
+    started = []
+
     def start() -> None:
+        started.append(1)
         os.kill(os.getpid(), signal.SIGTERM)
 
     context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start, exitcode=143))
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
     assert spawn(len, [], 2, 5) == 143
+    assert len(started) == 1
+
+
+def test_a_job_is_not_restarted_beside_a_rank_that_cannot_be_killed(monkeypatch, capsys):
+    for name in ("GRACE_SECONDS", "END_SECONDS", "REPORT_SECONDS"):
+        monkeypatch.setattr(f"dualtrain.spawn.{name}", 0.01)
+    processes, sent = [], []
+    monkeypatch.setattr("os.kill", lambda pid, number: sent.append(number))
+
+    def start() -> None:
+        if len(processes) % 2 == 0:
+            processes[-2].exitcode = 1
+
+    def process(name, **_):
+        processes.append(SimpleNamespace(start=start, name=name, pid=7, exitcode=None, join=lambda seconds: None))
+        return processes[-1]
+
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: SimpleNamespace(Process=process))
+    assert spawn(len, [], 2, 5) == 1
+    assert [process.name for process in processes] == ["rank 0", "rank 1"]
+    assert sent[:2] == [signal.SIGTERM, signal.SIGKILL]
+    assert "rank 1 (process 7) did not end within 0.01 s of SIGKILL" in capsys.readouterr().err
 
 
 # -- whole jobs ---------------------------------------------------------------------------------------------------
