@@ -18,14 +18,24 @@ class UserError(ValueError):
 
     ``shared`` is true if every rank raises the same error, so that one rank is enough to print it. ``trace`` is the
     traceback of the user's own code, if that has failed; it is printed above the message. ``transient`` is true if the
-    same start may succeed later, as with a full disk or a folder that is in use.
+    same start may succeed later, as with a full disk or a folder that is in use. ``forbids_restart`` is true if the run's
+    folder has the error, so that later starts with the same settings are refused.
     """
 
-    def __init__(self, message: str, *, shared: bool = False, trace: str = "", transient: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        shared: bool = False,
+        trace: str = "",
+        transient: bool = False,
+        forbids_restart: bool = False,
+    ) -> None:
         super().__init__(message)
         self.shared = shared
         self.trace = trace
         self.transient = transient
+        self.forbids_restart = forbids_restart
 
 
 class RanksDifferError(UserError):

@@ -182,6 +182,15 @@ def link_whole(source: Path, target: Path) -> None:
     _sync_folder(target.parent)
 
 
+def aside_of(path: Path, name: Path) -> Path:
+    """Return the path under which ``path`` can be kept: ``name``.aside, with a number if that is another file."""
+    target, number = name.with_name(f"{name.name}.aside"), 1
+    while target.exists() and not target.samefile(path):
+        number += 1
+        target = name.with_name(f"{name.name}.aside-{number}")
+    return target
+
+
 def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
     """Remove temporary files, left by a killed process, that were to replace files with ``names``. Raises OSError."""
     for path in folder.iterdir():

@@ -30,7 +30,7 @@ from dualtrain.console import (
     show,
 )
 from dualtrain.errors import BackendError, DivergedError, NotSavedError, RanksDifferError, StoppedError, UserError, is_final
-from dualtrain.launchers import World, detect_world, torchrun_is_parent
+from dualtrain.launchers import TRY_AGAIN, World, detect_world, torchrun_is_parent
 from dualtrain.processes import signal_at_parents_end
 
 if TYPE_CHECKING:
@@ -117,10 +117,11 @@ def _run(config: Config, world: World) -> int:
 
 def _give_up(error: BaseException, backend: Backend) -> int:
     """Print what ended the run, send it to the other ranks, and close the backend without waiting for them."""
-    status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-    if isinstance(error, StoppedError):
-        status = 128 + error.number
-    final = is_final(error)
+    status = _status_of(error, backend.world)
+    # Only torchrun starts the same command again after any error. Elsewhere, the line says what the run's folder says.
+    final = is_final(error) and (
+        backend.world.launcher == "torchrun" or isinstance(error, DivergedError) or getattr(error, "forbids_restart", False)
+    )
     reason, line = _reason(error)
     peer_failed = isinstance(error, BackendError) and backend.watch is not None and backend.watch.peer_failed
     if not peer_failed and not isinstance(error, StoppedError | KeyboardInterrupt):
@@ -142,6 +143,14 @@ def _give_up(error: BaseException, backend: Backend) -> int:
         print_error(line, backend.rank, backend.size)
     backend.abort(reason)
     return status
+
+
+def _status_of(error: BaseException, world: World) -> int:
+    if isinstance(error, UserError):
+        return TRY_AGAIN if world.launcher == "spawn" and not is_final(error) else 2
+    if isinstance(error, StoppedError):
+        return 128 + error.number
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _reason(error: BaseException) -> tuple[str, str]:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 from types import FrameType
 
 #: The signals that only ranks act on: save and stop (the first two), save (the last one).
@@ -69,6 +70,14 @@ def begin_worker() -> None:
         signal.siginterrupt(number, False)  # do not interrupt reads of C libraries
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
     threading.Thread(target=_end_with_parent, name="dualtrain-parent", daemon=True).start()
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this host is stopped, by SIGSTOP or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False  # it has ended
 
 
 def _note_own_folder() -> None:

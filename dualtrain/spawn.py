@@ -21,7 +21,7 @@ from types import FrameType
 from dualtrain.console import print_error
 from dualtrain.cores import usable_cores
 from dualtrain.errors import UserError
-from dualtrain.launchers import given_job, new_job, spawned
+from dualtrain.launchers import TRY_AGAIN, given_job, new_job, spawned
 from dualtrain.processes import release, signal_at_parents_end, start_tracker
 from dualtrain.training.signals import (
     end_on_early_interrupt,
@@ -52,7 +52,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     rank imports the program again.
 
     Args:
-        body: a function at the top of a module; returns a process's exit status.
+        body: a function at the top of a module; returns a process's exit status, or ``TRY_AGAIN`` for status 2 after an
+            error that a restart may not repeat, as with a full disk.
         arguments: the argument of ``body``.
         nproc: the number of processes.
         restarts: how often all ranks are started again after one has failed; never after status 2 (an error that
@@ -77,8 +78,9 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     with _signals() as inbox:
         for restart in range(1, restarts + 2):
             job = _Job(inbox)
-            status = _run(job, body, arguments, nproc, name)
-            if restart > restarts or not job.may_restart(status):
+            given = _run(job, body, arguments, nproc, name)
+            status = 2 if given == TRY_AGAIN else given
+            if restart > restarts or not job.may_restart(given):
                 break
             print_error(f"the job has ended with status {status}: restart {restart} of {restarts}")
         return status

@@ -44,7 +44,7 @@ class RunSection:
     )
     recipe: str = setting("digits-convnet", "a named set of settings, which other flags override; list shows all recipes")
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N")
-    timeout: float = setting(300.0, "the longest wait for another rank, in seconds", between(0.1, 1e6))
+    timeout: float = setting(300.0, "the longest wait for another rank or a data worker, in seconds", between(0.1, 1e6))
     deterministic: bool = setting(False, "only operations whose results repeat bit for bit, on GPUs too")
     threads: int | None = setting(
         None, "intra-op threads of a rank (default: the host's cores divided by its ranks, or 1 with virtual ranks; "

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.connection
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,8 +19,9 @@ from torch.utils.data import DataLoader
 from dualtrain.data.sources import Batch, Source, Tensors
 from dualtrain.data.transforms import Transform
 from dualtrain.errors import UserError
-from dualtrain.processes import begin_worker, start_forkserver
+from dualtrain.processes import begin_worker, is_stopped, start_forkserver
 
+T = TypeVar("T")
 Wanted = tuple[list[int], int]  # sample indices and seed of a batch; no tensor, since sending one takes a file descriptor
 
 
@@ -44,6 +50,7 @@ class LoaderSource(Source):
         self._transform = transform
         self._feed = _Feed()
         self._loader: DataLoader[Any] | None = None
+        self._waits: _Waits | None = None
         self._process = os.getpid()  # the process that has started the workers
 
     def __len__(self) -> int:
@@ -61,16 +68,17 @@ class LoaderSource(Source):
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
         """Yield the batches, prefetched. The first stream starts the workers; later streams reuse them."""
-        if self._loader is None:
+        if self._loader is None or self._waits is None:
             self._loader, self._process = self._start(device), os.getpid()
-        requests = _Requests(batches)
+            self._waits = _Waits(self._running, self.timeout if self._workers else 0.0)
+        requests, loader, waits = _Requests(batches), self._loader, self._waits
         self._feed.batches = requests
-        read = iter(self._loader)
+        read = waits.bound(lambda: iter(loader))
         # Register ``close`` after the workers start, so that it runs before torch's own exit handler, which waits for them.
         atexit.unregister(self.close)
         atexit.register(self.close)
         try:
-            for (inputs, targets), batch in zip(_sent(read, device), requests.in_order(), strict=False):
+            for (inputs, targets), batch in zip(_sent(waits.each(read), device), requests.in_order(), strict=False):
                 if self._transform is not None:
                     inputs = self._transform(inputs, batch.numbers.to(device), batch.seed)
                 yield inputs, targets
@@ -83,16 +91,23 @@ class LoaderSource(Source):
         atexit.unregister(self.close)
         if self._process != os.getpid():
             return  # a forked child must not stop its parent's workers
+        if self._waits is not None:
+            self._waits.end()
         # Private API of torch, the same in torch 2.5 to 2.15: no public function stops the workers.
         # tests/data/test_private_torch.py fails when this API is gone.
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
+            workers = self._running()
             # Don't wait for garbage collection: an error's traceback may keep the iterator alive for too long.
             iterator._shutdown_workers()
-            for worker in getattr(iterator, "_workers", ()):
+            for worker in workers:
                 if worker.is_alive():
                     worker.kill()  # the worker hangs in a read, and ignores SIGTERM
-        self._loader = None
+        self._loader = self._waits = None
+
+    def _running(self) -> list[BaseProcess]:
+        """Return the worker processes, by torch's private API (see :meth:`close`)."""
+        return list(getattr(getattr(self._loader, "_iterator", None), "_workers", ()))
 
     def _start(self, device: torch.device) -> DataLoader[Any]:
         options: dict[str, Any] = {}
@@ -110,6 +125,78 @@ class LoaderSource(Source):
             generator=torch.Generator(),  # otherwise each epoch would advance the global generator
             **options,
         )
+
+
+class _Waits:
+    """The waits for data workers, which torch does not limit: after ``limit`` seconds, a thread kills the workers.
+
+    torch notices that within some seconds. Its own time-out would also delay the notice of a worker that has been killed.
+    There is no thread if ``limit`` is 0.
+    """
+
+    def __init__(self, workers: Callable[[], Sequence[BaseProcess]], limit: float) -> None:
+        self._workers, self._limit = workers, limit
+        self._since: float | None = None  # when the current wait began
+        self._late = ""
+        self._ended = threading.Event()
+        if limit:
+            threading.Thread(target=self._watch, name="dualtrain-data", daemon=True).start()
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def bound(self, wait: Callable[[], T]) -> T:
+        """Return ``wait()``. Raises UserError if a worker has ended, or was waited for for too long."""
+        self._since = time.monotonic()
+        try:
+            return wait()
+        except Exception as error:  # of several types: torch notices that a worker has ended, or its connection breaks
+            problem = self._late or self._ended_worker(1.0 if isinstance(error, OSError | EOFError) else 0.0)
+            if problem:
+                raise UserError(problem, transient=True) from error
+            raise
+        finally:
+            self._since = None
+
+    def each(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches; each is waited for with the limit."""
+        none: Any = object()
+        while (batch := self.bound(lambda: next(batches, none))) is not none:
+            yield batch
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(1.0, self._limit)):
+            since = self._since
+            if since is not None and time.monotonic() - since >= self._limit and self._workers():
+                self._late = self._describe()
+                for worker in self._workers():
+                    worker.kill()
+                return
+
+    def _ended_worker(self, seconds: float) -> str:
+        """Describe a worker that has ended, or ends within ``seconds``; "" if all run, and so the error is another one."""
+        workers = self._workers()
+        if seconds:
+            # A broken connection is noticed earlier than the end of its process.
+            multiprocessing.connection.wait([worker.sentinel for worker in workers], seconds)
+        for number, worker in enumerate(workers):
+            status = worker.exitcode
+            if status:
+                by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+                return (
+                    f"data worker {number} (process {worker.pid}) has ended with {by}: too little memory, in most cases; "
+                    "give fewer --workers, or --workers 0"
+                )
+        return ""
+
+    def _describe(self) -> str:
+        named = {worker: f"data worker {number} (process {worker.pid})" for number, worker in enumerate(self._workers())}
+        stopped = [name for worker, name in named.items() if is_stopped(worker.pid or 0)]
+        what = f"waited {self._limit:g} s for a batch from {', '.join(stopped or named.values())}"
+        if stopped:
+            return f"{what}, which is stopped: find out what has stopped it (SIGSTOP, a debugger), then start again"
+        return f"{what}: the storage hangs or is slow; repair it, or give a longer --timeout"
 
 
 class _Loader(DataLoader[Any]):

@@ -55,6 +55,8 @@ class Source(ABC):
             UserError: a sample cannot be read.
         """
 
+    #: The longest wait for a worker process, in seconds.
+    timeout: float = 300.0
     #: Whether ``contents`` yields samples as they are stored, which gives the same bits on every kind of processor.
     stored: bool = False
 
@@ -90,6 +92,12 @@ class Task:
     classes: int
     kind: Kind = "classes"
     names: tuple[str, ...] | None = None  # names of the classes, if they have any
+
+    def limit_waits(self, seconds: float) -> None:
+        """Set the longest wait for a worker process, in both splits."""
+        for source in (self.train, self.val):
+            if isinstance(source, Source):  # a user's own source need not be
+                source.timeout = seconds
 
     def close(self) -> None:
         """Stop the worker processes of both splits."""

@@ -52,6 +52,7 @@ def load_task(data: DataSection, model: str, backend: Backend) -> Task:
         first = backend.local_rank == 0
         fetched = on_all_ranks(backend, "download of the data", lambda: load(True) if first else None)
     task = on_all_ranks(backend, "data", lambda: _check_sizes(fetched or load(False), dataset))
+    task.limit_waits(backend.timeout)
     compare_task(task, backend)
     return task
 

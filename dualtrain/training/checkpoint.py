@@ -21,7 +21,7 @@ import torch
 
 from dualtrain.backends.wire import as_bytes
 from dualtrain.errors import BackendError, UserError
-from dualtrain.files import link_whole, parse_json, readable_path, write_whole
+from dualtrain.files import aside_of, link_whole, parse_json, readable_path, write_whole
 from dualtrain.training.folder_lock import FolderLock
 
 
@@ -183,10 +183,7 @@ def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
 
     Raises OSError, SupersededError.
     """
-    target, number = name.with_name(f"{name.name}.aside"), 1
-    while target.exists() and not target.samefile(path):
-        number += 1
-        target = name.with_name(f"{name.name}.aside-{number}")
+    target = aside_of(path, name)
     lock.check()
     path.replace(target)
     lock.check()

@@ -9,6 +9,8 @@ from dualtrain.backends import Backend
 from dualtrain.errors import RanksDifferError, UserError
 
 T = TypeVar("T")
+#: A UserError's message, and its attributes ``transient`` and ``forbids_restart``.
+_Problem = tuple[str, bool, bool]
 
 
 def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
@@ -26,10 +28,9 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
     problems = backend.allgather_object(problem, name=what)
     for rank, found in enumerate(problems):
         if found is not None:
-            reason, transient = found
             if all(other is not None for other in problems):
-                raise UserError(reason, shared=True, trace=trace, transient=transient)
-            raise RanksDifferError(f"rank {rank}: {reason}", trace=trace, transient=transient)
+                raise _shared(found, trace)
+            raise RanksDifferError(f"rank {rank}: {found[0]}", trace=trace, transient=found[1])
     return result  # type: ignore[return-value]  # the error of any task was raised above
 
 
@@ -39,7 +40,7 @@ def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
     Raises:
         UserError: on every rank, if the task raised UserError or OSError.
     """
-    answer: tuple[T | None, tuple[str, bool] | None] = (None, None)
+    answer: tuple[T | None, _Problem | None] = (None, None)
     if backend.rank == 0:
         try:
             answer = (task(), None)
@@ -47,13 +48,17 @@ def on_rank_zero(backend: Backend, what: str, task: Callable[[], T]) -> T:
             answer = (None, _problem(what, error))
     result, problem = backend.broadcast_object(answer, name=what)
     if problem is not None:
-        reason, transient = problem
-        raise UserError(reason, shared=True, transient=transient)
+        raise _shared(problem)
     return result  # type: ignore[no-any-return]
 
 
-def _problem(what: str, error: Exception) -> tuple[str, bool]:
-    """Return the message of an error, and whether the same task may succeed later."""
+def _problem(what: str, error: Exception) -> _Problem:
+    """Return an error as plain values, for other ranks."""
     if isinstance(error, UserError):
-        return str(error), error.transient
-    return f"{what}: {error}; free space or fix permissions, then try again", True
+        return str(error), error.transient, error.forbids_restart
+    return f"{what}: {error}; free space or fix permissions, then try again", True, False
+
+
+def _shared(problem: _Problem, trace: str = "") -> UserError:
+    reason, transient, forbids_restart = problem
+    return UserError(reason, shared=True, trace=trace, transient=transient, forbids_restart=forbids_restart)

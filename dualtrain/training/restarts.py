@@ -50,7 +50,8 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: Fold
     if isinstance(found.get("reason"), str) and found.get("settings") == _related(settings):
         raise UserError(
             f"{found['reason']}; the run would end in the same way again: repair the cause and remove {path}, or change "
-            "the settings"
+            "the settings",
+            forbids_restart=True,
         )
 
 
@@ -120,4 +121,6 @@ def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) ->
                 with suppress(OSError, SupersededError):  # the restart then fails in the same way, and writes the file
                     forbid_restart(attempt.folder, str(error), settings, attempt.lock)
                 attempt.refuse(str(error))
+            if isinstance(error, UserError):
+                error.forbids_restart = is_final(error)
             raise

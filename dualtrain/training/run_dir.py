@@ -19,13 +19,22 @@ import torch
 
 from dualtrain.config import AUTO, OutputSection
 from dualtrain.errors import UserError
-from dualtrain.files import link_whole, parse_json, read_text, readable_path, remove_temporary, write_json, write_whole
+from dualtrain.files import (
+    aside_of,
+    link_whole,
+    parse_json,
+    read_text,
+    readable_path,
+    remove_temporary,
+    write_json,
+    write_whole,
+)
 from dualtrain.training.folder_lock import FolderLock, refuse, user_of
 
 WEIGHTS = "model.safetensors"
 BEST_WEIGHTS = "model-best.safetensors"
 _NAMES = re.compile(
-    r"(config|task|summary|do-not-restart)\.json|(metrics|attempts)\.jsonl(\.aside)?|\.progress|model(-best)?\.safetensors"
+    r"(config|task|summary|do-not-restart)\.json|(metrics|attempts)\.jsonl(\.aside(-[0-9]+)?)?|\.progress|model(-best)?\.safetensors"
     r"|generation-[0-9]+"
 )
 
@@ -67,9 +76,10 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = "free space on its disk" if full else "choose a folder that you may write"
         raise UserError(
-            f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): choose a folder that you may write",
-            transient=True,
+            f"--run-dir {str(folder)!r} cannot be written ({error.strerror}): {cure}", transient=True
         ) from error
 
 
@@ -160,7 +170,7 @@ class MetricsFile:
         path = folder / "metrics.jsonl"
         lines, unreadable = _lines(path)
         if unreadable:
-            aside = path.with_name(f"{path.name}.aside")
+            aside = aside_of(path, path)
             lock.check()
             link_whole(path, aside)
             found = "1 line that is no metric" if unreadable == 1 else f"{unreadable} lines that are no metrics"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import pty
 import signal
+from dataclasses import replace
 
 import pytest
 
+from dualtrain import connect
 from dualtrain import main as command
 from dualtrain.config import parse
 from dualtrain.console import refuse_on_all
 from dualtrain.errors import DivergedError, RanksDifferError, UserError
-from dualtrain.launchers import World
+from dualtrain.launchers import TRY_AGAIN, World
 from tests.forked import Forked, run
 from tests.pool import ROOT, free_port
 from tests.threads import run_threads
@@ -120,7 +122,41 @@ def test_the_exit_status_depends_on_the_kind_of_error(tmp_path, monkeypatch, cap
     monkeypatch.setattr("dualtrain.training.loop.train", ending)
     assert command.main(["--run-dir", str(tmp_path)]) == status
     (line,) = capsys.readouterr().err.splitlines()
-    assert ("do not restart" in line) is not isinstance(error, KeyboardInterrupt)
+    assert ("do not restart" in line) is isinstance(error, DivergedError)
+
+
+@pytest.mark.parametrize(
+    ("error", "launcher", "final", "status"),
+    [
+        (UserError("fix it"), "torchrun", True, 2),
+        (RanksDifferError("another seed"), "torchrun", True, 2),
+        (UserError("fix it"), "spawn", False, 2),
+        (UserError("the disk is full", transient=True), "torchrun", False, 2),
+        (UserError("the disk is full", transient=True), "spawn", False, TRY_AGAIN),
+        (UserError("a bad sample", forbids_restart=True), "spawn", True, 2),
+        (DivergedError("inf"), "spawn", True, 1),
+    ],
+)
+def test_the_error_has_do_not_restart_if_a_restart_would_repeat_it(capsys, error, launcher, final, status):
+    """torchrun may restart after any error. Elsewhere, only an error that is in the run's folder forbids a restart."""
+    with connect("local") as backend:
+        backend.world = replace(backend.world, launcher=launcher)
+        assert command._give_up(error, backend) == status
+    said = f"dualtrain: error: {'do not restart: ' if final else ''}{error}\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_run_that_its_folder_forbids_has_do_not_restart(tmp_path, capsys):
+    """The line is in the output of the run that fails while it trains, and of each restart."""
+    flags = ["--max-steps", "4", "--threads", "1", "--run-dir", str(tmp_path), "--resume", "auto"]
+    assert [command.main([*flags, "--lr", "1e30"]) for _ in range(2)] == [1, 2]
+    first, again = capsys.readouterr().err.splitlines()
+    assert first.startswith("dualtrain: error: do not restart: the loss became infinite")
+    assert again.startswith(f"{first}; the run would end in the same way again")
+    (tmp_path / "do-not-restart.json").unlink()
+    assert command.main([*flags, "--epochs", "nothing"]) == 2
+    assert command.main([*flags, "--model", "mlp"]) == 2  # nothing was restarted
+    assert "do not restart" not in capsys.readouterr().err
 
 
 def give_up(backend) -> int:
@@ -131,7 +167,7 @@ def give_up(backend) -> int:
 def test_each_rank_prints_that_ranks_differ_but_only_rank_0_an_error_of_all_ranks(capsys):
     assert run_threads(2, give_up) == [2, 2]
     lines = sorted(capsys.readouterr().err.splitlines())
-    assert lines == [f"dualtrain: error (rank {rank} of 2): do not restart: another seed" for rank in range(2)]
+    assert lines == [f"dualtrain: error (rank {rank} of 2): another seed" for rank in range(2)]
     assert run_threads(3, give_up) == [2, 2, 2]
     assert capsys.readouterr().err.splitlines() == ["dualtrain: error (rank 0 of 3): the disk is full"]
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from dualtrain import UserError
+from dualtrain.launchers import TRY_AGAIN
 from dualtrain.spawn import spawn
 from tests.conftest import require_horovod
 from tests.forked import ROOT, Forked, holds, run_ranks
@@ -273,6 +274,8 @@ def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
         ([2], 5, 2),
         ([137, 2], 5, 2),
         ([1], 0, 1),
+        ([137, TRY_AGAIN, TRY_AGAIN, 0], 5, 0),
+        ([137, TRY_AGAIN], 1, 2),
     ],
 )
 def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsys, statuses, restarts, status):
@@ -289,19 +292,45 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, capsy
     assert left == []
     assert arguments == [["a"]] * len(statuses)
     said = [line for line in capsys.readouterr().err.splitlines() if "restart" in line]
+    ended = [2 if code == TRY_AGAIN else code for code in statuses[:-1]]
     assert said == [
         f"dualtrain: error: the job has ended with status {code}: restart {number} of {restarts}"
-        for number, code in enumerate(statuses[:-1], 1)
+        for number, code in enumerate(ended, 1)
     ]
 
 
 def test_a_job_that_was_stopped_is_not_restarted(monkeypatch):
+    started = []
+
     def start() -> None:
+        started.append(1)
         os.kill(os.getpid(), signal.SIGTERM)
 
     context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start, exitcode=143))
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: context)
     assert spawn(len, [], 2, 5) == 143
+    assert len(started) == 1
+
+
+def test_a_job_is_not_restarted_beside_a_rank_that_cannot_be_killed(monkeypatch, capsys):
+    for name in ("GRACE_SECONDS", "END_SECONDS", "REPORT_SECONDS"):
+        monkeypatch.setattr(f"dualtrain.spawn.{name}", 0.01)
+    processes, sent = [], []
+    monkeypatch.setattr("os.kill", lambda pid, number: sent.append(number))
+
+    def start() -> None:
+        if len(processes) % 2 == 0:
+            processes[-2].exitcode = 1
+
+    def process(name, **_):
+        processes.append(SimpleNamespace(start=start, name=name, pid=7, exitcode=None, join=lambda seconds: None))
+        return processes[-1]
+
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: SimpleNamespace(Process=process))
+    assert spawn(len, [], 2, 5) == 1
+    assert [process.name for process in processes] == ["rank 0", "rank 1"]
+    assert sent[:2] == [signal.SIGTERM, signal.SIGKILL]
+    assert "rank 1 (process 7) did not end within 0.01 s of SIGKILL" in capsys.readouterr().err
 
 
 # -- whole jobs ---------------------------------------------------------------------------------------------------

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dualtrain.data import Batch, Source, Task, load_data
 from dualtrain.data import draws as hashed
@@ -330,3 +334,55 @@ class Numbers:
 
     def __getitems__(self, wanted):
         return torch.zeros(2, 1), torch.tensor(wanted[0])
+
+
+class Slow(Numbers):
+    def __getitems__(self, wanted):
+        time.sleep(100)
+
+
+@pytest.mark.parametrize(
+    ("reader", "said"),
+    [
+        (Numbers, r"waited 0\.5 s for a batch from data worker 1 \(process \d+\), which is stopped: find out what"),
+        (
+            Slow,
+            r"waited 0\.5 s for a batch from data worker 0 \(process \d+\), data worker 1 .*: the storage hangs or is slow",
+        ),
+    ],
+    ids=["stopped", "slow"],
+)
+def test_the_wait_for_a_worker_has_a_limit(monkeypatch, reader, said):
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch checks every 5 s
+    source = LoaderSource(reader(), 2)
+    source.timeout = 0.5 if reader is Slow else 60.0
+    stream = source.stream([Batch(torch.arange(2))] * 20, CPU)
+    try:
+        if reader is Numbers:
+            next(stream)  # on a busy machine, the workers may need more than 0.5 s to start
+            source._waits._limit = 0.5
+            time.sleep(1.2)  # only waits count, not the time between two batches
+            next(stream)
+            os.kill(source._running()[1].pid, signal.SIGSTOP)
+        with pytest.raises(UserError, match=said) as error:
+            list(stream)
+        assert error.value.transient
+    finally:
+        source.close()
+
+
+def test_a_worker_that_was_killed_is_named(monkeypatch):
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # torch checks every 5 s
+    source = LoaderSource(Numbers(), 2)
+    stream = source.stream([Batch(torch.arange(2))] * 20, CPU)
+    try:
+        next(stream)
+        pid = source._running()[1].pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(
+            UserError, match=rf"data worker 1 \(process {pid}\) has ended with SIGKILL: too little mem"
+        ) as error:
+            list(stream)
+        assert error.value.transient
+    finally:
+        source.close()

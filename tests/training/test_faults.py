@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import inspect
 import json
 import os
@@ -208,6 +209,30 @@ def test_a_single_line_that_is_no_metric_is_reported_as_one(tmp_path):
     said: list[str] = []
     MetricsFile(tmp_path, 9, said.append, FolderLock()).close()
     assert ["metrics.jsonl has 1 line that is no metric, " in line for line in said] == [True]
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"), [(errno.ENOSPC, "free space on its disk"), (errno.EROFS, "choose a folder that you may write")]
+)
+def test_a_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monkeypatch, number, cure):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("dualtrain.training.run_dir.write_json", fail)
+    with pytest.raises(UserError, match=rf"cannot be written \({os.strerror(number)}\): {cure}$") as error:
+        train(tmp_path, 1)
+    assert error.value.transient
+
+
+def test_a_second_damage_of_the_metrics_keeps_the_file_of_the_first(tmp_path):
+    metrics, said = tmp_path / "metrics.jsonl", []
+    for damage in ("one", "two", "three"):
+        metrics.write_text(f'{{"step": 1}}\n{damage}\n')
+        MetricsFile(tmp_path, 9, said.append, FolderLock()).close()
+    kept = [tmp_path / f"metrics.jsonl.aside{number}" for number in ("", "-2", "-3")]
+    assert [path.read_text().splitlines()[1] for path in kept] == ["one", "two", "three"]
+    assert [line.rpartition(" ")[2] for line in said] == [path.name for path in kept]
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_bad_files_in_a_runs_folder_do_not_stop_a_resume(tmp_path, capsys):

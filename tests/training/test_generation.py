@@ -25,6 +25,7 @@ from dualtrain.files import read_json
 from dualtrain.training import checkpoint, folder_lock, generation
 from dualtrain.training.checkpoint_writer import Writer
 from dualtrain.training.folder_lock import FolderLock, SupersededError
+from dualtrain.training.resume import set_aside
 from tests.forked import Forked, holds, places, run
 
 FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0", "--log-every", "1")
@@ -292,6 +293,17 @@ def test_a_process_that_was_replaced_changes_nothing_whatever_it_was_about_to_wr
     assert error is None
     assert number > 20
     assert read_json(folder / "summary.json")["steps"] == 4
+
+
+def test_temporary_files_of_another_process_are_not_removed(tmp_path):
+    lock = locked(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    temporary = tmp_path / "checkpoints" / f".step-00000002.safetensors.{'0' * 16}.tmp"
+    temporary.touch()
+    supersede(tmp_path)
+    with pytest.raises(SupersededError):
+        set_aside(tmp_path, 1, lock)
+    assert temporary.exists()
 
 
 #: Program that prints each change of a run's file, and whether the thread has checked the generation before this change.

@@ -84,6 +84,7 @@ def test_the_world_size_does_not_change_the_training(processes, tmp_path, batch)
 def evaluation(backend) -> tuple[float, float]:
     config = parse(["--global-batch-size", "7"])
     task = load_task(config.data, config.model.name, backend)
+    assert task.train.timeout == task.val.timeout == backend.timeout
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     found = loop.Run("run", config, backend, task, model, FolderLock())
