@@ -1,4 +1,4 @@
-"""Reading and writing of files: the only module that opens files named by the user, and replaces files of a run.
+"""Reading and writing of files: safe opening of files that the user names, and atomic replacement of files of a run.
 
 Only regular files are read, since a read of a FIFO, a terminal or ``/dev/zero`` would block or never end. A file is
 replaced as a whole: the new content is durable before the rename. A temporary file is never opened through a symbolic link.

@@ -30,7 +30,7 @@ nproc=${mine:-${counts[0]}}
 meeting=(--standalone)
 if [ "${#names[@]}" -gt 1 ]; then
   if [ -z "${PORT:-}" ]; then
-    refuse "PORT is not set, but ${#names[@]} hosts need one to meet: set it to a free port of ${names[0]%%:*}"
+    refuse "PORT is not set, but the rendezvous of ${#names[@]} hosts needs a port: set it to a free port of ${names[0]%%:*}"
   fi
   meeting=(--nnodes="${#names[@]}" --rdzv-backend=c10d --rdzv-endpoint="${names[0]%%:*}:$PORT" --rdzv-id="dualtrain-$PORT")
 fi

@@ -10,7 +10,10 @@ from unittest import mock
 
 
 def short_waits(backend: Any, limit: float = math.inf) -> AbstractContextManager[Any]:
-    """Make failed calls of ``backend`` wait for any report, even of a rank that left, at most ``limit`` seconds."""
+    """Make failed calls of ``backend`` stop waiting as soon as any report has arrived, and after ``limit`` seconds at most.
+
+    The normal departure of a rank is a report too.
+    """
     watch = backend.watch
     if watch is None:
         return nullcontext()

@@ -14,7 +14,9 @@ TIMEOUT_SECONDS = 60.0
 
 
 def meet(path: Path) -> None:
-    """Set torchrun's variables from those of this process's launcher. Blocks until rank 0 has written the file.
+    """Set torchrun's variables from those of this process's launcher.
+
+    Unless the launcher provides a rendezvous, blocks until rank 0 has written the file.
 
     Raises:
         UserError: the file does not appear, for example because the folder is not shared.

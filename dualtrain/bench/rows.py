@@ -13,7 +13,7 @@ from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 
-RAW = {TUNED, "ddp", "hvd-gloo", "hvd-mpi"}  # the reference for final weights
+RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")  # raw scripts; the first that ran is the reference for final weights
 UNITS = {"ms": 1e3, "µs": 1e6}
 BUFFERS = ", its buffers"
 SAME, OTHER, NONE = "same", "other numerics", "–"
@@ -64,7 +64,7 @@ def rows_of(results: Results) -> list[Row]:
 
 
 def _compared(comparison: Comparison, job: str) -> bool:
-    """Return whether a job gets a ratio. Starts and stalls are costs; sweep sizes without a target have their own table."""
+    """Return whether a job gets a ratio. Costs, and sweep sizes without a target, have tables of their own."""
     return job not in ("start", "stall", "trainer") and (not job.startswith("sweep") or job in comparison.targets)
 
 
@@ -102,10 +102,17 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 
 
 def _weights(job: str, one: str, other: str, results: Results) -> str:
-    """Compare both contenders' final weights in each round with the raw script's; NONE if weights are missing."""
+    """Compare the final weights of both contenders in each round; NONE if weights are missing.
+
+    If neither is a raw script, a raw script's weights are compared too: from 3 ranks on, libraries sum in different orders,
+    so the other raw scripts may differ.
+    """
     pair = {one, other} - {"alone"}
-    rounds = [_hashes(job, {*RAW, *pair}, results, number) for number in range(results.rounds)]
-    if not any(found.keys() & RAW and pair <= found.keys() for found in rounds):
+    rounds = []
+    for number in range(results.rounds):
+        raw = _hashes(job, pair & set(RAW) or RAW, results, number)
+        rounds.append(_hashes(job, {*pair, *list(raw)[:1]}, results, number))
+    if not any(found.keys() & set(RAW) and pair <= found.keys() for found in rounds):
         return NONE
     return SAME if all(len(set(found.values())) <= 1 for found in rounds) else OTHER
 

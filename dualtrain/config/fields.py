@@ -30,7 +30,7 @@ def at_least(low: float) -> Bounds:
 
 def between(low: float, high: float) -> Bounds:
     """Accept numbers from ``low`` to ``high``."""
-    return Bounds(f"from {low:g} to {high:g}", lambda value: low <= value <= high)
+    return Bounds(f"from {low:.12g} to {high:.12g}", lambda value: low <= value <= high)
 
 
 ABOVE_ZERO = Bounds("above 0", lambda value: math.isfinite(value) and value > 0)

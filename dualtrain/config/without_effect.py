@@ -64,7 +64,7 @@ class RunFacts:
         shape: the shape of one input.
         classes: the number of classes of the data.
         ranks: the number of ranks.
-        cores: how many cores this host has.
+        cores: how many cores this process may use.
         resumed: whether the run resumes from a checkpoint.
         norms: whether the model has BatchNorm that is trained.
         workers: whether worker processes can read the data.
@@ -94,20 +94,19 @@ def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
         for name in names:
             if name in given and not has_effect(settings):
                 lines.setdefault(name, reason.format_map(settings))
-    lines = {**_in_this_run(settings, facts), **lines, **_beyond_the_end(settings, facts)}
+    lines = {**_beyond_the_end(settings, facts), **_in_this_run(settings, facts), **lines}
     flags = {name: "" if settings[name] is True else f" {settings[name]}" for name in lines}
     found = [f"{SETTINGS[name].flag}{flags[name]} has no effect: {why}" for name, why in lines.items() if name in given]
     if settings["warmup_steps"] >= facts.steps:
-        longer = f"--warmup-steps {settings['warmup_steps']} is longer than the run, which ends after step {facts.steps}"
-        found.append(f"{longer}: the learning rate does not reach its value")
+        end = f"--warmup-steps {settings['warmup_steps']} does not end within the run, which ends after step {facts.steps}"
+        found.append(f"{end}: the learning rate does not reach its value")
     if settings["accumulate"] > facts.part:
         more = f"--accumulate {settings['accumulate']} is more than a rank's {facts.part} sample{'s' * (facts.part != 1)}"
         found.append(f"{more} of a step: each backward pass has one sample")
     if "workers" in given and "workers" not in lines and settings["workers"] > facts.cores:
         cores = f"{facts.cores} core{'s' * (facts.cores != 1)}"
-        found.append(
-            f"--workers {settings['workers']} is more for each rank than this host's {cores}: fewer are probably as fast"
-        )
+        more = f"--workers {settings['workers']} is more for each rank than the {cores} that it may use"
+        found.append(f"{more}: fewer are probably as fast")
     return found
 
 
@@ -131,12 +130,15 @@ def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
 def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
     """Return the settings that would take effect only after the last step, each with the reason."""
     steps, warmup, last = facts.steps, settings["warmup_steps"], f"the run ends after step {facts.steps}"
-    drops = [part for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdigit()]
+    drops = [part for part in (settings["lr_milestones"] or "").split(",") if part.strip().isdecimal()]
+    epochs = settings["epochs"]
+    only = f"the run has {epochs} epoch{'s' * (epochs != 1)}"
     found = {
-        "max_steps": (settings["max_steps"] or 0) > facts.steps_of_epochs and f"{last}, with --epochs {settings['epochs']}",
+        "max_steps": (settings["max_steps"] or 0) > facts.steps_of_epochs and f"{last}, with --epochs {epochs}",
         "lr_step": (settings["lr_step"] or 0) + warmup >= steps and last,
         "lr_milestones": bool(drops) and min(map(int, drops)) + warmup >= steps and last,
         "checkpoint_every": (settings["checkpoint_every"] or 0) >= steps and last,
-        "early_stop": (settings["early_stop"] or 0) >= settings["epochs"] and f"the run has {settings['epochs']} epochs",
+        # The first epoch is the best so far, so the longest time without a better one is all epochs but one.
+        "early_stop": (settings["early_stop"] or 0) >= max(1, epochs - 1) and only,
     }
     return {name: reason for name, reason in found.items() if reason}

@@ -1,4 +1,4 @@
-"""Map a dataset's name to its :class:`~dualtrain.data.sources.Task`. The only module that lists all datasets."""
+"""Map a dataset's name to its :class:`~dualtrain.data.sources.Task`. The only module that loads datasets by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
 
     Args:
         name: digits, mnist, fashion-mnist, cifar10, imagefolder, text, synthetic, or ``pkg.mod:build``, which is called
-            with ``folder`` (or without it) and returns a :class:`Task` or two map-style datasets.
+            with ``folder``, or without arguments if it takes none, and returns a :class:`Task` or two map-style datasets.
         folder: the folder of the files, or the folder to download them to with ``download=True``.
         options: fields of :class:`~dualtrain.data.options.Options`; ``shape`` may be a tuple of numbers.
 

@@ -214,6 +214,13 @@ def test_a_speed_with_other_weights_meets_no_target():
     assert "meets no target" in text_of(results({"shm": "other"}, shm=0.1, ddp_tuned=0.9))
 
 
+def test_another_raw_script_may_have_other_weights():
+    """MPI adds in another order from 3 ranks on."""
+    rows = rows_of(results({"hvd-mpi": "in another order"}, shm=0.1, ddp_tuned=0.9, hvd_mpi=0.9))
+    assert row(rows, "shm", TUNED).weights == "same"
+    assert row(rows, "shm", "hvd-mpi").weights == "other numerics"
+
+
 def test_fewer_than_seven_rounds_give_no_conclusion():
     found = results(shm=0.1, ddp_tuned=0.15, hvd_gloo=0.2)
     found.samples["shm"][0] = None

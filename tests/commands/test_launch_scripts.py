@@ -1,4 +1,4 @@
-"""launch/torchrun.sh, horovodrun.sh and mpirun.sh: the same variables, the same flags, the same model."""
+"""launch/torchrun.sh, horovodrun.sh and mpirun.sh turn the same variables and flags into their launchers' options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_setup_has_help_and_refuses_unknown_arguments():
 def test_several_hosts_of_torchrun_need_a_port():
     end = start("torchrun", HOSTS="one,two:2", PORT="")
     assert end.returncode == 2
-    assert "PORT is not set, but 2 hosts need one to meet: set it to a free port of one" in end.stderr
+    assert "PORT is not set, but the rendezvous of 2 hosts needs a port: set it to a free port of one" in end.stderr
 
 
 def test_torchrun_takes_the_number_of_ranks_of_this_host(tmp_path):

@@ -626,14 +626,20 @@ def test_an_unfinished_line_of_a_killed_process_is_ignored(record):
     assert run.ranks[1].end is None
     (record / "log").write_text("[1]<stderr>:lost\n-----\n")
     with pytest.raises(
-        RunError, match=r"^dualtrain: rank 1, after step 6, was killed, or exited .* \(launcher: 1\): lost$"
+        RunError,
+        match=r"^dualtrain: rank 1, after step 6, was killed, or called os\._exit \(exit .* launcher: 1\): lost$",
     ):
         launch._check(run, "dualtrain", 1, None, record / "log")
     with pytest.raises(RunError, match=r"took no step within 5 s"):
         launch._check(run, "dualtrain", 1, 5.0, record / "log")
 
 
-SLEEPING = "import os, subprocess, sys, time\nsubprocess.Popen(['sleep', '60'], start_new_session=True)\ntime.sleep(60)\n"
+SLEEPING = """
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(__file__).with_name("handled").touch(), sys.exit(0)))
+subprocess.Popen(["sleep", "60"], start_new_session=True)
+time.sleep(60)
+"""
 
 
 def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
@@ -644,6 +650,7 @@ def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
         with pytest.raises(RunError, match=r"^dualtrain: no rank started within 1 s"):
             Job((str(script),), 2, 5, None, timeout=1.0, space=space).record("dualtrain", "record")
         assert not marked(space.mark)
+    assert not (tmp_path / "handled").exists()  # a script that handles SIGTERM would seem to have ended as usual
 
 
 def hold_workspace(connection):

@@ -20,7 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
-#: The core of each host. Each host has one core, because sums depend on the number of threads, which equals that of cores.
+#: Cores for the hosts, one each, because sums depend on the number of threads, and a rank has as many threads as cores.
+#: Listed twice, for a machine with one core.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.
@@ -139,7 +140,7 @@ class Host:
                 if not entry.name.isdigit() or os.readlink(entry / "ns" / "pid") != space:
                     continue
                 first = re.search(r"^NSpid:.*\t1$", (entry / "status").read_text(), re.MULTILINE)
-                if not first and (entry / "comm").read_text() != "sshd\n":
+                if not first and not (entry / "comm").read_text().startswith("sshd"):  # OpenSSH 9.8 has sshd-session
                     found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
             except OSError:
                 pass  # ended meanwhile

@@ -115,11 +115,14 @@ def test_all_settings_of_a_recipe_have_an_effect(recipe):
         ("--lr-min 0.01", "--lr-min 0.01 has no effect: it is for --schedule cosine"),
         ("--pretrained --weights x --model resnet18", "--pretrained has no effect: --weights replaces all weights"),
         ("--lr-batch 32", "--lr-batch 32 has no effect: --lr-scale none"),
-        ("--warmup-steps 2000", "--warmup-steps 2000 is longer than the run, which ends after step 100"),
+        ("--warmup-steps 2000", "--warmup-steps 2000 does not end within the run, which ends after step 100"),
         ("--max-steps 200", "--max-steps 200 has no effect: the run ends after step 100, with --epochs 12"),
         ("--schedule multistep --lr-milestones 500,900", "--lr-milestones 500,900 has no effect: the run ends"),
         ("--schedule step --lr-step 100", "--lr-step 100 has no effect: the run ends after step 100"),
         ("--early-stop 12", "--early-stop 12 has no effect: the run has 12 epochs"),
+        ("--early-stop 11", "--early-stop 11 has no effect: the run has 12 epochs"),
+        ("--schedule cosine --lr-step 500", "--lr-step 500 has no effect: it is for --schedule step"),
+        ("--lr-milestones ²", "--lr-milestones ² has no effect: it is for --schedule multistep"),
     ],
 )
 def test_a_setting_without_effect_is_one_line(flags, line):
@@ -164,7 +167,7 @@ def test_a_setting_without_effect_is_one_line(flags, line):
         (
             "--dataset mine:data --workers 8",
             {"cores": 1},
-            "--workers 8 is more for each rank than this host's 1 core: fewer are probably as fast",
+            "--workers 8 is more for each rank than the 1 core that it may use: fewer are probably as fast",
         ),
     ],
 )

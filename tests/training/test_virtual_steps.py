@@ -1,4 +1,4 @@
-"""Steps with virtual ranks that fail or are refused, and the control flags of ranks without shards."""
+"""With virtual ranks: steps that fail or are refused, and the control flags of ranks without shards."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class SharedMemory:
             self._others_tags.clear()
             self._short.close()
             self._short_beside.close()
-            self.stage.slots.clear()
+            self.stage.close()
 
     @property
     def failed(self) -> bool:

@@ -1,7 +1,7 @@
 """Buffers of every rank in memory that the ranks of a host share, and the reduction of this rank's shard of them.
 
-Each rank reduces its shard piece by piece: it reduces the piece into the first rank's buffer, and then copies the result
-into all other buffers while it is in the processor's cache.
+Each rank reduces its shard piece by piece: it reduces the piece into the first part (the first rank's buffer, or
+with a tree the first partial sum), and then copies the result into all other buffers while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ class Region:
         self.slots = list(memory.view(size, -1))
         self._rank = rank
         self._plans: dict[tuple[torch.dtype, int, int, SumOrder | None], Plan] = {}
+
+    def close(self) -> None:
+        """Drop all references to the memory."""
+        self.slots.clear()
+        self._plans.clear()
 
     def plan(self, dtype: torch.dtype, count: int, scaled: int, tree: Tree | None = None) -> Plan:
         """Return a plan that reduces the first ``count`` elements, and scales the first ``scaled`` of them."""
@@ -56,7 +61,10 @@ class Region:
 
 
 class Tree(NamedTuple):
-    """A sum along the tree of ``order``; the regions ``others`` hold all partial sums but the newest one of each rank."""
+    """A sum along the tree of ``order``.
+
+    Each rank's newest partial sum is in the region whose plan is made; ``others`` hold its earlier ones.
+    """
 
     order: SumOrder
     others: list[Region]
@@ -127,6 +135,9 @@ class Plan:
 
 
 def _shard(count: int, size: int, rank: int) -> tuple[int, int]:
-    """Return begin and end of a rank's elements, in multiples of 64: no two ranks write to the same cache line."""
+    """Return begin and end of a rank's elements.
+
+    Both are multiples of ``CACHE_LINE`` elements, so of at least one cache line in bytes: no two ranks write to one line.
+    """
     lines = -(-count // CACHE_LINE)
     return min(count, lines * rank // size * CACHE_LINE), min(count, lines * (rank + 1) // size * CACHE_LINE)

@@ -48,7 +48,12 @@ class Ddp(Contender):
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         batches = task.ready(self.rank)[:STALL_STEPS]
 
+        def finish() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # kernels of the steps before must not count as the checkpoint's time
+
         def steps(save: bool) -> float:
+            finish()
             began = time.perf_counter()
             if save and self.rank == 0:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
@@ -57,6 +62,7 @@ class Ddp(Contender):
                 optimizer.zero_grad()
                 functional.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
+            finish()
             return time.perf_counter() - began
 
         steps(save=False)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from dualtrain.cores import usable_cores
+from dualtrain.differences import ranks_in_words
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.cleaner import END_SECONDS, MARK, POLL_SECONDS, end_marked
@@ -177,6 +178,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path
                 if now != written:
                     written, since = now, time.monotonic()
                 elif time.monotonic() - since > timeout:
+                    end_marked(env[MARK])  # by SIGKILL: a script that handles SIGTERM would record an ordinary end
                     return 1, True
             return process.returncode, False
         finally:
@@ -214,11 +216,15 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
         where = f"{side}: the script failed on rank {number}, {_when(rank)}"
         raise RunError(f"{where}: {what.splitlines()[-1]}{more}", end.traceback)
     if gone:
-        rank = run.ranks[gone[0]]
-        where = f"rank {', '.join(map(str, gone))}, {_when(rank)}"
+        ranks_at: dict[str, list[int]] = {}
+        for number in gone:
+            ranks_at.setdefault(_when(run.ranks[number]), []).append(number)
+        where = " and ".join(f"{ranks_in_words(ranks)}, {when}" for when, ranks in ranks_at.items())
         if timeout is not None:
             raise RunError(f"{side}: {where}, took no step within {timeout:g} s: it hangs, or needs a larger --timeout")
-        raise RunError(f"{side}: {where}, was killed, or exited without an exception (launcher: {status}){_last_line(log)}")
+        raise RunError(
+            f"{side}: {where}, was killed, or called os._exit (exit status of the launcher: {status}){_last_line(log)}"
+        )
     if not run.steps:
         raise RunError(
             f"{side}: the script ended before an hvd.DistributedOptimizer had taken a step on every rank, and only the "
@@ -227,7 +233,7 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
 
 
 def _when(rank: RankRecord) -> str:
-    return f"after step {rank.steps}" if rank.steps else "before its first step"
+    return f"after step {rank.steps}" if rank.steps else "before the first step"
 
 
 def _did_not_start(side: Side, status: int, hung: bool, timeout: float) -> str:
