@@ -46,7 +46,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def level_of(count: int, rank: int) -> float:
-    """Return the probability that the median lies between the ``rank``-th smallest and ``rank``-th largest of ``count`` values.
+    """Return the probability that the median of ``count`` values lies in the interval of ``rank``.
 
     The median is outside if fewer than ``rank`` values are on one side of it. Each value is on either side with probability
     1/2.
