@@ -17,6 +17,8 @@ import torch
 
 from dualtrain import BackendError, ReduceOp, broadcast_parameters
 from dualtrain.backends import objects
+from dualtrain.backends.comparison import compare
+from dualtrain.gradients import GradientReducer
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -746,6 +748,45 @@ MISMATCHES += ["reducescatter"]
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_a_mismatch_is_raised_on_every_rank_and_names_the_calls_of_all_ranks(many, what):
     many(disagree, what)
+
+
+def other_calls(backend):
+    """Every pair of different checked calls, whatever they exchange before they compare."""
+    rows = torch.zeros(2 * backend.size)
+    weight = torch.nn.Parameter(torch.ones(2))
+    reducer = GradientReducer([("weight", weight)], backend)
+    calls = {
+        "allreduce": lambda: backend.allreduce(torch.ones(2)),
+        "allreduce of a long tensor": lambda: backend.allreduce(torch.ones(1 << 15)),
+        "reducescatter": lambda: backend.reducescatter(rows),
+        "broadcast": lambda: backend.broadcast(rows),
+        "allgather": lambda: backend.allgather(rows),
+        "alltoall": lambda: backend.alltoall(rows),
+        "alltoall with wrong splits": lambda: backend.alltoall(rows, [3] * backend.size),
+        "broadcast from no rank": lambda: backend.broadcast(rows, backend.size),
+        "barrier": backend.barrier,
+        "broadcast_object": lambda: backend.broadcast_object(1),
+        "allgather_object": lambda: backend.allgather_object(1),
+        "allgather_object of an unknown class": lambda: backend.allgather_object(Unknown()),
+        "group": lambda: backend.group([0]),
+        "channel": backend.channel,
+        "compare": lambda: compare(backend, "settings", lambda: {"seed": backend.rank}),
+        "broadcast_parameters": lambda: broadcast_parameters(torch.nn.Linear(1, 1), backend),
+        "first backward": lambda: weight.sum().backward(),
+    }
+    names = list(calls)
+    for number, one in enumerate(names):
+        for other in names[number + 1 :]:
+            if {one, other} == {"allgather_object", "allgather_object of an unknown class"}:
+                continue  # the same call: only one rank's object is refused
+            with pytest.raises(BackendError, match="the ranks do not agree on a collective call"):
+                calls[other if backend.rank else one]()
+    reducer.close()
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+
+
+def test_different_calls_are_an_error_on_every_rank_whatever_they_exchange(many):
+    many(other_calls)
 
 
 # -- local ranks --------------------------------------------------------------------------------------------------
