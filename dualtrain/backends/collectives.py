@@ -555,7 +555,7 @@ class Backend(Primitives):
             return None
         assert isinstance(group, Backend)
         group.hosts, group.watch, group.on_wait = tuple(hosts), self.watch, self.on_wait
-        group.members, group.is_group = tuple(members), True
+        group.members, group.is_group = tuple(self.members[rank] for rank in members), True
         group = self.adapt_group(group)
         self.close_with(group)
         return group

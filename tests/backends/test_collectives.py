@@ -522,6 +522,18 @@ def test_operations_of_groups_with_the_same_ranks_are_not_mixed_up(spmd):
     spmd(equal_groups)
 
 
+def channel_of_a_group(backend):
+    last = backend.size - 1
+    groups = [backend.group([0, last] if last else [0]), backend.group([last])]
+    channels = [(group.members, group.channel().members) for group in groups if group is not None]
+    assert channels == [(members, members) for members in ((0, last) if last else (0,), (last,)) if backend.rank in members]
+    assert backend.channel().members == backend.members == tuple(range(backend.size))
+
+
+def test_a_channel_of_a_group_has_the_group_s_members(spmd):
+    spmd(channel_of_a_group)
+
+
 def wrong_groups(backend):
     for ranks in ([], [0, 0], [-1], [backend.size]):
         with pytest.raises(ValueError, match="a group needs one or more different ranks"):
