@@ -30,10 +30,11 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 
     Raises:
         ValueError: ``root`` is no rank.
-        BackendError: the names, dtypes or shapes of the ranks' tensors differ, a rank failed, or the call timed out.
+        BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, a rank failed, or the call
+            timed out.
     """
     tensors = _named_tensors(params)
-    described = [f"{name} ({t.dtype}, {tuple(t.shape)})" for name, t in tensors]
+    described = [f"{name} ({t.dtype}, {tuple(t.shape)}, {t.device.type})" for name, t in tensors]
     agree_on_list(backend, "parameters", described, "broadcast_parameters")
     for chunk in _chunks([t for _, t in tensors]):
         packed = torch.cat([as_bytes(t) for t in chunk])

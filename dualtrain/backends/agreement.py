@@ -39,21 +39,24 @@ class Call:
     dtype: torch.dtype | None = None
     shape: tuple[int | None, ...] | None = None
     root: int | None = None
+    device: str = "cpu"  # the type of the tensor's device: the libraries hang if only some ranks send from a GPU
 
     @classmethod
     def on(cls, kind: str, tensor: torch.Tensor, name: str | None, *, free: bool = False, root: int | None = None) -> Call:
         """Return the call ``kind`` on ``tensor``; with ``free``, the ranks may differ in the first dimension."""
         shape = (None, *tensor.shape[1:]) if free else tuple(tensor.shape)
-        return cls(kind, name, tensor.dtype, shape, root)
+        return cls(kind, name, tensor.dtype, shape, root, tensor.device.type)
 
     def describe(self) -> str:
-        """Return text for messages: ``sum of 'loss' (float32, 3×4)``."""
+        """Return text for messages: ``sum of 'loss' (float32, 3×4)``; a device is shown unless it is the CPU."""
         text = self.kind if self.name is None else f"{self.kind} of {self.name!r}"
         if self.root is not None:
             text += f" from rank {self.root}"
         details = [str(self.dtype).removeprefix("torch.")] if self.dtype is not None else []
         if self.shape is not None:
             details.append("×".join("any" if n is None else str(n) for n in self.shape) or "scalar")
+        if self.device != "cpu":
+            details.append(self.device)
         return f"{text} ({', '.join(details)})" if details else text
 
     @lru_cache(maxsize=1024)  # noqa: B019 - keyed by the call's values, and a program repeats the same few calls

@@ -741,6 +741,8 @@ def disagree(backend, what):
         "object": (lambda: backend.barrier() if odd else backend.allgather_object(1), "allgather_object", "barrier"),
         "alltoall": (lambda: backend.alltoall(torch.zeros(backend.size, 1 + odd)), "any×1)", "any×2)"),
         "reducescatter": (lambda: backend.reducescatter(torch.zeros(5 + odd)), "average) (float32, 5)", "(float32, 6)"),
+        # The device "meta" stands for a GPU: a tensor on it cannot be sent, so the error must come before.
+        "device": (lambda: backend.allreduce(torch.zeros(3, device="meta" if odd else "cpu")), "32, 3)", "32, 3, meta)"),
     }
     call, expected_first, expected_second = calls[what]
     with pytest.raises(BackendError) as caught:
@@ -754,7 +756,7 @@ def disagree(backend, what):
 
 
 MISMATCHES = ["shape", "layout", "columns", "dtype", "op", "root", "kind", "name", "group", "object", "alltoall"]
-MISMATCHES += ["reducescatter"]
+MISMATCHES += ["reducescatter", "device"]
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
