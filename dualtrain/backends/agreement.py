@@ -22,6 +22,7 @@ from dualtrain.backends.base import Primitives
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
+_PER_SUM = 0x9E3779B97F4A7C15  # odd, so that different counts of sums give different fingerprints
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
@@ -77,10 +78,13 @@ def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
     Raises:
         BackendError: on every rank, if the calls differ; the message names each rank's call.
     """
-    fingerprints, extents = zip(*backend.exchange_short([call.fingerprint(), extent]), strict=True)
+    sums = backend.sums_beside(call.device)
+    mine = (call.fingerprint() + sums * _PER_SUM) & (1 << 63) - 1
+    fingerprints, extents = zip(*backend.exchange_short([mine, extent]), strict=True)
     if len(set(fingerprints)) == 1:
         return list(extents)
-    raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, call)}")
+    text = call.describe() + (f" after {sums} sum{'s' * (sums > 1)} of gradients" if sums else "")
+    raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, text)}")
 
 
 def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
@@ -94,10 +98,10 @@ def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
     raise problem
 
 
-def _differences(backend: Primitives, call: Call) -> str:
+def _differences(backend: Primitives, mine: str) -> str:
     """Return each rank's call: ``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
     ranks_of: dict[str, list[str]] = {}
-    for rank, description in enumerate(exchange_text(backend.exchange_short, call.describe(), _DESCRIPTION_BYTES)):
+    for rank, description in enumerate(exchange_text(backend.exchange_short, mine, _DESCRIPTION_BYTES)):
         ranks_of.setdefault(description, []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in ranks_of.items())
 

@@ -5,6 +5,7 @@ implement the primitives over one library each, ``local.py`` implements them for
 
 All ranks of a backend start the primitives in the same order, with equal arguments except for the data. The primitives
 do not check that: the derived calls check it first (``agreement.py``), and the gradient path checks its layout once.
+The operations of the gradient path have an order of their own, since buckets are sent while backward makes other calls.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -83,6 +84,29 @@ class Work(ABC, Generic[T_co]):
     @abstractmethod
     def done(self) -> bool:
         """Return whether :meth:`wait` would return at once. Does not block."""
+
+
+class GradientPath(Protocol):
+    """The primitives with which gradients are summed. See :class:`Primitives`."""
+
+    @property
+    def rank(self) -> int:
+        """Index of this process in the backend, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes in the backend."""
+
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        """See :meth:`Primitives.start_allreduce`."""
+
+    def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
+        """See :meth:`Primitives.start_allgather`."""
+
+    def start_alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
+    ) -> Work[None]:
+        """See :meth:`Primitives.start_alltoall`."""
 
 
 class Primitives(ABC):
@@ -182,6 +206,18 @@ class Primitives(ABC):
 
         Uses a separate process group or name, so that no library matches this exchange with a gradient of another rank.
         """
+
+    @property
+    def gradient_path(self) -> GradientPath:
+        """The primitives for sums of gradients, in a group apart from all other operations if operations match by order."""
+        return self
+
+    def sums_beside(self, device: str) -> int:
+        """Return how many operations of the gradient path were started in the same group as calls on ``device`` (a type).
+
+        All ranks must have started equally many before such a call. 0 if the gradient path has a group of its own.
+        """
+        return 0
 
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather every rank's ``numbers`` (64-bit integers, equally many on every rank), in rank order. Blocks."""

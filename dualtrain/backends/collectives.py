@@ -295,10 +295,11 @@ class Backend(Primitives):
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.
 
-        Otherwise as :meth:`start_allreduce`. Does not block. If :meth:`new_buffer` returned ``tensor`` on one rank, it
+        Otherwise as :meth:`start_allreduce`. Does not block. Sums have an order of their own: a rank may make other calls
+        before or after a sum. If :meth:`new_buffer` returned ``tensor`` on one rank, it
         must have done so on every rank.
         """
-        work = self.start_allreduce(tensor, ReduceOp.SUM, name)
+        work = self.gradient_path.start_allreduce(tensor, ReduceOp.SUM, name)
         if factor == 1:
             return work
         flat = tensor.view(-1)
@@ -329,7 +330,7 @@ class Backend(Primitives):
         """
         if order.is_plain_sum or not tensor.numel():
             return self.start_sum(tensor, name, factor, tail)
-        return TreeSum(self, tensor, others, order, name, factor, tail)
+        return TreeSum(self.gradient_path, tensor, others, order, name, factor, tail)
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 

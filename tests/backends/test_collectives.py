@@ -10,6 +10,7 @@ import math
 import operator
 import pickle
 import time
+import types
 from functools import reduce
 
 import pytest
@@ -19,6 +20,7 @@ from dualtrain import BackendError, ReduceOp, broadcast_parameters
 from dualtrain.backends import objects
 from dualtrain.backends.comparison import compare
 from dualtrain.gradients import GradientReducer
+from tests.threads import run_threads
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -801,6 +803,37 @@ def other_calls(backend):
 
 def test_different_calls_are_an_error_on_every_rank_whatever_they_exchange(many):
     many(other_calls)
+
+
+def after_other_sums(backend):
+    """Sums on "meta", which stands for a GPU, and calls there share a group, as with NCCL."""
+    backend.sums_beside = lambda device: backend.rank if device == "meta" else 0
+    with pytest.raises(BackendError) as caught:
+        backend.allreduce(torch.ones(2, device="meta"), "sum")
+    assert backend.allreduce(torch.ones(2), "sum").tolist() == [backend.size] * 2
+    return str(caught.value)
+
+
+def test_a_call_after_another_count_of_sums_in_its_group_is_refused_on_every_rank():
+    for message in run_threads(2, after_other_sums):
+        assert message.endswith("rank 0: sum (float32, 2, meta); rank 1: sum (float32, 2, meta) after 1 sum of gradients")
+
+
+def counts_sums(backend):
+    """Only sums of gradients on a GPU count, and only for calls on a GPU."""
+    gpu = types.SimpleNamespace(is_cuda=True)
+    backend._nccl, before = gpu, backend._nccl
+    try:
+        assert backend._group_of(gpu) is backend._group_of_sums(gpu) is gpu
+        backend.start_sum(torch.ones(2), "x").wait()
+        return backend.sums_beside("cuda"), backend.sums_beside("cpu")
+    finally:
+        backend._nccl, backend._nccl_sums = before, 0
+
+
+def test_torch_counts_the_sums_in_the_group_of_nccl(pool):
+    pool.connect("torch", 2)
+    assert pool.run(counts_sums) == [(1, 0)] * 2
 
 
 # -- local ranks --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dualtrain import functional
+from dualtrain.gradients import GradientReducer, Transfer
 
 
 def inputs(size, rows):
@@ -65,3 +66,28 @@ def scalars(backend):
 @pytest.mark.parametrize("body", [reductions, movements, scalars])
 def test_gradients_equal_those_of_one_process(typical, body):
     typical(body)
+
+
+def beside_buckets(backend):
+    """A call in backward, before or after which ranks send another bucket: only rank 0 uses ``side`` in the second step."""
+    early, side, big = params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    reducer = GradientReducer([("early", early), ("side", side), ("big", big)], backend, transfer=Transfer(bucket_bytes=0))
+    found = []
+    for step in range(3):
+        for p in params:
+            p.grad = None
+        shared = functional.allreduce(early * 2, backend)
+        loss = 10 * (shared * big).sum()
+        if backend.rank == 0 or step == 0:
+            loss = loss + (shared.detach() * side).sum()
+        loss.backward()
+        found.append([p.grad.tolist() for p in params])
+    reducer.close()
+    for step, grads in enumerate(found):
+        users = backend.size if step == 0 else 1
+        for grad, expected in zip(grads, (20.0, 2.0 * users / backend.size, 20.0), strict=True):
+            torch.testing.assert_close(torch.tensor(grad), torch.full((4,), expected))
+
+
+def test_a_call_in_backward_is_not_summed_with_a_bucket(many):
+    many(beside_buckets)
