@@ -20,13 +20,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from dualtrain.backends.watch import Watch
-from dualtrain.errors import BackendError, PeerFailedError
+from dualtrain.errors import BackendError, PeerFailedError, PeerFailure
 from dualtrain.launchers import World
 
 T_co = TypeVar("T_co", covariant=True)
 
 
 _REPORT_SECONDS = 1.0  # a wait that lasts longer is reported to the other ranks
+_LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: what it sent before may still arrive
 _REASON_SECONDS = 2.0  # when a connection breaks, wait this long for the failed rank's own report
 
 
@@ -247,10 +248,16 @@ class Primitives(ABC):
         """
         start = time.monotonic()
         reported = False
+        left_at: float | None = None  # when this wait has found that a rank left normally
         try:
             while not finished(0.25):
-                self.raise_if_peer_failed(what)
                 seconds = time.monotonic() - start
+                failure = self._peer_failure()
+                if failure is not None and failure.quiet:
+                    left_at = seconds if left_at is None else left_at
+                    failure = failure if seconds - left_at >= _LEFT_SECONDS else None
+                if failure is not None:
+                    raise self._peer_failed(what, failure)
                 if self.on_wait is not None:
                     self.on_wait(self, what, seconds)
                 if self.watch is not None and not reported and seconds > min(_REPORT_SECONDS, self.timeout / 3):
@@ -305,18 +312,24 @@ class Primitives(ABC):
                 self.watch.report_wait(what)
             # A broken connection is often noticed before the failed rank's report arrives.
             self.watch.wait_for_report(_REASON_SECONDS)
-            self.raise_if_peer_failed(what, cause=error)
+            failure = self._peer_failure()
+            if failure is not None:
+                raise self._peer_failed(what, failure) from error
             missing = self._missing(dict(self.watch.waiting)) if waited else []
             if missing:
                 reason = f"waited for {_not_here(missing)} ({reason})"
         return BackendError(f"{what} failed on rank {self.rank} of {self.size}: {reason}")
 
-    def raise_if_peer_failed(self, what: str, cause: BaseException | None = None) -> None:
-        """Raise PeerFailedError if a rank is known to have failed or left the job."""
-        failure = self.watch.failure if self.watch is not None else None
-        if failure is not None:
-            message = f"{what} cannot end on rank {self.rank} of {self.size}: {failure.describe()}"
-            raise PeerFailedError(message, failure) from cause
+    def _peer_failure(self) -> PeerFailure | None:
+        """Return the known failure of any rank of the job; otherwise that of a rank of this backend that has left."""
+        watch = self.watch
+        if watch is None or watch.peer_failed:
+            return watch.failure if watch is not None else None
+        left = dict(watch.left)  # the watch's thread may add to it
+        return next((left[rank] for rank in self._others() if rank in left), None)
+
+    def _peer_failed(self, what: str, failure: PeerFailure) -> PeerFailedError:
+        return PeerFailedError(f"{what} cannot end on rank {self.rank} of {self.size}: {failure.describe()}", failure)
 
 
 def _not_here(ranks: Sequence[int]) -> str:

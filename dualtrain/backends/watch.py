@@ -41,6 +41,7 @@ class Watch:
 
     Attributes:
         failure: the first known failure; a quiet one is replaced by the first that is not quiet.
+        left: the quiet failure of each rank that has left the job normally.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
         waiting: for each rank, the operations that it has been waiting for, for more than a second. Rank 0 sends every
             report back, so another rank finds its own wait here unless rank 0's process hangs.
@@ -53,6 +54,7 @@ class Watch:
         """Start to watch as rank ``rank``, over these connections."""
         self.rank = rank
         self.failure: PeerFailure | None = None
+        self.left: dict[int, PeerFailure] = {}
         self.on_peer_failure: Callable[[PeerFailure], None] | None = None
         self.waiting: dict[int, list[str]] = {}
         self._connections = connections
@@ -176,6 +178,8 @@ class Watch:
         self.waiting[rank] = [one for one in found if one != waits] if ended else [*found, waits]
 
     def _note_failure(self, failure: PeerFailure) -> None:
+        if failure.quiet and not self._leaving:
+            self.left[failure.rank] = failure
         # The first failure that is not quiet is the cause; later ones are its consequences.
         if self._leaving or self.peer_failed or (failure.quiet and self.failure is not None):
             return

@@ -144,6 +144,57 @@ def test_a_wait_for_a_rank_that_has_left_is_an_error(typical):
         assert first < CONTRACT_SECONDS
 
 
+def outsider_leaves(backend):
+    """Rank 2 leaves; ranks 0 and 1 go on in a group without it, and rank 0 waits there for rank 1."""
+    group = backend.group([0, 1])
+    if group is None:
+        return backend.close()
+    assert holds(lambda: 2 in backend.watch.left)
+    if backend.rank == 1:
+        time.sleep(1.5)
+    return group.allreduce(torch.tensor([backend.rank]), "sum").item()
+
+
+def outsider_and_member_leave(backend):
+    group = backend.group([0, 1])
+    if backend.rank == 2:
+        return backend.close()
+    assert holds(lambda: 2 in backend.watch.left)
+    if backend.rank == 1:
+        return backend.close()
+    return call_until_failure(group, group.barrier)[0]
+
+
+def test_a_rank_that_leaves_breaks_only_groups_to_which_it_belongs():
+    assert run_threads(3, outsider_leaves) == [1, 1, None]
+    said = run_threads(3, outsider_and_member_leave)[0]
+    assert "cannot end on rank 0 of 2: rank 1 has left the job" in said
+
+
+@pytest.mark.parametrize("name", ["torch", "shm"])
+def test_a_group_without_a_rank_that_left_still_works(pool, name):
+    pool.connect(name, 3)
+    assert pool.run(outsider_leaves) == [1, 1, None]
+    pool.disconnect()
+
+
+def arrives_after_its_sender_left(backend):
+    if backend.rank == 1:
+        return backend.close()
+    assert holds(lambda: 1 in backend.watch.left)
+    polls = iter([False, False, True])
+
+    def arrives(seconds):
+        time.sleep(seconds)
+        return next(polls)
+
+    return backend.await_bounded("the last sum", arrives)
+
+
+def test_data_of_a_rank_that_has_left_may_still_arrive():
+    assert run_threads(2, arrives_after_its_sender_left) == [None, None]
+
+
 def misses_a_call(backend, folder):
     """Rank 0 does not make the call; the other ranks, which wait too, are not named."""
     backend.barrier()
