@@ -83,7 +83,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
         ctx.backend, ctx.shape = backend, tensor.shape
         rows = tensor.shape[0] if tensor.dim() else 1
-        ctx.rows = backend.allgather(torch.tensor([rows]), name="allgather.rows").tolist()
+        ctx.rows = backend.allgather(torch.tensor([rows], device="cpu"), name="allgather.rows").tolist()
         return backend.allgather(tensor, name="allgather")
 
     @staticmethod

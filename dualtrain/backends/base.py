@@ -222,7 +222,7 @@ class Primitives(ABC):
 
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather every rank's ``numbers`` (64-bit integers, equally many on every rank), in rank order. Blocks."""
-        gathered: list[list[int]] = self.exchange(torch.tensor(numbers, dtype=torch.int64)).tolist()
+        gathered: list[list[int]] = self.exchange(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
         return gathered
 
     @abstractmethod

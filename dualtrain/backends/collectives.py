@@ -509,7 +509,7 @@ class Backend(Primitives):
         agree(self, call)
         received = [theirs[self.rank] for theirs in self.exchange_short(sent)]
         rows = self.alltoall_rows(tensor.detach(), sent, received, name or "alltoall")
-        return rows, torch.tensor(received, dtype=torch.int32)
+        return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
 
     def alltoall_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
         """Send ``sent[r]`` rows to rank r, and return the received rows, ``received[r]`` from rank r."""
@@ -526,7 +526,7 @@ class Backend(Primitives):
         data, problem = _encoded(obj) if self.rank == root else (None, None)
         length = agree(self, Call("broadcast_object", name, root=root), -1 if problem else 0 if data is None else len(data))
         self._refuse_if_unsent({root: length[root]}, problem)
-        buffer = torch.empty(length[root], dtype=torch.uint8) if data is None else data
+        buffer = torch.empty(length[root], dtype=torch.uint8, device="cpu") if data is None else data
         self.start_broadcast(buffer, root, name or "broadcast_object").wait()
         return obj if data is not None else objects.decode(buffer)
 

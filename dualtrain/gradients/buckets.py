@@ -338,7 +338,7 @@ def make_buckets(
     """
     layouts = lay_out([slot.param for slot in slots], transfer)
     if not layouts and extra:
-        like = torch.empty(0)
+        like = torch.empty(0, device="cpu")
         layouts = [BucketLayout(like.dtype, like.device)]
     last = len(layouts) - 1
     buckets = [

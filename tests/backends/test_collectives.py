@@ -16,7 +16,7 @@ from functools import reduce
 import pytest
 import torch
 
-from dualtrain import BackendError, ReduceOp, broadcast_parameters
+from dualtrain import BackendError, ReduceOp, broadcast_parameters, connect, functional
 from dualtrain.backends import objects
 from dualtrain.backends.comparison import compare
 from dualtrain.gradients import GradientReducer
@@ -621,6 +621,33 @@ def test_nothing_in_a_forged_message_is_executed(protocol, tmp_path, capfd):
         with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|invalid"):
             objects.decode(torch.frombuffer(bytearray(message), dtype=torch.uint8))
     assert "foreign" not in capfd.readouterr().out
+
+
+def other_default_device(backend):
+    """The default device "meta" stands for a GPU: only the caller's tensors decide which library sends."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    mine = data(backend.rank, backend.size, 2).requires_grad_()
+    with torch.device("meta"):
+        assert backend.broadcast_object({"rank": backend.rank}, backend.size - 1) == {"rank": backend.size - 1}
+        assert backend.allgather_object(backend.rank) == list(range(backend.size))
+        backend.barrier()
+        assert backend.alltoall(mine, [1] * backend.size)[1].is_cpu
+        functional.allgather(mine, backend).sum().backward()
+        reducer = GradientReducer([("weight", weight)], backend, unused="none", extra=1)
+        (weight * (1 + backend.rank)).sum().backward()
+        reducer.close()
+    assert reducer.extra.is_cpu
+    assert weight.grad.tolist() == [(1 + backend.size) / 2] * 2
+    assert mine.grad.tolist() == [[backend.size] * 2] * backend.size
+
+
+def test_the_default_device_of_torch_does_not_matter(spmd):
+    spmd(other_default_device)
+
+
+def test_connect_does_not_use_the_default_device_of_torch():
+    with torch.device("meta"), connect("local") as backend:
+        assert backend.size == 1
 
 
 # -- asynchronous calls -------------------------------------------------------------------------------------------
