@@ -375,7 +375,8 @@ class Backend(Primitives):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
+        ended_normally = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not ended_normally:
             self.abort("".join(traceback.format_exception(error)).strip())
         self.close()
 

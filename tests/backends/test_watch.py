@@ -129,6 +129,25 @@ def test_an_exception_in_a_with_statement_is_reported_to_the_others():
         assert first < CONTRACT_SECONDS
 
 
+def exits_in_a_with_statement(backend, status):
+    if backend.rank == 1:
+        with pytest.raises(SystemExit), backend:
+            raise SystemExit(status)
+        return None
+    assert holds(lambda: backend.watch.failure is not None)
+    return backend.watch.failure.describe().splitlines()[0]
+
+
+@pytest.mark.parametrize("status", [None, 0])
+def test_an_exit_with_status_0_in_a_with_statement_is_no_failure(status):
+    assert run_threads(2, exits_in_a_with_statement, status)[0] == "rank 1 has left the job"
+
+
+@pytest.mark.parametrize("status", [1, "no data"])
+def test_an_exit_with_another_status_in_a_with_statement_is_a_failure(status):
+    assert run_threads(2, exits_in_a_with_statement, status)[0] == f"rank 1 stopped: SystemExit: {status}"
+
+
 def leaves_early(backend):
     if backend.rank == 0:
         return backend.close()
