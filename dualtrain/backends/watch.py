@@ -28,6 +28,8 @@ from dualtrain.rendezvous.connection import Connection, Ranks, cut_off, open_con
 #: A report of a peer failure, or of an operation that a rank waits for, as JSON.
 Message = dict[str, Any]
 
+_HEADLINE = 400  # largest number of characters in the line that names a failure; all of the reason follows it
+
 
 class Watch:
     """One rank's record of the failures and long waits of all other ranks.
@@ -98,8 +100,8 @@ class Watch:
         """Report to the other ranks that this rank stops for ``reason``: a message, or a formatted traceback."""
         if self._may_leave():
             self._leaving = True
-            headline = reason.strip().splitlines()[-1]
-            details = "" if headline == reason.strip() else f"\n{reason.strip()}"
+            headline = _headline(reason)
+            details = "" if headline == reason.strip() or not reason.strip() else f"\n{reason.strip()}"
             self.send(asdict(PeerFailure(self.rank, f"stopped: {headline}{details}")))
 
     def leave(self) -> None:
@@ -214,6 +216,21 @@ class Watch:
         """Deprecated name of :meth:`wait_for_report`."""
         _warn("Watch.settle", "Watch.wait_for_report")
         self.wait_for_report(seconds)
+
+
+def _headline(reason: str) -> str:
+    """Return ``reason`` in one line; of a formatted traceback, only the type and the message of the exception."""
+    lines = reason.strip().splitlines()
+    if lines and lines[0].startswith("Traceback ("):
+        # The exception follows the last frame, whose lines are indented. Its message may have several lines.
+        last = max(number for number, line in enumerate(lines) if line.startswith(("  File ", "Traceback (")))
+        after = range(last + 1, len(lines))
+        first = next((number for number in after if not lines[number].startswith(" ")), len(lines) - 1)
+        lines = lines[first:]
+    text = " ".join(" ".join(lines).split())
+    if not text:
+        return "no reason was given"
+    return text if len(text) <= _HEADLINE else f"{text[:_HEADLINE]}…"
 
 
 def _do_nothing() -> None:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -127,6 +128,74 @@ def test_an_exception_in_a_with_statement_is_reported_to_the_others():
     for message, first, _ in results:
         assert "rank 1 stopped: ValueError: boom" in message
         assert first < CONTRACT_SECONDS
+
+
+class _Multiline:
+    """Exceptions whose message has several lines."""
+
+    @staticmethod
+    def load():
+        torch.nn.Linear(2, 2).load_state_dict({"weight": torch.zeros(3, 3)})
+
+    @staticmethod
+    def chained():
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise ValueError("second\n  third\n\nfourth") from error
+
+    @staticmethod
+    def long():
+        raise RuntimeError("x" * 1000)
+
+    @staticmethod
+    def syntax():
+        compile("a =", "script.py", "exec")
+
+
+def raises_with_several_lines(backend, which):
+    if backend.rank == 1:
+        with suppress(Exception), backend:
+            getattr(_Multiline, which)()
+        return None
+    assert holds(lambda: backend.watch.failure is not None)
+    return backend.watch.failure.describe()
+
+
+@pytest.mark.parametrize(
+    ("which", "line"),
+    [
+        ("load", "RuntimeError: Error(s) in loading state_dict for Linear: Missing key(s) in state_dict: "),
+        ("chained", "ValueError: second third fourth\n"),
+        ("long", f"RuntimeError: {'x' * 386}…\n"),
+        ("syntax", "SyntaxError: invalid syntax\n"),
+    ],
+    ids=["load", "chained", "long", "syntax"],
+)
+def test_the_first_line_of_a_report_has_the_type_and_the_cause(which, line):
+    said = run_threads(2, raises_with_several_lines, which)[0]
+    assert said.startswith(f"rank 1 stopped: {line}")
+    assert said.splitlines()[1] == "Traceback (most recent call last):"
+
+
+def aborts_with(backend, reason):
+    if backend.rank == 1:
+        return backend.abort(reason)
+    assert holds(lambda: backend.watch.failure is not None)
+    return backend.watch.failure.describe()
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("", "no reason was given"),
+        (" \n", "no reason was given"),
+        ("the disk is full", "the disk is full"),
+        ("two\nlines", "two lines\ntwo\nlines"),
+    ],
+)
+def test_any_text_may_be_the_reason_of_an_abort(reason, said):
+    assert run_threads(2, aborts_with, reason)[0] == f"rank 1 stopped: {said}"
 
 
 def exits_in_a_with_statement(backend, status):
