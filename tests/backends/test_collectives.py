@@ -588,6 +588,27 @@ def test_objects_arrive_as_they_were_sent(spmd):
     spmd(exchange_objects)
 
 
+def exchange_views(backend):
+    memory = torch.arange(1e6)
+    conjugate = torch.complex(memory[:4], memory[4:8]).conj()
+    sent = {"view": memory[10:12], "column": memory.view(-1, 10)[:3, 1], "imag": conjugate.imag[:2]}
+    sent["leaf"] = torch.nn.Parameter(memory[20:22])
+    for received in (backend.broadcast_object(sent if backend.rank == 0 else None), *backend.allgather_object(sent)):
+        assert {name: each.tolist() for name, each in received.items()} == {name: t.tolist() for name, t in sent.items()}
+        assert [name for name, each in received.items() if each.requires_grad] == ["leaf"]
+
+
+def test_views_arrive_as_they_were_sent(spmd):
+    spmd(exchange_views)
+
+
+def test_a_view_is_sent_without_the_rest_of_its_memory():
+    memory = torch.zeros(1_000_000)
+    assert len(objects.encode([memory[:1], torch.nn.Parameter(memory[1:2])])) < 10_000
+    first, second = objects.decode(objects.encode([memory, memory]))
+    assert first.data_ptr() == second.data_ptr()  # tensors that use all of their memory still share it
+
+
 def refuse_objects(backend):
     last = backend.size - 1
     for thing in (Unknown(), Trap(), refuse_objects, [{"deep": Unknown}], lambda: 0):
