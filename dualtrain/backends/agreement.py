@@ -80,7 +80,10 @@ def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
     """
     sums = backend.sums_beside(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM) & (1 << 63) - 1
-    fingerprints, extents = zip(*backend.exchange_short([mine, extent]), strict=True)
+    fingerprints, extents = zip(*backend.exchange_short([~mine if backend.flag else mine, extent]), strict=True)
+    backend.any_flag = min(fingerprints) < 0  # fingerprints are not negative, so their complements are
+    if backend.any_flag:
+        fingerprints = tuple(max(each, ~each) for each in fingerprints)
     if len(set(fingerprints)) == 1:
         return list(extents)
     text = call.describe() + (f" after {sums} sum{'s' * (sums > 1)} of gradients" if sums else "")

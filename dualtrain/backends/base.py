@@ -127,6 +127,8 @@ class Primitives(ABC):
         on_wait: called at least about four times a second during a wait, with this backend, the operation and the seconds
             waited.
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
+        flag: one bit that this rank sends beside the comparison of a call; see :meth:`Backend.with_flag`.
+        any_flag: whether any rank sent that bit in the last comparison.
     """
 
     name: str
@@ -134,6 +136,8 @@ class Primitives(ABC):
     versions: Mapping[str, str] = MappingProxyType({})
     narrow: frozenset[torch.dtype] = frozenset({torch.float16, torch.bfloat16})
     watch: Watch | None = None
+    flag = False
+    any_flag = False
     on_wait: Callable[[Any, str, float], None] | None = None
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:

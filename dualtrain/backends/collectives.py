@@ -205,6 +205,18 @@ class Backend(Primitives):
         """:meth:`alltoall` without blocking; the result always includes how many rows came from each rank."""
         return self._later(partial(self._alltoall, tensor, splits, name))
 
+    def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
+        """Return the result of ``call``, which makes one call of this backend, and whether any rank's ``flag`` is true.
+
+        The flags are sent with the comparison of the call, so they cost no exchange of their own.
+        """
+        self._queue.drain()  # an asynchronous call must not send the flag
+        self.flag = flag
+        try:
+            return call(), self.any_flag
+        finally:
+            self.flag = False
+
     # -- objects, barriers, groups --------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:

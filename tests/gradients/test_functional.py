@@ -91,3 +91,37 @@ def beside_buckets(backend):
 
 def test_a_call_in_backward_is_not_summed_with_a_bucket(many):
     many(beside_buckets)
+
+
+def gradient_of(backend, call, leaf, mine):
+    """Return the gradient of ``leaf``, which only some ranks' input ``mine`` depends on."""
+    result = call(mine)
+    assert result.requires_grad
+    (result * (backend.rank + 1)).sum().backward()
+    return None if leaf is None else leaf.grad.flatten().tolist()
+
+
+def inputs_of_some_ranks(backend):
+    """Only rank 0's input requires a gradient, as in ``broadcast(weight if rank == 0 else torch.empty(2))``."""
+    size, total = backend.size, backend.size * (backend.size + 1) / 2
+    calls = {
+        "broadcast": (lambda x: functional.broadcast(x, backend), total),
+        "allgather": (lambda x: functional.allgather(x, backend), total),
+        "sum": (lambda x: functional.allreduce(x, backend, "sum"), total),
+        "average": (lambda x: functional.allreduce(x, backend), total / size),
+        "reducescatter": (lambda x: functional.reducescatter(x, backend, "sum"), None),
+        "alltoall": (lambda x: functional.alltoall(x, backend), None),
+    }
+    each = [float(rank + 1) for rank in range(size) for _ in range(2)]
+    for name, (call, expected) in calls.items():
+        leaf = torch.ones(2 * size, requires_grad=True) if backend.rank == 0 else None
+        found = gradient_of(backend, call, leaf, torch.ones(2 * size) if leaf is None else leaf * 1)
+        assert leaf is None or found == (each if expected is None else [expected] * 2 * size), name
+        assert not call(torch.ones(2 * size)).requires_grad, name
+        with torch.no_grad():
+            assert not call(torch.ones(2 * size, requires_grad=True)).requires_grad, name
+    assert backend.allreduce(torch.ones(1), "sum").item() == size
+
+
+def test_all_ranks_run_the_backward_pass_if_one_rank_needs_a_gradient(spmd):
+    spmd(inputs_of_some_ranks)
