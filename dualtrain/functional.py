@@ -2,17 +2,21 @@
 
 (``dualtrain.hvd`` keeps Horovod's factors, which average the gradients of ``allgather`` and ``broadcast``, and multiply
 those of a summing ``reducescatter`` by the number of ranks.) The backward pass is collective too: every rank must run it.
-All functions return new tensors, block, and raise the errors of the backend's own calls.
+All functions return new tensors, block, and raise the errors of the backend's own calls. If the input of any rank requires
+a gradient, the result requires one on every rank, so that all of them run the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from dualtrain.backends import Backend, ReduceOp
+
+T = TypeVar("T")
+Backward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
@@ -22,20 +26,34 @@ def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = Reduc
         ValueError: ``op`` is neither sum nor average.
         BackendError: as :meth:`dualtrain.Backend.allreduce`. All functions of this module raise it.
     """
-    result: torch.Tensor = _AllReduce.apply(tensor, backend, _linear(op))
-    return result
+    op = _linear(op)
+    result, graded = _forward(tensor, backend, lambda: backend.allreduce(tensor, op, name="allreduce"))
+    return _with_backward(tensor, result, graded, lambda grad: allreduce(grad, backend, op))
 
 
 def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     """Return every rank's rows, in rank order. The gradient of a row is the sum of all ranks' gradients of this row."""
-    result: torch.Tensor = _AllGather.apply(tensor, backend)
-    return result
+    shape, here = tensor.shape, backend.rank
+    own_rows = torch.tensor([shape[0] if tensor.dim() else 1], device="cpu")
+    rows = backend.allgather(own_rows, name="allgather.rows").tolist()
+    result, graded = _forward(tensor, backend, lambda: backend.allgather(tensor, name="allgather"))
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        summed = allreduce(grad, backend, ReduceOp.SUM)
+        return summed.narrow(0, sum(rows[:here]), rows[here]).reshape(shape)
+
+    return _with_backward(tensor, result, graded, backward)
 
 
 def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Tensor:
     """Return the root's ``tensor``. The gradient is the sum of all ranks' gradients at the root, zero elsewhere."""
-    result: torch.Tensor = _Broadcast.apply(tensor, backend, root)
-    return result
+    result, graded = _forward(tensor, backend, lambda: backend.broadcast(tensor, root, name="broadcast"))
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        summed = allreduce(grad, backend, ReduceOp.SUM)
+        return summed if backend.rank == root else torch.zeros_like(summed)
+
+    return _with_backward(tensor, result, graded, backward)
 
 
 def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = ReduceOp.AVERAGE) -> torch.Tensor:
@@ -46,8 +64,10 @@ def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = R
     Raises:
         ValueError: ``op`` is neither sum nor average, or ``tensor`` has no dimension.
     """
-    result: torch.Tensor = _ReduceScatter.apply(tensor, backend, _linear(op))
-    return result
+    op = _linear(op)
+    result, graded = _forward(tensor, backend, lambda: backend.reducescatter(tensor, op, name="reducescatter"))
+    share = backend.size if op is ReduceOp.AVERAGE else 1
+    return _with_backward(tensor, result, graded, lambda grad: allgather(grad / share, backend))
 
 
 def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None = None) -> torch.Tensor:
@@ -56,8 +76,17 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
     Raises:
         ValueError: ``tensor`` cannot be split equally, or ``splits`` does not fit it.
     """
-    result: torch.Tensor = _AllToAll.apply(tensor, backend, splits)
-    return result
+    # The asynchronous form returns the count of rows from each rank even without splits.
+    answer, graded = _forward(tensor, backend, lambda: backend.alltoall_async(tensor, splits, name="alltoall").wait())
+    result, received = answer
+    rows = tensor.shape[0]
+
+    def backward(grad: torch.Tensor) -> torch.Tensor:
+        back = alltoall(grad, backend, received)
+        unsent = back.new_zeros(rows - len(back), *back.shape[1:])  # the rows beyond the splits have no gradient
+        return torch.cat([back, unsent])
+
+    return _with_backward(tensor, result, graded, backward)
 
 
 def _linear(op: ReduceOp | str) -> ReduceOp:
@@ -67,68 +96,32 @@ def _linear(op: ReduceOp | str) -> ReduceOp:
     return chosen
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, backend: Backend, op: ReduceOp) -> torch.Tensor:
-        ctx.backend, ctx.op = backend, op
-        return backend.allreduce(tensor, op, name="allreduce")
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return allreduce(grad, ctx.backend, ctx.op), None, None
+def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> tuple[T, bool]:
+    """Return the result of ``call``, and whether the ``tensor`` of any rank requires a gradient."""
+    return backend.with_flag(call, tensor.requires_grad and torch.is_grad_enabled())
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
-        ctx.backend, ctx.shape = backend, tensor.shape
-        rows = tensor.shape[0] if tensor.dim() else 1
-        ctx.rows = backend.allgather(torch.tensor([rows]), name="allgather.rows").tolist()
-        return backend.allgather(tensor, name="allgather")
+def _with_backward(tensor: torch.Tensor, result: torch.Tensor, graded: bool, backward: Backward) -> torch.Tensor:
+    """Return ``result``, and if ``graded`` make ``backward`` compute the gradient of ``tensor`` from its gradient.
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        summed = allreduce(grad, ctx.backend, ReduceOp.SUM)
-        here = ctx.backend.rank
-        return summed.narrow(0, sum(ctx.rows[:here]), ctx.rows[here]).reshape(ctx.shape), None
+    A rank whose ``tensor`` requires no gradient runs ``backward`` too, since it is collective.
+    """
+    if not graded or not torch.is_grad_enabled():
+        return result
+    source = tensor if tensor.requires_grad else torch.empty(0, device="cpu", requires_grad=True)
+    output: torch.Tensor = _Collective.apply(source, [result], backward, tensor.requires_grad)
+    return output
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, backend: Backend, root: int) -> torch.Tensor:
-        ctx.backend, ctx.root = backend, root
-        return backend.broadcast(tensor, root, name="broadcast")
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        summed = allreduce(grad, ctx.backend, ReduceOp.SUM)
-        return summed if ctx.backend.rank == ctx.root else torch.zeros_like(summed), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, backend: Backend, op: ReduceOp) -> torch.Tensor:
-        ctx.backend, ctx.op = backend, op
-        return backend.reducescatter(tensor, op, name="reducescatter")
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        share = ctx.backend.size if ctx.op is ReduceOp.AVERAGE else 1
-        return allgather(grad / share, ctx.backend), None, None
-
-
-class _AllToAll(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | torch.Tensor | None
+        ctx: Any, source: torch.Tensor, result: list[torch.Tensor], backward: Backward, graded: bool
     ) -> torch.Tensor:
-        # The asynchronous form returns the count of rows from each rank even without splits.
-        rows, ctx.received = backend.alltoall_async(tensor, splits, name="alltoall").wait()
-        ctx.backend, ctx.rows = backend, tensor.shape[0]
-        return rows
+        ctx.backward_of, ctx.graded = backward, graded
+        return result[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        back = alltoall(grad, ctx.backend, ctx.received)
-        unsent = back.new_zeros(ctx.rows - len(back), *back.shape[1:])  # the rows beyond the splits have no gradient
-        return torch.cat([back, unsent]), None, None
+        mine = ctx.backward_of(grad)
+        return mine if ctx.graded else None, None, None, None

@@ -241,7 +241,7 @@ def combined_loss(loss: Any, reduce: Callable[[torch.Tensor], torch.Tensor]) -> 
     is_number = isinstance(loss, Real) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
     # Every rank makes the same call, whatever its closure returned; the sums tell whether all returned a number.
     mine = [float(loss), 1.0, 0.0] if is_number else [0.0, 0.0, 1.0]
-    total, numbers, others = reduce(torch.tensor(mine, dtype=torch.float64)).tolist()
+    total, numbers, others = reduce(torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
     if numbers and others:
         raise BackendError(
             "the closure given to step() returned a loss on some ranks and something else on others "

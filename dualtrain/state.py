@@ -29,11 +29,20 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
         root: the rank whose values are copied.
 
     Raises:
-        ValueError: ``root`` is no rank.
-        BackendError: the names, dtypes or shapes of the ranks' tensors differ, a rank failed, or the call timed out.
+        ValueError: ``root`` is no rank, or a tensor cannot be written since its elements share memory (``expand``).
+        BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, a rank failed, or the call
+            timed out.
     """
     tensors = _named_tensors(params)
-    agree_on_list(backend, "parameters", [f"{name} ({t.dtype}, {tuple(t.shape)})" for name, t in tensors])
+    note = ", whose elements share memory"
+    shared = [name for name, t in tensors if backend.size > 1 and _shares_elements(t)]
+    described = [_described(name, t) + note * (name in shared) for name, t in tensors]
+    agree_on_list(backend, "parameters", described, "broadcast_parameters")
+    if shared:
+        raise ValueError(
+            f"{shared[0]!r} cannot be broadcast: elements of this tensor share memory, as expand() makes them; register a "
+            "copy of it (clone())"
+        )
     for chunk in _chunks([t for _, t in tensors]):
         packed = torch.cat([as_bytes(t) for t in chunk])
         backend.broadcast_(packed, root, name="parameters")
@@ -140,6 +149,17 @@ def _named_tensors(params: Params) -> list[tuple[str, torch.Tensor]]:
     entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     pairs = [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]
     return [(name, t) for name, t in pairs if isinstance(t, torch.Tensor)]
+
+
+def _described(name: str, tensor: torch.Tensor) -> str:
+    place = "" if tensor.is_cpu else f", {tensor.device.type}"
+    return f"{name} ({tensor.dtype}, {tuple(tensor.shape)}{place})"
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    """Return whether torch refuses to write into ``tensor``, since several of its elements are one place in memory."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 1 and any(n > 1 and stride == 0 for n, stride in steps)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:

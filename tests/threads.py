@@ -107,7 +107,8 @@ class ThreadsBackend(Backend):
     def __init__(self, room: Room, world: World, timeout: float = TIMEOUT) -> None:
         super().__init__(world, torch.device("cpu"), timeout)
         self.room = room
-        self._calls = {"data": 0, "control": 0, "groups": 0}
+        self._calls = {"data": 0, "gradients": 0, "control": 0, "groups": 0}
+        self._plane = "data"
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         assert tensor.dtype in REDUCIBLE | self.narrow
@@ -163,6 +164,13 @@ class ThreadsBackend(Backend):
         arrived = work._meeting.arrived
         return torch.stack([arrived[rank] for rank in range(self.size)])
 
+    @property
+    def gradient_path(self) -> ThreadsBackend:
+        """This backend, with another count of operations."""
+        path = copy.copy(self)
+        path._plane = "gradients"
+        return path
+
     def subset(self, ranks: Sequence[int], world: World | None) -> ThreadsBackend | None:
         self._calls["groups"] += 1
         key = self._calls["groups"], *ranks
@@ -175,9 +183,12 @@ class ThreadsBackend(Backend):
     def disconnect(self) -> None:
         """Do nothing, because nothing was opened."""
 
-    def _start(self, kind: str, form: tuple[Any, ...], tensors: Any, last: Callable, plane: str = "data") -> _ThreadsWork:
+    def _start(
+        self, kind: str, form: tuple[Any, ...], tensors: Any, last: Callable, plane: str | None = None
+    ) -> _ThreadsWork:
         for tensor in tensors if isinstance(tensors, tuple) else (tensors,):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous()
+        plane = plane or self._plane
         self._calls[plane] += 1
         meeting = self.room.arrive(self.rank, (plane, self._calls[plane]), (kind, *form), tensors, last)
         return _ThreadsWork(self, meeting, f"{kind} {form}")

@@ -22,6 +22,7 @@ from dualtrain.backends.base import Primitives
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
+_PER_SUM = 0x9E3779B97F4A7C15  # odd, so that different counts of sums give different fingerprints
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
@@ -39,21 +40,24 @@ class Call:
     dtype: torch.dtype | None = None
     shape: tuple[int | None, ...] | None = None
     root: int | None = None
+    device: str = "cpu"  # the type of the tensor's device: the libraries hang if only some ranks send from a GPU
 
     @classmethod
     def on(cls, kind: str, tensor: torch.Tensor, name: str | None, *, free: bool = False, root: int | None = None) -> Call:
         """Return the call ``kind`` on ``tensor``; with ``free``, the ranks may differ in the first dimension."""
         shape = (None, *tensor.shape[1:]) if free else tuple(tensor.shape)
-        return cls(kind, name, tensor.dtype, shape, root)
+        return cls(kind, name, tensor.dtype, shape, root, tensor.device.type)
 
     def describe(self) -> str:
-        """Return text for messages: ``sum of 'loss' (float32, 3×4)``."""
+        """Return text for messages: ``sum of 'loss' (float32, 3×4)``; a device is shown unless it is the CPU."""
         text = self.kind if self.name is None else f"{self.kind} of {self.name!r}"
         if self.root is not None:
             text += f" from rank {self.root}"
         details = [str(self.dtype).removeprefix("torch.")] if self.dtype is not None else []
         if self.shape is not None:
             details.append("×".join("any" if n is None else str(n) for n in self.shape) or "scalar")
+        if self.device != "cpu":
+            details.append(self.device)
         return f"{text} ({', '.join(details)})" if details else text
 
     @lru_cache(maxsize=1024)  # noqa: B019 - keyed by the call's values, and a program repeats the same few calls
@@ -74,10 +78,16 @@ def agree(backend: Primitives, call: Call, extent: int = 0) -> list[int]:
     Raises:
         BackendError: on every rank, if the calls differ; the message names each rank's call.
     """
-    fingerprints, extents = zip(*backend.exchange_short([call.fingerprint(), extent]), strict=True)
+    sums = backend.sums_beside(call.device)
+    mine = (call.fingerprint() + sums * _PER_SUM) & (1 << 63) - 1
+    fingerprints, extents = zip(*backend.exchange_short([~mine if backend.flag else mine, extent]), strict=True)
+    backend.any_flag = min(fingerprints) < 0  # fingerprints are not negative, so their complements are
+    if backend.any_flag:
+        fingerprints = tuple(max(each, ~each) for each in fingerprints)
     if len(set(fingerprints)) == 1:
         return list(extents)
-    raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, call)}")
+    text = call.describe() + (f" after {sums} sum{'s' * (sums > 1)} of gradients" if sums else "")
+    raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, text)}")
 
 
 def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
@@ -91,10 +101,10 @@ def refuse(backend: Primitives, call: Call, problem: ValueError) -> NoReturn:
     raise problem
 
 
-def _differences(backend: Primitives, call: Call) -> str:
+def _differences(backend: Primitives, mine: str) -> str:
     """Return each rank's call: ``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
     ranks_of: dict[str, list[str]] = {}
-    for rank, description in enumerate(exchange_text(backend.exchange_short, call.describe(), _DESCRIPTION_BYTES)):
+    for rank, description in enumerate(exchange_text(backend.exchange_short, mine, _DESCRIPTION_BYTES)):
         ranks_of.setdefault(description, []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in ranks_of.items())
 

@@ -5,6 +5,7 @@ implement the primitives over one library each, ``local.py`` implements them for
 
 All ranks of a backend start the primitives in the same order, with equal arguments except for the data. The primitives
 do not check that: the derived calls check it first (``agreement.py``), and the gradient path checks its layout once.
+The operations of the gradient path have an order of their own, since buckets are sent while backward makes other calls.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from dualtrain.backends.watch import Watch
-from dualtrain.errors import BackendError, PeerFailedError
+from dualtrain.errors import BackendError, PeerFailedError, PeerFailure
 from dualtrain.launchers import World
 
 T_co = TypeVar("T_co", covariant=True)
 
 
 _REPORT_SECONDS = 1.0  # a wait that lasts longer is reported to the other ranks
+_LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: what it sent before may still arrive
 _REASON_SECONDS = 2.0  # when a connection breaks, wait this long for the failed rank's own report
 
 
@@ -85,6 +87,29 @@ class Work(ABC, Generic[T_co]):
         """Return whether :meth:`wait` would return at once. Does not block."""
 
 
+class GradientPath(Protocol):
+    """The primitives with which gradients are summed. See :class:`Primitives`."""
+
+    @property
+    def rank(self) -> int:
+        """Index of this process in the backend, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes in the backend."""
+
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        """See :meth:`Primitives.start_allreduce`."""
+
+    def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
+        """See :meth:`Primitives.start_allgather`."""
+
+    def start_alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
+    ) -> Work[None]:
+        """See :meth:`Primitives.start_alltoall`."""
+
+
 class Primitives(ABC):
     """A rank's place in a world of processes, and the operations that a communication library implements.
 
@@ -102,6 +127,8 @@ class Primitives(ABC):
         on_wait: called at least about four times a second during a wait, with this backend, the operation and the seconds
             waited.
         members: for each rank of this backend, its rank in the job. The two differ in a group, whose own ranks begin at 0.
+        flag: one bit that this rank sends beside the comparison of a call; see :meth:`Backend.with_flag`.
+        any_flag: whether any rank sent that bit in the last comparison.
     """
 
     name: str
@@ -109,6 +136,8 @@ class Primitives(ABC):
     versions: Mapping[str, str] = MappingProxyType({})
     narrow: frozenset[torch.dtype] = frozenset({torch.float16, torch.bfloat16})
     watch: Watch | None = None
+    flag = False
+    any_flag = False
     on_wait: Callable[[Any, str, float], None] | None = None
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:
@@ -183,9 +212,21 @@ class Primitives(ABC):
         Uses a separate process group or name, so that no library matches this exchange with a gradient of another rank.
         """
 
+    @property
+    def gradient_path(self) -> GradientPath:
+        """The primitives for sums of gradients, in a group apart from all other operations if operations match by order."""
+        return self
+
+    def sums_beside(self, device: str) -> int:
+        """Return how many operations of the gradient path were started in the same group as calls on ``device`` (a type).
+
+        All ranks must have started equally many before such a call. 0 if the gradient path has a group of its own.
+        """
+        return 0
+
     def exchange_short(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather every rank's ``numbers`` (64-bit integers, equally many on every rank), in rank order. Blocks."""
-        gathered: list[list[int]] = self.exchange(torch.tensor(numbers, dtype=torch.int64)).tolist()
+        gathered: list[list[int]] = self.exchange(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
         return gathered
 
     @abstractmethod
@@ -211,10 +252,16 @@ class Primitives(ABC):
         """
         start = time.monotonic()
         reported = False
+        left_at: float | None = None  # when this wait has found that a rank left normally
         try:
             while not finished(0.25):
-                self.raise_if_peer_failed(what)
                 seconds = time.monotonic() - start
+                failure = self._peer_failure()
+                if failure is not None and failure.quiet:
+                    left_at = seconds if left_at is None else left_at
+                    failure = failure if seconds - left_at >= _LEFT_SECONDS else None
+                if failure is not None:
+                    raise self._peer_failed(what, failure)
                 if self.on_wait is not None:
                     self.on_wait(self, what, seconds)
                 if self.watch is not None and not reported and seconds > min(_REPORT_SECONDS, self.timeout / 3):
@@ -269,18 +316,24 @@ class Primitives(ABC):
                 self.watch.report_wait(what)
             # A broken connection is often noticed before the failed rank's report arrives.
             self.watch.wait_for_report(_REASON_SECONDS)
-            self.raise_if_peer_failed(what, cause=error)
+            failure = self._peer_failure()
+            if failure is not None:
+                raise self._peer_failed(what, failure) from error
             missing = self._missing(dict(self.watch.waiting)) if waited else []
             if missing:
                 reason = f"waited for {_not_here(missing)} ({reason})"
         return BackendError(f"{what} failed on rank {self.rank} of {self.size}: {reason}")
 
-    def raise_if_peer_failed(self, what: str, cause: BaseException | None = None) -> None:
-        """Raise PeerFailedError if a rank is known to have failed or left the job."""
-        failure = self.watch.failure if self.watch is not None else None
-        if failure is not None:
-            message = f"{what} cannot end on rank {self.rank} of {self.size}: {failure.describe()}"
-            raise PeerFailedError(message, failure) from cause
+    def _peer_failure(self) -> PeerFailure | None:
+        """Return the known failure of any rank of the job; otherwise that of a rank of this backend that has left."""
+        watch = self.watch
+        if watch is None or watch.peer_failed:
+            return watch.failure if watch is not None else None
+        left = dict(watch.left)  # the watch's thread may add to it
+        return next((left[rank] for rank in self._others() if rank in left), None)
+
+    def _peer_failed(self, what: str, failure: PeerFailure) -> PeerFailedError:
+        return PeerFailedError(f"{what} cannot end on rank {self.rank} of {self.size}: {failure.describe()}", failure)
 
 
 def _not_here(ranks: Sequence[int]) -> str:

@@ -205,6 +205,18 @@ class Backend(Primitives):
         """:meth:`alltoall` without blocking; the result always includes how many rows came from each rank."""
         return self._later(partial(self._alltoall, tensor, splits, name))
 
+    def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
+        """Return the result of ``call``, which makes one call of this backend, and whether any rank's ``flag`` is true.
+
+        The flags are sent with the comparison of the call, so they cost no exchange of their own.
+        """
+        self._queue.drain()  # an asynchronous call must not send the flag
+        self.flag = flag
+        try:
+            return call(), self.any_flag
+        finally:
+            self.flag = False
+
     # -- objects, barriers, groups --------------------------------------------------------------------------------
 
     def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
@@ -295,10 +307,11 @@ class Backend(Primitives):
     def start_sum(self, tensor: torch.Tensor, name: str, factor: float = 1.0, tail: int = 0) -> Work[None]:
         """Sum ``tensor`` over all ranks in place, then multiply all but the last ``tail`` elements by ``factor``.
 
-        Otherwise as :meth:`start_allreduce`. Does not block. If :meth:`new_buffer` returned ``tensor`` on one rank, it
+        Otherwise as :meth:`start_allreduce`. Does not block. Sums have an order of their own: a rank may make other calls
+        before or after a sum. If :meth:`new_buffer` returned ``tensor`` on one rank, it
         must have done so on every rank.
         """
-        work = self.start_allreduce(tensor, ReduceOp.SUM, name)
+        work = self.gradient_path.start_allreduce(tensor, ReduceOp.SUM, name)
         if factor == 1:
             return work
         flat = tensor.view(-1)
@@ -329,7 +342,7 @@ class Backend(Primitives):
         """
         if order.is_plain_sum or not tensor.numel():
             return self.start_sum(tensor, name, factor, tail)
-        return TreeSum(self, tensor, others, order, name, factor, tail)
+        return TreeSum(self.gradient_path, tensor, others, order, name, factor, tail)
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
@@ -374,7 +387,8 @@ class Backend(Primitives):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
+        ended_normally = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not ended_normally:
             self.abort("".join(traceback.format_exception(error)).strip())
         self.close()
 
@@ -508,7 +522,7 @@ class Backend(Primitives):
         agree(self, call)
         received = [theirs[self.rank] for theirs in self.exchange_short(sent)]
         rows = self.alltoall_rows(tensor.detach(), sent, received, name or "alltoall")
-        return rows, torch.tensor(received, dtype=torch.int32)
+        return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
 
     def alltoall_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
         """Send ``sent[r]`` rows to rank r, and return the received rows, ``received[r]`` from rank r."""
@@ -525,7 +539,7 @@ class Backend(Primitives):
         data, problem = _encoded(obj) if self.rank == root else (None, None)
         length = agree(self, Call("broadcast_object", name, root=root), -1 if problem else 0 if data is None else len(data))
         self._refuse_if_unsent({root: length[root]}, problem)
-        buffer = torch.empty(length[root], dtype=torch.uint8) if data is None else data
+        buffer = torch.empty(length[root], dtype=torch.uint8, device="cpu") if data is None else data
         self.start_broadcast(buffer, root, name or "broadcast_object").wait()
         return obj if data is not None else objects.decode(buffer)
 
@@ -555,7 +569,7 @@ class Backend(Primitives):
             return None
         assert isinstance(group, Backend)
         group.hosts, group.watch, group.on_wait = tuple(hosts), self.watch, self.on_wait
-        group.members, group.is_group = tuple(members), True
+        group.members, group.is_group = tuple(self.members[rank] for rank in members), True
         group = self.adapt_group(group)
         self.close_with(group)
         return group

@@ -80,15 +80,23 @@ def _reason(what: str, error: Exception) -> str:
     return f"the {what} cannot be compared between the ranks ({text})"
 
 
-def agree_on_list(backend: Backend, what: str, mine: list[str]) -> None:
+def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "comparison of lists") -> None:
     """Check that every rank has the same list of descriptions. Collective; blocks.
 
+    Args:
+        backend: the ranks.
+        what: noun for error messages, the same on every rank: ``"parameters"``.
+        mine: this rank's descriptions.
+        kind: the kind of call, for the error about ranks that make different calls.
+
     Raises:
-        BackendError: on every rank, naming the first entry in which rank 0 and another rank differ.
+        BackendError: on every rank, naming the first entry in which rank 0 and another rank differ; the ranks make
+            different calls, a rank failed, or the call timed out.
     """
     backend.drain()
-    fingerprints = backend.exchange_short([fingerprint(f"{what} {mine}")])
-    if all(each == fingerprints[0] for each in fingerprints):
+    # Like every checked call, exchange a fingerprint and an extent: Gloo aborts the process if the lengths differ.
+    hashes = agree(backend, Call(kind, what), fingerprint(repr(mine)))
+    if len(set(hashes)) == 1:
         return
     lists = backend.allgather_object(mine, name=what)
     other = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])

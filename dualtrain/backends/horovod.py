@@ -241,7 +241,7 @@ class HorovodBackend(Backend):
     def start_alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
     ) -> Work[None]:
-        splits = torch.tensor(sent, dtype=torch.int32)
+        splits = torch.tensor(sent, dtype=torch.int32, device="cpu")
         issue = partial(self.library.alltoall_async, tensor, splits, name=self._scope + name, process_set=self._set)
         return self._start(f"alltoall of {name!r}", issue, tensor, splits, output=output)
 

@@ -36,14 +36,26 @@ def _with_default(factory: Any, items: dict[Any, Any]) -> collections.defaultdic
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes defaultdict and deque as calls of constructors: the weights-only reader cannot fill them."""
+    """Pickler for what the weights-only reader can read, without bytes that do not belong to the object.
+
+    It writes defaultdict and deque as calls of constructors, since the reader cannot fill them, and copies a tensor that
+    uses a part of its memory: torch would write all of the memory.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is collections.defaultdict:
             return _with_default, (obj.default_factory, dict(obj))
         if type(obj) is collections.deque:
             return collections.deque, (list(obj), obj.maxlen)
+        if type(obj) is torch.Tensor and _uses_a_part(obj):
+            return obj.detach().clone().requires_grad_(obj.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented
+
+
+def _uses_a_part(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or vars(tensor):  # a copy would not have the tensor's own attributes
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 _PICKLE = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)

@@ -2,8 +2,12 @@
 
 Outside of the bench, the only module that imports torch.distributed. The process groups are dualtrain's own, and
 torch.distributed's default group stays as it is, so that libraries which check ``is_initialized()`` behave as they
-would without dualtrain. There is a Gloo group for data, and an NCCL group from the first GPU tensor on. The short vectors
-of ``exchange`` have a separate Gloo group, so that one rank's vector cannot be matched with another rank's gradient.
+would without dualtrain. There are two Gloo groups, and an NCCL group from the first GPU tensor on.
+
+Operations of a group are matched by their order. Buckets of gradients are sent while backward makes other calls, in an
+order that may differ between ranks. So sums of gradients have one Gloo group, and all other operations the other one, in
+which each call is compared first. NCCL's operations share one group, since two groups may deadlock on a GPU: there the
+comparison includes how many sums were started.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from dualtrain.backends.agreement import exchange_text
-from dualtrain.backends.base import ReduceOp, Work
+from dualtrain.backends.base import GradientPath, ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.differences import refuse_unlike
 from dualtrain.errors import UserError
@@ -210,19 +214,20 @@ class TorchBackend(Backend):
         self._default_group: Any = None  # the default group that this backend has made
         self._native: dist.Store | None = None
         self._nccl: Any = None
+        self._nccl_sums = 0
         self._open_groups(store, interface)
 
     def _open_groups(self, store: dist.Store, interface: str | None) -> None:
         """Connect the ranks of ``store``. Collective; blocks. Raises UserError."""
         self._store, self._interface = store, interface
         try:
-            self._data, self._control = (
+            self._sums, self._calls = (
                 _gloo_group(dist.PrefixStore(name, store), self.world, interface, self.timeout)
-                for name in ("data", "control")
+                for name in ("sums", "calls")
             )
         except RuntimeError as error:
             raise UserError(f"the {self.size} processes could not connect to each other: {_first_line(error)}") from error
-        self._hold(self._data, self._control)
+        self._hold(self._sums, self._calls)
 
     def _hold(self, *groups: Any) -> None:
         self._groups += groups
@@ -230,44 +235,57 @@ class TorchBackend(Backend):
         _IN_USE.extend((os.getpid(), group) for group in groups)
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        issue = partial(self._group_of(tensor).allreduce, [tensor], _OPTIONS[op])
-        return self._start(f"{op.value} of {name!r}", issue, tensor)
+        return _Operations(self, self._group_of).start_allreduce(tensor, op, name)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
         options = _asynchronous(c10d.BroadcastOptions, rootRank=root, rootTensor=0)
         issue = partial(self._group_of(tensor).broadcast, [tensor], options)
-        return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)
+        return self.start(f"broadcast of {name!r} from rank {root}", issue, tensor)
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
-        issue = partial(self._group_of(tensor)._allgather_base, output, tensor, _GATHER)
-        return self._start(f"allgather of {name!r}", issue, output, tensor)
+        return _Operations(self, self._group_of).start_allgather(output, tensor, name)
 
     def start_alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
     ) -> Work[None]:
-        issue = partial(self._group_of(tensor).alltoall_base, output, tensor, list(received), list(sent), _ALL_TO_ALL)
-        return self._start(f"alltoall of {name!r}", issue, output, tensor)
+        return _Operations(self, self._group_of).start_alltoall(output, tensor, received, sent, name)
 
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         output = vector.new_empty(self.size, vector.numel())
-        issue = partial(self._control._allgather_base, output, vector[None], _GATHER)
-        self._start("comparing calls with the other ranks", issue, output, vector).wait()
+        issue = partial(self._calls._allgather_base, output, vector[None], _GATHER)
+        self.start("comparing calls with the other ranks", issue, output, vector).wait()
         return output
 
-    def _start(self, what: str, issue: Callable[[], dist.Work], *tensors: torch.Tensor) -> Work[None]:
+    @property
+    def gradient_path(self) -> GradientPath:
+        """See the base class."""
+        return _Operations(self, self._group_of_sums)
+
+    def sums_beside(self, device: str) -> int:
+        return self._nccl_sums if device == "cuda" else 0
+
+    def start(self, what: str, issue: Callable[[], dist.Work], *tensors: torch.Tensor) -> Work[None]:
+        """Start the operation ``what``, by calling ``issue``."""
         try:
             return _TorchWork(self, issue(), what, *tensors)
         except RuntimeError as error:
             raise self.failure(what, error) from error
 
     def _group_of(self, tensor: torch.Tensor) -> Any:
-        """Return the process group for ``tensor``. Collective for the first GPU tensor."""
+        """Return the process group for checked calls on ``tensor``. Collective for the first GPU tensor."""
         if not tensor.is_cuda:
-            return self._data
+            return self._calls
         if self._nccl is None:
             self._nccl = _nccl_group(self._native_store(), self.world, self.timeout)
             self._hold(self._nccl)
         return self._nccl
+
+    def _group_of_sums(self, tensor: torch.Tensor) -> Any:
+        """Return the process group for a sum of gradients. Collective for the first GPU tensor."""
+        if not tensor.is_cuda:
+            return self._sums
+        self._nccl_sums += 1
+        return self._group_of(tensor)
 
     def _native_store(self) -> dist.Store:
         """Return torch's C++ store for NCCL's threads, which outlive the interpreter and must not call into Python.
@@ -308,6 +326,7 @@ class TorchBackend(Backend):
         group.transport, group._groups, group._subsets, group._default_group = self.transport, [], 0, None
         prefix = f"group/{self._subsets}"
         group._native, group._nccl = None if self._native is None else dist.PrefixStore(prefix, self._native), None
+        group._nccl_sums = 0
         group._open_groups(dist.PrefixStore(prefix, self._store), self._interface)
         return group
 
@@ -350,7 +369,33 @@ class TorchBackend(Backend):
     def forget_groups(self) -> None:
         """Drop this backend's references to its groups."""
         self._groups.clear()
-        self._data = self._control = self._nccl = None
+        self._sums = self._calls = self._nccl = None
+
+
+class _Operations:
+    """The primitives of ``backend`` that the gradient path needs, in the process groups that ``group_of`` chooses."""
+
+    def __init__(self, backend: TorchBackend, group_of: Callable[[torch.Tensor], Any]) -> None:
+        self.rank, self.size = backend.rank, backend.size
+        self._backend = backend
+        self._group_of = group_of
+
+    def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
+        """See the base class of ``backend``, as for the other methods."""
+        issue = partial(self._group_of(tensor).allreduce, [tensor], _OPTIONS[op])
+        return self._backend.start(f"{op.value} of {name!r}", issue, tensor)
+
+    def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
+        """Start an allgather."""
+        issue = partial(self._group_of(tensor)._allgather_base, output, tensor, _GATHER)
+        return self._backend.start(f"allgather of {name!r}", issue, output, tensor)
+
+    def start_alltoall(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
+    ) -> Work[None]:
+        """Start an all-to-all."""
+        issue = partial(self._group_of(tensor).alltoall_base, output, tensor, list(received), list(sent), _ALL_TO_ALL)
+        return self._backend.start(f"alltoall of {name!r}", issue, output, tensor)
 
 
 def build_facts() -> dict[str, bool]:

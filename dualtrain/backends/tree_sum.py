@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dualtrain.backends.base import Primitives, Work
+from dualtrain.backends.base import GradientPath, Work
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.wire import as_bytes
 
@@ -26,7 +26,7 @@ class TreeSum(Work[None]):
 
     def __init__(
         self,
-        backend: Primitives,
+        backend: GradientPath,
         tensor: torch.Tensor,
         others: Sequence[torch.Tensor],
         order: SumOrder,

@@ -28,6 +28,8 @@ from dualtrain.rendezvous.connection import Connection, Ranks, cut_off, open_con
 #: A report of a peer failure, or of an operation that a rank waits for, as JSON.
 Message = dict[str, Any]
 
+_HEADLINE = 400  # largest number of characters in the line that names a failure; all of the reason follows it
+
 
 class Watch:
     """One rank's record of the failures and long waits of all other ranks.
@@ -41,6 +43,7 @@ class Watch:
 
     Attributes:
         failure: the first known failure; a quiet one is replaced by the first that is not quiet.
+        left: the quiet failure of each rank that has left the job normally.
         on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
         waiting: for each rank, the operations that it has been waiting for, for more than a second. Rank 0 sends every
             report back, so another rank finds its own wait here unless rank 0's process hangs.
@@ -53,6 +56,7 @@ class Watch:
         """Start to watch as rank ``rank``, over these connections."""
         self.rank = rank
         self.failure: PeerFailure | None = None
+        self.left: dict[int, PeerFailure] = {}
         self.on_peer_failure: Callable[[PeerFailure], None] | None = None
         self.waiting: dict[int, list[str]] = {}
         self._connections = connections
@@ -96,8 +100,8 @@ class Watch:
         """Report to the other ranks that this rank stops for ``reason``: a message, or a formatted traceback."""
         if self._may_leave():
             self._leaving = True
-            headline = reason.strip().splitlines()[-1]
-            details = "" if headline == reason.strip() else f"\n{reason.strip()}"
+            headline = _headline(reason)
+            details = "" if headline == reason.strip() or not reason.strip() else f"\n{reason.strip()}"
             self.send(asdict(PeerFailure(self.rank, f"stopped: {headline}{details}")))
 
     def leave(self) -> None:
@@ -176,6 +180,8 @@ class Watch:
         self.waiting[rank] = [one for one in found if one != waits] if ended else [*found, waits]
 
     def _note_failure(self, failure: PeerFailure) -> None:
+        if failure.quiet and not self._leaving:
+            self.left[failure.rank] = failure
         # The first failure that is not quiet is the cause; later ones are its consequences.
         if self._leaving or self.peer_failed or (failure.quiet and self.failure is not None):
             return
@@ -210,6 +216,21 @@ class Watch:
         """Deprecated name of :meth:`wait_for_report`."""
         _warn("Watch.settle", "Watch.wait_for_report")
         self.wait_for_report(seconds)
+
+
+def _headline(reason: str) -> str:
+    """Return ``reason`` in one line; of a formatted traceback, only the type and the message of the exception."""
+    lines = reason.strip().splitlines()
+    if lines and lines[0].startswith("Traceback ("):
+        # The exception follows the last frame, whose lines are indented. Its message may have several lines.
+        last = max(number for number, line in enumerate(lines) if line.startswith(("  File ", "Traceback (")))
+        after = range(last + 1, len(lines))
+        first = next((number for number in after if not lines[number].startswith(" ")), len(lines) - 1)
+        lines = lines[first:]
+    text = " ".join(" ".join(lines).split())
+    if not text:
+        return "no reason was given"
+    return text if len(text) <= _HEADLINE else f"{text[:_HEADLINE]}…"
 
 
 def _do_nothing() -> None:

@@ -89,12 +89,13 @@ class Slot:
             self.alias = self.param.grad = self.view.detach()
 
     def describe(self) -> str:
-        """Return name, dtype, shape and strides, which must be the same on every rank."""
+        """Return name, dtype, shape, strides and the kind of device, which must be the same on every rank."""
         p = self.param
         dtype = str(p.dtype).removeprefix("torch.")
         if gradient_dtype(p) != p.dtype:
             dtype += f" with gradients of {str(gradient_dtype(p)).removeprefix('torch.')}"
-        return f"{self.name} ({dtype}, {tuple(p.shape)}, strides {dense_strides(p)})"
+        place = "" if p.is_cpu else f", {p.device.type}"
+        return f"{self.name} ({dtype}, {tuple(p.shape)}, strides {dense_strides(p)}{place})"
 
 
 _EXAMPLE = Slot("", torch.nn.Parameter(torch.empty(0)))
@@ -337,7 +338,7 @@ def make_buckets(
     """
     layouts = lay_out([slot.param for slot in slots], transfer)
     if not layouts and extra:
-        like = torch.empty(0)
+        like = torch.empty(0, device="cpu")
         layouts = [BucketLayout(like.dtype, like.device)]
     last = len(layouts) - 1
     buckets = [

@@ -54,7 +54,7 @@ class Exchange:
         self.schedule = Schedule()
         self.refusals = Refusals(hooks.known)
         self.sparse = SparseGradients()
-        self.extra = torch.zeros(scalars)
+        self.extra = torch.zeros(scalars, device="cpu")
         self.laid_out = False
         self.reduced = False
         self._hooks = hooks
@@ -86,7 +86,7 @@ class Exchange:
         count = scalars + len(self.slots) * (self.unused == "none")
         # Add one for the flag of a rank that refuses to continue, unless there is nothing else to send.
         buckets = make_buckets(dense, count + bool(self.slots or count), backend, name, self.transfer, self._order)
-        extras = buckets[-1].extra if buckets else torch.zeros(scalars + 1)
+        extras = buckets[-1].extra if buckets else torch.zeros(scalars + 1, device="cpu")
         self.extra, flag, self._used = extras[:scalars], extras[scalars : scalars + 1], extras[scalars + 1 :]
         self.refusals.lay_out([(slot.name, slot.param) for slot in self.slots], flag)
         self.schedule.use(buckets)
@@ -137,7 +137,7 @@ class Exchange:
         if scalars is not None:
             self.extra.copy_(scalars)
         if self.unused == "none":
-            self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots]))
+            self._used.copy_(torch.tensor([float(slot.param.grad is not None) for slot in self.slots], device="cpu"))
 
     def add_shard(self, scalars: torch.Tensor | None = None) -> None:
         """Add the gradients to the partial sums, as a shard that is not this rank's last. Not collective.

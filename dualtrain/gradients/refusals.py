@@ -49,7 +49,7 @@ class Refusals:
         #: The optimizer's parameters, by group, when all of them were known for the last time.
         self._in_groups: list[list[torch.Tensor]] = []
         self._replaced: dict[tuple[int, str], str] = {}  # place of a new parameter → name of the replaced one
-        self._flag = torch.zeros(1)
+        self._flag = torch.zeros(1, device="cpu")
         self._late: _LateFlag | None = None
 
     def lay_out(self, named: Named, flag: torch.Tensor) -> None:
@@ -207,7 +207,7 @@ class _LateFlag:
     """A flag on a GPU that the CPU reads one step later, so that the CPU does not wait for the GPU."""
 
     def __init__(self, flag: torch.Tensor) -> None:
-        self._value = torch.empty(1, dtype=flag.dtype, pin_memory=True)
+        self._value = torch.empty(1, dtype=flag.dtype, device="cpu", pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def copy(self, flag: torch.Tensor) -> None:

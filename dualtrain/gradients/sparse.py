@@ -51,7 +51,7 @@ class SparseGradients:
             slot = slots[number]
             p = slot.param
             if p.grad is None:
-                grad = _sparse(torch.empty(dims, 0, dtype=torch.int64), p.new_empty(0, *p.shape[dims:]), p)
+                grad = _sparse(torch.empty(dims, 0, dtype=torch.int64, device=p.device), p.new_empty(0, *p.shape[dims:]), p)
             else:
                 grad = p.grad if p.grad.is_sparse else p.grad.to_sparse(dims)
             grad = grad.coalesce() if transfer.coalesce else grad

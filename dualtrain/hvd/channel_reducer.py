@@ -162,7 +162,7 @@ class ChannelReducer(HorovodReducer):
     def _send_next(self) -> None:
         with as_horovod_errors():
             self._begin_exchange()
-            bucket = self._exchange.send_next(torch.ones(1) if self._is_left_out else None)
+            bucket = self._exchange.send_next(torch.ones(1, device="cpu") if self._is_left_out else None)
         if self._traced:
             timeline = basics.engine().timeline
             for slot in bucket.slots:

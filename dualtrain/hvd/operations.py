@@ -118,7 +118,7 @@ def alltoall(task: Task) -> list[torch.Tensor]:
     me, splits, [tensor] = task.channel.rank, task.facts["splits"], task.tensors
     received = [of_rank[me] for of_rank in splits]
     rows = task.channel.alltoall_rows(tensor, splits[me], received, task.name)
-    return [rows, torch.tensor(received, dtype=torch.int32)]
+    return [rows, torch.tensor(received, dtype=torch.int32, device="cpu")]
 
 
 def objects(task: Task) -> list[torch.Tensor]:

@@ -10,13 +10,17 @@ import math
 import operator
 import pickle
 import time
+import types
 from functools import reduce
 
 import pytest
 import torch
 
-from dualtrain import BackendError, ReduceOp, broadcast_parameters
+from dualtrain import BackendError, ReduceOp, broadcast_parameters, connect, functional
 from dualtrain.backends import objects
+from dualtrain.backends.comparison import compare
+from dualtrain.gradients import GradientReducer
+from tests.threads import run_threads
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -520,6 +524,18 @@ def test_operations_of_groups_with_the_same_ranks_are_not_mixed_up(spmd):
     spmd(equal_groups)
 
 
+def channel_of_a_group(backend):
+    last = backend.size - 1
+    groups = [backend.group([0, last] if last else [0]), backend.group([last])]
+    channels = [(group.members, group.channel().members) for group in groups if group is not None]
+    assert channels == [(members, members) for members in ((0, last) if last else (0,), (last,)) if backend.rank in members]
+    assert backend.channel().members == backend.members == tuple(range(backend.size))
+
+
+def test_a_channel_of_a_group_has_the_group_s_members(spmd):
+    spmd(channel_of_a_group)
+
+
 def wrong_groups(backend):
     for ranks in ([], [0, 0], [-1], [backend.size]):
         with pytest.raises(ValueError, match="a group needs one or more different ranks"):
@@ -572,6 +588,27 @@ def test_objects_arrive_as_they_were_sent(spmd):
     spmd(exchange_objects)
 
 
+def exchange_views(backend):
+    memory = torch.arange(1e6)
+    conjugate = torch.complex(memory[:4], memory[4:8]).conj()
+    sent = {"view": memory[10:12], "column": memory.view(-1, 10)[:3, 1], "imag": conjugate.imag[:2]}
+    sent["leaf"] = torch.nn.Parameter(memory[20:22])
+    for received in (backend.broadcast_object(sent if backend.rank == 0 else None), *backend.allgather_object(sent)):
+        assert {name: each.tolist() for name, each in received.items()} == {name: t.tolist() for name, t in sent.items()}
+        assert [name for name, each in received.items() if each.requires_grad] == ["leaf"]
+
+
+def test_views_arrive_as_they_were_sent(spmd):
+    spmd(exchange_views)
+
+
+def test_a_view_is_sent_without_the_rest_of_its_memory():
+    memory = torch.zeros(1_000_000)
+    assert len(objects.encode([memory[:1], torch.nn.Parameter(memory[1:2])])) < 10_000
+    first, second = objects.decode(objects.encode([memory, memory]))
+    assert first.data_ptr() == second.data_ptr()  # tensors that use all of their memory still share it
+
+
 def refuse_objects(backend):
     last = backend.size - 1
     for thing in (Unknown(), Trap(), refuse_objects, [{"deep": Unknown}], lambda: 0):
@@ -605,6 +642,33 @@ def test_nothing_in_a_forged_message_is_executed(protocol, tmp_path, capfd):
         with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|invalid"):
             objects.decode(torch.frombuffer(bytearray(message), dtype=torch.uint8))
     assert "foreign" not in capfd.readouterr().out
+
+
+def other_default_device(backend):
+    """The default device "meta" stands for a GPU: only the caller's tensors decide which library sends."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    mine = data(backend.rank, backend.size, 2).requires_grad_()
+    with torch.device("meta"):
+        assert backend.broadcast_object({"rank": backend.rank}, backend.size - 1) == {"rank": backend.size - 1}
+        assert backend.allgather_object(backend.rank) == list(range(backend.size))
+        backend.barrier()
+        assert backend.alltoall(mine, [1] * backend.size)[1].is_cpu
+        functional.allgather(mine, backend).sum().backward()
+        reducer = GradientReducer([("weight", weight)], backend, unused="none", extra=1)
+        (weight * (1 + backend.rank)).sum().backward()
+        reducer.close()
+    assert reducer.extra.is_cpu
+    assert weight.grad.tolist() == [(1 + backend.size) / 2] * 2
+    assert mine.grad.tolist() == [[backend.size] * 2] * backend.size
+
+
+def test_the_default_device_of_torch_does_not_matter(spmd):
+    spmd(other_default_device)
+
+
+def test_connect_does_not_use_the_default_device_of_torch():
+    with torch.device("meta"), connect("local") as backend:
+        assert backend.size == 1
 
 
 # -- asynchronous calls -------------------------------------------------------------------------------------------
@@ -727,6 +791,8 @@ def disagree(backend, what):
         "object": (lambda: backend.barrier() if odd else backend.allgather_object(1), "allgather_object", "barrier"),
         "alltoall": (lambda: backend.alltoall(torch.zeros(backend.size, 1 + odd)), "any×1)", "any×2)"),
         "reducescatter": (lambda: backend.reducescatter(torch.zeros(5 + odd)), "average) (float32, 5)", "(float32, 6)"),
+        # The device "meta" stands for a GPU: a tensor on it cannot be sent, so the error must come before.
+        "device": (lambda: backend.allreduce(torch.zeros(3, device="meta" if odd else "cpu")), "32, 3)", "32, 3, meta)"),
     }
     call, expected_first, expected_second = calls[what]
     with pytest.raises(BackendError) as caught:
@@ -740,12 +806,82 @@ def disagree(backend, what):
 
 
 MISMATCHES = ["shape", "layout", "columns", "dtype", "op", "root", "kind", "name", "group", "object", "alltoall"]
-MISMATCHES += ["reducescatter"]
+MISMATCHES += ["reducescatter", "device"]
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_a_mismatch_is_raised_on_every_rank_and_names_the_calls_of_all_ranks(many, what):
     many(disagree, what)
+
+
+def other_calls(backend):
+    """Every pair of different checked calls, whatever they exchange before they compare."""
+    rows = torch.zeros(2 * backend.size)
+    weight = torch.nn.Parameter(torch.ones(2))
+    reducer = GradientReducer([("weight", weight)], backend)
+    calls = {
+        "allreduce": lambda: backend.allreduce(torch.ones(2)),
+        "allreduce of a long tensor": lambda: backend.allreduce(torch.ones(1 << 15)),
+        "reducescatter": lambda: backend.reducescatter(rows),
+        "broadcast": lambda: backend.broadcast(rows),
+        "allgather": lambda: backend.allgather(rows),
+        "alltoall": lambda: backend.alltoall(rows),
+        "alltoall with wrong splits": lambda: backend.alltoall(rows, [3] * backend.size),
+        "broadcast from no rank": lambda: backend.broadcast(rows, backend.size),
+        "barrier": backend.barrier,
+        "broadcast_object": lambda: backend.broadcast_object(1),
+        "allgather_object": lambda: backend.allgather_object(1),
+        "allgather_object of an unknown class": lambda: backend.allgather_object(Unknown()),
+        "group": lambda: backend.group([0]),
+        "channel": backend.channel,
+        "compare": lambda: compare(backend, "settings", lambda: {"seed": backend.rank}),
+        "broadcast_parameters": lambda: broadcast_parameters(torch.nn.Linear(1, 1), backend),
+        "first backward": lambda: weight.sum().backward(),
+    }
+    names = list(calls)
+    for number, one in enumerate(names):
+        for other in names[number + 1 :]:
+            if {one, other} == {"allgather_object", "allgather_object of an unknown class"}:
+                continue  # the same call: only one rank's object is refused
+            with pytest.raises(BackendError, match="the ranks do not agree on a collective call"):
+                calls[other if backend.rank else one]()
+    reducer.close()
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+
+
+def test_different_calls_are_an_error_on_every_rank_whatever_they_exchange(many):
+    many(other_calls)
+
+
+def after_other_sums(backend):
+    """Sums on "meta", which stands for a GPU, and calls there share a group, as with NCCL."""
+    backend.sums_beside = lambda device: backend.rank if device == "meta" else 0
+    with pytest.raises(BackendError) as caught:
+        backend.allreduce(torch.ones(2, device="meta"), "sum")
+    assert backend.allreduce(torch.ones(2), "sum").tolist() == [backend.size] * 2
+    return str(caught.value)
+
+
+def test_a_call_after_another_count_of_sums_in_its_group_is_refused_on_every_rank():
+    for message in run_threads(2, after_other_sums):
+        assert message.endswith("rank 0: sum (float32, 2, meta); rank 1: sum (float32, 2, meta) after 1 sum of gradients")
+
+
+def counts_sums(backend):
+    """Only sums of gradients on a GPU count, and only for calls on a GPU."""
+    gpu = types.SimpleNamespace(is_cuda=True)
+    backend._nccl, before = gpu, backend._nccl
+    try:
+        assert backend._group_of(gpu) is backend._group_of_sums(gpu) is gpu
+        backend.start_sum(torch.ones(2), "x").wait()
+        return backend.sums_beside("cuda"), backend.sums_beside("cpu")
+    finally:
+        backend._nccl, backend._nccl_sums = before, 0
+
+
+def test_torch_counts_the_sums_in_the_group_of_nccl(pool):
+    pool.connect("torch", 2)
+    assert pool.run(counts_sums) == [(1, 0)] * 2
 
 
 # -- local ranks --------------------------------------------------------------------------------------------------

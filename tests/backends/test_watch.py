@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -129,6 +130,93 @@ def test_an_exception_in_a_with_statement_is_reported_to_the_others():
         assert first < CONTRACT_SECONDS
 
 
+class _Multiline:
+    """Exceptions whose message has several lines."""
+
+    @staticmethod
+    def load():
+        torch.nn.Linear(2, 2).load_state_dict({"weight": torch.zeros(3, 3)})
+
+    @staticmethod
+    def chained():
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise ValueError("second\n  third\n\nfourth") from error
+
+    @staticmethod
+    def long():
+        raise RuntimeError("x" * 1000)
+
+    @staticmethod
+    def syntax():
+        compile("a =", "script.py", "exec")
+
+
+def raises_with_several_lines(backend, which):
+    if backend.rank == 1:
+        with suppress(Exception), backend:
+            getattr(_Multiline, which)()
+        return None
+    assert holds(lambda: backend.watch.failure is not None)
+    return backend.watch.failure.describe()
+
+
+@pytest.mark.parametrize(
+    ("which", "line"),
+    [
+        ("load", "RuntimeError: Error(s) in loading state_dict for Linear: Missing key(s) in state_dict: "),
+        ("chained", "ValueError: second third fourth\n"),
+        ("long", f"RuntimeError: {'x' * 386}…\n"),
+        ("syntax", "SyntaxError: invalid syntax\n"),
+    ],
+    ids=["load", "chained", "long", "syntax"],
+)
+def test_the_first_line_of_a_report_has_the_type_and_the_cause(which, line):
+    said = run_threads(2, raises_with_several_lines, which)[0]
+    assert said.startswith(f"rank 1 stopped: {line}")
+    assert said.splitlines()[1] == "Traceback (most recent call last):"
+
+
+def aborts_with(backend, reason):
+    if backend.rank == 1:
+        return backend.abort(reason)
+    assert holds(lambda: backend.watch.failure is not None)
+    return backend.watch.failure.describe()
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("", "no reason was given"),
+        (" \n", "no reason was given"),
+        ("the disk is full", "the disk is full"),
+        ("two\nlines", "two lines\ntwo\nlines"),
+    ],
+)
+def test_any_text_may_be_the_reason_of_an_abort(reason, said):
+    assert run_threads(2, aborts_with, reason)[0] == f"rank 1 stopped: {said}"
+
+
+def exits_in_a_with_statement(backend, status):
+    if backend.rank == 1:
+        with pytest.raises(SystemExit), backend:
+            raise SystemExit(status)
+        return None
+    assert holds(lambda: backend.watch.failure is not None)
+    return backend.watch.failure.describe().splitlines()[0]
+
+
+@pytest.mark.parametrize("status", [None, 0])
+def test_an_exit_with_status_0_in_a_with_statement_is_no_failure(status):
+    assert run_threads(2, exits_in_a_with_statement, status)[0] == "rank 1 has left the job"
+
+
+@pytest.mark.parametrize("status", [1, "no data"])
+def test_an_exit_with_another_status_in_a_with_statement_is_a_failure(status):
+    assert run_threads(2, exits_in_a_with_statement, status)[0] == f"rank 1 stopped: SystemExit: {status}"
+
+
 def leaves_early(backend):
     if backend.rank == 0:
         return backend.close()
@@ -142,6 +230,57 @@ def test_a_wait_for_a_rank_that_has_left_is_an_error(typical):
     for message, first, _ in results:
         assert "rank 0 has left the job" in message
         assert first < CONTRACT_SECONDS
+
+
+def outsider_leaves(backend):
+    """Rank 2 leaves; ranks 0 and 1 go on in a group without it, and rank 0 waits there for rank 1."""
+    group = backend.group([0, 1])
+    if group is None:
+        return backend.close()
+    assert holds(lambda: 2 in backend.watch.left)
+    if backend.rank == 1:
+        time.sleep(1.5)
+    return group.allreduce(torch.tensor([backend.rank]), "sum").item()
+
+
+def outsider_and_member_leave(backend):
+    group = backend.group([0, 1])
+    if backend.rank == 2:
+        return backend.close()
+    assert holds(lambda: 2 in backend.watch.left)
+    if backend.rank == 1:
+        return backend.close()
+    return call_until_failure(group, group.barrier)[0]
+
+
+def test_a_rank_that_leaves_breaks_only_groups_to_which_it_belongs():
+    assert run_threads(3, outsider_leaves) == [1, 1, None]
+    said = run_threads(3, outsider_and_member_leave)[0]
+    assert "cannot end on rank 0 of 2: rank 1 has left the job" in said
+
+
+@pytest.mark.parametrize("name", ["torch", "shm"])
+def test_a_group_without_a_rank_that_left_still_works(pool, name):
+    pool.connect(name, 3)
+    assert pool.run(outsider_leaves) == [1, 1, None]
+    pool.disconnect()
+
+
+def arrives_after_its_sender_left(backend):
+    if backend.rank == 1:
+        return backend.close()
+    assert holds(lambda: 1 in backend.watch.left)
+    polls = iter([False, False, True])
+
+    def arrives(seconds):
+        time.sleep(seconds)
+        return next(polls)
+
+    return backend.await_bounded("the last sum", arrives)
+
+
+def test_data_of_a_rank_that_has_left_may_still_arrive():
+    assert run_threads(2, arrives_after_its_sender_left) == [None, None]
 
 
 def misses_a_call(backend, folder):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dualtrain import functional
+from dualtrain.gradients import GradientReducer, Transfer
 
 
 def inputs(size, rows):
@@ -65,3 +66,62 @@ def scalars(backend):
 @pytest.mark.parametrize("body", [reductions, movements, scalars])
 def test_gradients_equal_those_of_one_process(typical, body):
     typical(body)
+
+
+def beside_buckets(backend):
+    """A call in backward, before or after which ranks send another bucket: only rank 0 uses ``side`` in the second step."""
+    early, side, big = params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    reducer = GradientReducer([("early", early), ("side", side), ("big", big)], backend, transfer=Transfer(bucket_bytes=0))
+    found = []
+    for step in range(3):
+        for p in params:
+            p.grad = None
+        shared = functional.allreduce(early * 2, backend)
+        loss = 10 * (shared * big).sum()
+        if backend.rank == 0 or step == 0:
+            loss = loss + (shared.detach() * side).sum()
+        loss.backward()
+        found.append([p.grad.tolist() for p in params])
+    reducer.close()
+    for step, grads in enumerate(found):
+        users = backend.size if step == 0 else 1
+        for grad, expected in zip(grads, (20.0, 2.0 * users / backend.size, 20.0), strict=True):
+            torch.testing.assert_close(torch.tensor(grad), torch.full((4,), expected))
+
+
+def test_a_call_in_backward_is_not_summed_with_a_bucket(many):
+    many(beside_buckets)
+
+
+def gradient_of(backend, call, leaf, mine):
+    """Return the gradient of ``leaf``, which only some ranks' input ``mine`` depends on."""
+    result = call(mine)
+    assert result.requires_grad
+    (result * (backend.rank + 1)).sum().backward()
+    return None if leaf is None else leaf.grad.flatten().tolist()
+
+
+def inputs_of_some_ranks(backend):
+    """Only rank 0's input requires a gradient, as in ``broadcast(weight if rank == 0 else torch.empty(2))``."""
+    size, total = backend.size, backend.size * (backend.size + 1) / 2
+    calls = {
+        "broadcast": (lambda x: functional.broadcast(x, backend), total),
+        "allgather": (lambda x: functional.allgather(x, backend), total),
+        "sum": (lambda x: functional.allreduce(x, backend, "sum"), total),
+        "average": (lambda x: functional.allreduce(x, backend), total / size),
+        "reducescatter": (lambda x: functional.reducescatter(x, backend, "sum"), None),
+        "alltoall": (lambda x: functional.alltoall(x, backend), None),
+    }
+    each = [float(rank + 1) for rank in range(size) for _ in range(2)]
+    for name, (call, expected) in calls.items():
+        leaf = torch.ones(2 * size, requires_grad=True) if backend.rank == 0 else None
+        found = gradient_of(backend, call, leaf, torch.ones(2 * size) if leaf is None else leaf * 1)
+        assert leaf is None or found == (each if expected is None else [expected] * 2 * size), name
+        assert not call(torch.ones(2 * size)).requires_grad, name
+        with torch.no_grad():
+            assert not call(torch.ones(2 * size, requires_grad=True)).requires_grad, name
+    assert backend.allreduce(torch.ones(1), "sum").item() == size
+
+
+def test_all_ranks_run_the_backward_pass_if_one_rank_needs_a_gradient(spmd):
+    spmd(inputs_of_some_ranks)

@@ -851,6 +851,8 @@ def differing(backend, how):
         layer = nn.Linear(4, 5 if last else 6)
     elif how == "dtype":
         layer = nn.Linear(4, 6, dtype=torch.float64 if last else torch.float32)
+    elif how == "device":
+        layer = nn.Linear(4, 6, device="meta" if last else "cpu")
     else:
         layer = nn.Conv2d(4, 2, 2).to(memory_format=torch.channels_last if last else torch.contiguous_format)
     model = nn.Sequential(nn.Tanh(), layer)
@@ -862,7 +864,7 @@ def differing(backend, how):
         optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["shape", "dtype", "strides"])
+@pytest.mark.parametrize("how", ["shape", "dtype", "strides", "device"])
 def test_different_parameters_are_reported_on_every_rank(many, how):
     many(differing, how)
 

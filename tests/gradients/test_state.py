@@ -190,6 +190,27 @@ def test_a_mismatch_is_reported_by_name_on_every_rank(many):
     many(mismatches)
 
 
+def expanded(backend, ranks):
+    model = nn.Module()
+    mask = torch.zeros(1, 2).expand(3, 2)
+    model.register_buffer("mask", mask if backend.rank in ranks else mask.clone())
+    if backend.size == 1:
+        broadcast_parameters(model, backend)
+        return
+    same = len(ranks) == backend.size
+    said = (
+        "'mask' cannot be broadcast: elements of this" if same else "number 0 is mask .* and mask .*, whose elements share"
+    )
+    with pytest.raises(ValueError if same else BackendError, match=said):
+        broadcast_parameters(model, backend)
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+
+
+def test_a_tensor_whose_elements_share_memory_is_refused_by_name_on_every_rank(spmd):
+    spmd(expanded, list(range(spmd.size)))
+    spmd(expanded, [spmd.size - 1])
+
+
 def no_such_root(backend):
     for root in (-1, backend.size):
         for call in (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dualtrain.backends.agreement import Call, agree
-from dualtrain.backends.base import ReduceOp, Work
+from dualtrain.backends.base import GradientPath, ReduceOp, Work
 from dualtrain.backends.collectives import Backend
 from dualtrain.backends.shm.reductions import SharedMemory
 from dualtrain.backends.shm.segment import UnsharedError
@@ -76,6 +76,14 @@ class DelegatingBackend(Backend):
 
     def exchange(self, vector: torch.Tensor) -> torch.Tensor:
         return self.inner.exchange(vector)
+
+    @property
+    def gradient_path(self) -> GradientPath:
+        """See :class:`~dualtrain.backends.base.Primitives`."""
+        return self.inner.gradient_path
+
+    def sums_beside(self, device: str) -> int:
+        return self.inner.sums_beside(device)
 
     def subset(self, ranks: Sequence[int], world: World | None) -> Backend | None:
         group = self.inner.subset(ranks, world)

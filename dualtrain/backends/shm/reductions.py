@@ -104,7 +104,7 @@ class SharedMemory:
             UnsharedError: on every rank, if the ranks of a host cannot share as much memory.
         """
         if numel == 0:
-            return torch.zeros(0, dtype=dtype)
+            return torch.zeros(0, dtype=dtype, device="cpu")
         region = self._new_region(numel * dtype.itemsize)
         with torch.inference_mode(False):
             buffer: torch.Tensor = region.slots[self.rank][: numel * dtype.itemsize].view(dtype)
