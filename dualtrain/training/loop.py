@@ -397,7 +397,7 @@ class Run:
 
     def _evaluation(self, part: int) -> Iterator[Tensors]:
         """Yield one part of the evaluation's samples: every ``parts``-th, so that no sample is evaluated twice."""
-        mine = torch.arange(part, len(self.task.val), self.parts)
+        mine = torch.arange(len(self.task.val))[part :: self.parts]
         size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
         batches = [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
         yield from self.task.val.stream(batches, self.backend.device)
