@@ -18,13 +18,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
+from dualtrain.errors import UserError
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import check_supported, warn_of_ddp
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.state import broadcast_parameters
+from dualtrain.state import broadcast_parameters, load_optimizer_state
 from dualtrain.training import checkpoint
+from dualtrain.training.modes import evaluation_mode, training_mode
 from dualtrain.training.objective import NAMES, Loss, Objective, added, as_objective, metrics, training_metrics
-from dualtrain.training.on_ranks import on_rank_zero
+from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.parts import Batches, Evaluation, Parts, RankParts
 from dualtrain.training.passes import Passes, Tensors
 from dualtrain.training.precision import DTYPES, Precision
@@ -114,6 +116,7 @@ class Trainer:
         )
         measured = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
         self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback)
+        self._epochs = 0  # that fit() has taken
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     @property
@@ -199,11 +202,14 @@ class Trainer:
     def fit(self, loader: Iterable[Sequence[torch.Tensor]], epochs: int = 1) -> list[dict[str, float]]:
         """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
-        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps. The
-        loader's ``sampler.set_epoch`` is called, if there is one.
+        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps.
+        ``set_epoch`` of the loader's sampler and batch sampler is called, if there is one, with the number of epochs that
+        this trainer has taken in all calls, also before a saved state was restored. Modules in evaluation mode stay in it
+        if the model itself is in training mode.
 
         Returns:
-            One dict for each epoch: the mean loss and, for classifiers, the accuracy, over all ranks' samples.
+            One dict for each epoch: the mean loss over all ranks' samples, and the accuracy, if the loss is a cross entropy
+            of class numbers or an ``Objective``.
 
         Raises:
             RanksDifferError: the ranks are given different ``epochs``.
@@ -216,15 +222,14 @@ class Trainer:
             )
         compare_arguments(self.backend, "fit", {"epochs": epochs})
         history = []
-        for epoch in range(epochs):
-            set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
+        for _ in range(epochs):
+            _set_epoch(loader, self._epochs)
             history.append(training_metrics(self._epoch(loader), ""))
+            self._epochs += 1
         return history
 
     def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> list[float]:
-        self.model.train()
+        training_mode(self.model)
         total, batches, expected = [0.0] * len(NAMES), with_last(loader), 0.0
         more = True
         while more:
@@ -280,11 +285,8 @@ class Trainer:
                         total = added(total, map(float, objective(forward(inputs), targets)[1]))
             return total
 
-        with self.common_buffers():
-            training = model.training
-            model.eval()
+        with self.common_buffers(), evaluation_mode(model):
             total = self._parts.evaluate(batches, sums, model)
-            model.train(training)
         return metrics(total, prefix)
 
     def common_buffers(self) -> AbstractContextManager[None]:
@@ -310,25 +312,35 @@ class Trainer:
             "scaler": self.precision.scaler.state_dict(),
             "schedule": _without_functions(self.schedule.state_dict()) if self.schedule is not None else None,
             "ema": dict(self.ema.state_dict()) if self.ema is not None else None,
+            "epochs": self._epochs,
             **self._parts.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew.
 
-        With virtual ranks, the next steps are the same at any world size.
+        With virtual ranks, the next steps are the same at any world size. If the state has no average of the weights, and
+        this trainer keeps one (``ema``), it begins with the loaded weights.
 
         Raises:
-            UserError: the state is of another number of virtual ranks.
+            UserError: the state is of another number of virtual ranks; or only one of it and this trainer has a schedule.
         """
+        if (self.schedule is None) != (state["schedule"] is None):
+            has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
+            raise UserError(f"the state has {has} schedule, and this trainer differs: make the trainer {cure} schedule")
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
-        if self.schedule is not None and state["schedule"] is not None:
+        if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
+        self._epochs = state.get("epochs", 0)  # not in states of versions before 0.3.0
         self._parts.load_state_dict(state)
-        if self.ema is not None and state["ema"] is not None:
-            self.ema.load_state_dict(state["ema"])
+        if self.ema is not None:
+            if state["ema"] is None:  # the average begins with the loaded weights
+                self.ema.module.load_state_dict(state["model"])
+                self.ema.n_averaged.zero_()
+            else:
+                self.ema.load_state_dict(state["ema"])
             # As after each step, use this rank's own buffers, not those of the rank that wrote the file.
             for average, own in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
                 average.copy_(own)
@@ -339,14 +351,27 @@ class Trainer:
         on_rank_zero(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))
 
     def resume(self, path: str | Path) -> None:
-        """Restore the state in a file of :meth:`save`, or in a run's checkpoint. Every rank reads the file.
+        """Restore the state in a file of :meth:`save`, or in a run's checkpoint. Every rank reads the file. Collective.
 
         Raises:
             UserError: the file is missing or damaged, or is of another model or optimizer.
+            RanksDifferError: the ranks' files differ, or only some ranks can read theirs.
         """
-        state = checkpoint.load(Path(path))
+        # The name of a collective operation must not depend on the path, which may differ between hosts.
+        state = on_all_ranks(self.backend, "state to resume", lambda: checkpoint.load(Path(path)))
+        compare_arguments(self.backend, "resume", {"content of the file": checkpoint.generation_in(Path(path))[1]})
         with checkpoint.fitting(f"the state in {str(path)!r}"):
             self.load_state_dict(state.get("trainer", state))
+
+
+def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
+    """Call ``set_epoch`` of the loader's samplers, once each."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    for sampler in {id(one): one for one in samplers}.values():
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
