@@ -162,8 +162,9 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -
     seed_all(derived(seed, "rank", backend.rank))
     if section.sync_batchnorm:
         synchronize_norms(model, backend)
-    layout = torch.channels_last if section.channels_last else torch.preserve_format
-    return model.to(device=backend.device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
+    model = model.to(backend.device)
+    # Parameters of lazy layers have no layout yet.
+    return model.to(memory_format=torch.channels_last) if section.channels_last else model
 
 
 def make_computation(

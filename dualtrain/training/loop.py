@@ -23,7 +23,7 @@ from dualtrain.cores import usable_cores
 from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
 from dualtrain.data.sampler import Sampler, share
-from dualtrain.data.sources import Source
+from dualtrain.data.sources import IGNORED, Source
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError, enough_memory
 from dualtrain.training import checkpoint
@@ -381,6 +381,8 @@ class Run:
         progress.phase("evaluating")
         batches = self._for_trainer([progress.counted(self._evaluation(number)) for number in self.mine])
         evaluation = self.trainer.evaluate(batches, CrossEntropy())
+        if math.isnan(evaluation["val_accuracy"]):
+            raise UserError(f"no validation target has a loss, since all are {IGNORED}: correct the validation data")
         if not math.isfinite(evaluation["val_loss"]):
             numbers = torch.arange(len(self.task.val))
             what = "the validation loss became infinite or not a number on all ranks"

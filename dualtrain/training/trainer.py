@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
@@ -60,7 +60,7 @@ class Trainer:
 
     Raises:
         ValueError: ``virtual_ranks`` is below 1, or is given with ``compress``, or with SyncBatchNorm on another number of
-            ranks; or a parameter's gradient cannot be averaged.
+            ranks; a parameter's gradient cannot be averaged; or ``schedule`` is ReduceLROnPlateau.
         RanksDifferError: on every rank, if the ranks are given different classes, functions or settings (the model's
             weights may differ). Names what differs, and each rank's value.
     """
@@ -84,6 +84,11 @@ class Trainer:
     ) -> None:
         for name, p in model.named_parameters():
             check_supported(name, p)
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau needs a metric in each step(): leave schedule out, and after trainer.evaluate() call "
+                'its step(values["val_loss"]) on every rank'
+            )
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
         if virtual_ranks is not None and compress != "none":
@@ -234,10 +239,10 @@ class Trainer:
         more = True
         while more:
             batch, last = next(batches, (None, True))
-            if not expected:  # once: the largest first batch of any rank, times the number of ranks
-                size = torch.tensor([0.0 if batch is None else float(len(batch[1]))])
-                expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
             mine = [] if batch is None else [self.to_device(batch)]
+            if not expected:  # once: the largest first batch of any rank, times the number of ranks
+                size = torch.tensor([float(len(mine[0][1])) if mine else 0.0])
+                expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
             step = self.step(mine, expected or 1.0, [float(not last), 0.0, 0.0])
             total = added(total, step.totals)
             more = step.control_flags[0] > 0
