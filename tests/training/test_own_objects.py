@@ -16,6 +16,7 @@ from dualtrain.batchnorm import RankNorm, synchronize_norms
 from dualtrain.config import parse
 from dualtrain.data.sources import Batch, Task
 from dualtrain.data.wrapped import wrap
+from dualtrain.models.freezing import freeze_backbone
 from dualtrain.models.weights import load_weights
 from dualtrain.training import checkpoint, loop
 
@@ -173,3 +174,11 @@ def test_a_dataset_that_cannot_be_sent_to_workers_is_refused_with_the_cure():
     with pytest.raises(UserError, match=r"cannot be sent to worker processes .* or give --workers 0"):
         next(task.train.stream([Batch(torch.arange(2))], torch.device("cpu")))
     task.close()
+
+
+def test_a_head_that_shares_weights_cannot_be_trained_alone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(UserError, match=r"head '1' shares '0\.weight'"):
+        freeze_backbone(model, "1")
+    assert all(p.requires_grad for p in model.parameters())
