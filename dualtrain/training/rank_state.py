@@ -46,19 +46,32 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
     """Return this rank's buffers and generators, as plain values and tensors on the CPU."""
-    buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
-    return {"buffers": buffers, "random": random_state(device)}
+    return {"buffers": buffers_of(model), "random": random_state(device)}
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's buffers on the CPU by name, including those that are not persistent."""
+    return {name: buffer.detach().cpu().clone() for name, buffer in module.named_buffers()}
+
+
+def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: Backend) -> None:
+    """Restore this rank's entry of ``ranks``. At another world size, seed generators anew; see :func:`restore_buffers`."""
+    restore_buffers(model, [rank["buffers"] for rank in ranks], backend)
+    if len(ranks) == backend.size:
+        restore_random_state(ranks[backend.rank]["random"], backend.device)
+    else:
+        seed_all(derived("resumed", backend.size, backend.rank, ranks[0]["random"]["torch"].sum().item()))
 
 
 @torch.no_grad()
-def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: Backend) -> None:
+def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], backend: Backend) -> None:
     """Restore this rank's entry of ``ranks``.
 
-    At another world size, average the floating-point buffers, use rank 0's other buffers, and seed generators anew.
+    At another world size, average the floating-point buffers, and use rank 0's other buffers.
     """
     same = len(ranks) == backend.size
-    for name, buffer in list(model.named_buffers()):
-        parts = [rank["buffers"][name] for rank in ranks if name in rank["buffers"]]
+    for name, buffer in list(module.named_buffers()):
+        parts = [rank[name] for rank in ranks if name in rank]
         if len(parts) < len(ranks):
             continue  # states of versions before 0.3.0 have floating-point buffers only
         value = parts[backend.rank if same else 0]
@@ -68,8 +81,4 @@ def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: 
             buffer.copy_(value)
         else:  # a buffer that grows in forward
             path, _, key = name.rpartition(".")
-            setattr(model.get_submodule(path), key, value.to(buffer.device, buffer.dtype))
-    if same:
-        restore_random_state(ranks[backend.rank]["random"], backend.device)
-    else:
-        seed_all(derived("resumed", backend.size, backend.rank, ranks[0]["random"]["torch"].sum().item()))
+            setattr(module.get_submodule(path), key, value.to(buffer.device, buffer.dtype))

@@ -30,6 +30,7 @@ from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.parts import Batches, Evaluation, Parts, RankParts
 from dualtrain.training.passes import Passes, Tensors
 from dualtrain.training.precision import DTYPES, Precision
+from dualtrain.training.rank_state import buffers_of, restore_buffers
 from dualtrain.training.same_run import compare_arguments, compare_trainer
 from dualtrain.training.step import CONTROL_FLAGS, Step, StepScalars, with_last
 from dualtrain.training.virtual_ranks import VirtualRanks
@@ -89,6 +90,7 @@ class Trainer:
                 "ReduceLROnPlateau needs a metric in each step(): leave schedule out, and after trainer.evaluate() call "
                 'its step(values["val_loss"]) on every rank'
             )
+        self._loss = _stateful(loss, model, optimizer)
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
         if virtual_ranks is not None and compress != "none":
@@ -308,8 +310,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
-        State of single ranks (running statistics, random numbers) is included once for each rank. With virtual ranks, no
-        state belongs to a single rank.
+        State of single ranks is included once for each rank: running statistics, random numbers, and the buffers of a
+        ``loss`` that is a module of your own. With virtual ranks, only the latter belongs to a single rank.
         """
         return {
             "model": dict(self.model.state_dict()),
@@ -318,8 +320,14 @@ class Trainer:
             "schedule": _without_functions(self.schedule.state_dict()) if self.schedule is not None else None,
             "ema": dict(self.ema.state_dict()) if self.ema is not None else None,
             "epochs": self._epochs,
+            "loss": self._loss_state(),
             **self._parts.state_dict(),
         }
+
+    def _loss_state(self) -> list[dict[str, torch.Tensor]] | None:
+        if self._loss is None:
+            return None
+        return self.backend.allgather_object(buffers_of(self._loss), name="state of the loss")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew.
@@ -338,6 +346,8 @@ class Trainer:
         self.precision.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
+        if self._loss is not None and state.get("loss") is not None:
+            restore_buffers(self._loss, state["loss"], self.backend)
         self._epochs = state.get("epochs", 0)  # not in states of versions before 0.3.0
         self._parts.load_state_dict(state)
         if self.ema is not None:
@@ -377,6 +387,22 @@ def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
         set_epoch = getattr(sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
+
+
+def _stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+    """Return ``loss`` if it is a module of the user's own with buffers, which training may change.
+
+    Raises:
+        ValueError: the optimizer has parameters of it.
+    """
+    if not isinstance(loss, nn.Module):
+        return None
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]} - set(map(id, model.parameters()))
+    own = [name for name, p in loss.named_parameters() if id(p) in trained]
+    if own:
+        raise ValueError(f"the loss has parameters to train ({', '.join(own[:3])}): make it a part of the model")
+    plain = type(loss).__module__.startswith("torch.nn.")  # its buffers are options, such as class weights
+    return None if plain or not any(True for _ in loss.buffers()) else loss
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:

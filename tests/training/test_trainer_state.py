@@ -227,3 +227,45 @@ def test_ranks_that_resume_other_files_are_refused(spmd, kind, tmp_path):
         pytest.skip("one rank has one file")
     messages = spmd(other_files, tmp_path, kind)
     assert len(set(messages)) == 1
+
+
+class Centred(nn.Module):
+    """A loss with a buffer that each step changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, outputs, targets):
+        result = nn.functional.cross_entropy(outputs - self.centre, targets)
+        self.centre.lerp_(outputs.detach().mean(0), 0.1)
+        return result
+
+
+def losses_resume(backend, folder):
+    weights, centres = [], []
+    for begin in (0, 3):
+        model, loss = net(), Centred()
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), loss, backend=backend)
+        if begin:
+            trainer.resume(folder / "state")
+        for number in range(begin, 6):
+            trainer.step([batch(number * backend.size + backend.rank)], 6.0 * backend.size)
+            if number == 2:
+                trainer.save(folder / "state")
+        weights.append(model.weight.detach())
+        centres.append(loss.centre.tolist())
+    assert torch.equal(*weights)
+    assert centres[0] == centres[1]
+    return centres[0]
+
+
+def test_buffers_of_the_loss_are_restored_on_each_rank(typical, tmp_path):
+    typical(losses_resume, tmp_path)
+
+
+def test_parameters_of_the_loss_belong_into_the_model():
+    model, loss = net(), Centred()
+    loss.scale = nn.Parameter(torch.ones(1))
+    with connect("local") as backend, pytest.raises(ValueError, match=r"parameters to train \(scale\)"):
+        Trainer(model, torch.optim.SGD([*model.parameters(), loss.scale], 0.5), loss, backend=backend)
