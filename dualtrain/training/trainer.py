@@ -124,6 +124,7 @@ class Trainer:
         measured = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
         self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback)
         self._epochs = 0  # that fit() has taken
+        self._averages = False  # whether ``ema`` was updated
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     @property
@@ -190,6 +191,9 @@ class Trainer:
             with self.precision.skipped_step_allowed():
                 self.schedule.step()
         if self.ema is not None:
+            if not self._averages:  # the first forward pass may have made buffers, and torch pairs them by their order
+                _add_buffers(self.ema.module, self.model)
+                self._averages = True
             self.ema.update_parameters(self.model)
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
@@ -387,6 +391,16 @@ def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
         set_epoch = getattr(sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
+
+
+def _add_buffers(average: nn.Module, model: nn.Module) -> None:
+    """Add the buffers of ``model`` that ``average``, an older copy, does not have or has as ``None``."""
+    for copied, module in zip(average.modules(), model.modules(), strict=True):
+        for name, buffer in module.named_buffers(recurse=False):
+            if not hasattr(copied, name):
+                copied.register_buffer(name, buffer.detach().clone())
+            elif getattr(copied, name) is None:
+                setattr(copied, name, buffer.detach().clone())
 
 
 def _stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:

@@ -222,10 +222,8 @@ def other_files(backend, folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["other", "missing"])
-def test_ranks_that_resume_other_files_are_refused(spmd, kind, tmp_path):
-    if spmd.size < 2:
-        pytest.skip("one rank has one file")
-    messages = spmd(other_files, tmp_path, kind)
+def test_ranks_that_resume_other_files_are_refused(many, kind, tmp_path):
+    messages = many(other_files, tmp_path, kind)
     assert len(set(messages)) == 1
 
 
@@ -269,3 +267,29 @@ def test_parameters_of_the_loss_belong_into_the_model():
     loss.scale = nn.Parameter(torch.ones(1))
     with connect("local") as backend, pytest.raises(ValueError, match=r"parameters to train \(scale\)"):
         Trainer(model, torch.optim.SGD([*model.parameters(), loss.scale], 0.5), loss, backend=backend)
+
+
+class Cached(nn.Module):
+    """A model that makes a buffer in its first forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", None, persistent=False)
+        self.linear, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        if self.cache is None:
+            self.cache = torch.full((3,), 100.0)
+        return self.norm(self.linear(x)) + self.cache
+
+
+def test_an_average_has_the_buffers_that_the_first_forward_pass_makes():
+    model = Cached()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+        for number in range(3):
+            trainer.step([batch(number)], 6)
+    wanted = dict(model.named_buffers())
+    found = dict(trainer.evaluated.named_buffers())
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
