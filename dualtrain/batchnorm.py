@@ -6,6 +6,7 @@ Ranks may have different numbers of samples.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualtrain.backends import Backend
 from dualtrain.backends.sum_order import SumOrder
+
+log = logging.getLogger("dualtrain")
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -140,6 +144,10 @@ class RankNorm(SyncBatchNorm):
     #: The order in which the ranks' values are summed; ``None`` for the backend's own order.
     order: SumOrder | None = None
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """See the base class. In evaluation without running statistics, use this rank's: ranks may have fewer batches."""
+        return super().forward(input) if self.training else _BatchNorm.forward(self, input)
+
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """See the base class."""
         return self.backend.allgather(row[None], name=f"{self.title}.statistics")
@@ -155,17 +163,27 @@ class RankNorm(SyncBatchNorm):
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     """Replace the BatchNorm layers of ``model`` in place. ``FrozenNorm`` layers have another class, and stay.
 
-    Collective; blocks.
+    Layers of other subclasses stay too; rank 0 logs the names of those in training mode. Collective; blocks.
     """
+    # A layer may be in several places.
     layers = [
         (title, layer)
-        for title, layer in model.named_modules()
-        if type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        for title, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
     ]
-    if layers:
+    plain = [(title, layer) for title, layer in layers if type(layer) in _PLAIN]
+    others = [
+        f"{title!r} ({type(layer).__name__})" for title, layer in layers if type(layer) not in _PLAIN and layer.training
+    ]
+    if others and backend.rank == 0:
+        shown = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        log.warning("each rank keeps statistics of its own in layers of other classes than torch's BatchNorm: %s", shown)
+    if plain:
         kind: Any = type("RankNorm", (RankNorm,), {"backend": backend.channel()})
-        for title, layer in layers:
-            made = kind.convert_sync_batchnorm(layer)
-            made.title = title
+        made: dict[int, Any] = {}
+        for title, layer in plain:
+            if id(layer) not in made:
+                made[id(layer)] = kind.convert_sync_batchnorm(layer)
+                made[id(layer)].title = title
             parent, _, name = title.rpartition(".")
-            setattr(model.get_submodule(parent), name, made)
+            setattr(model.get_submodule(parent), name, made[id(layer)])

@@ -24,16 +24,17 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
 
     Args:
         params: a module (its parameters and buffers), a ``state_dict()``, or an iterable of tensors or of
-            (name, tensor) pairs, of any dtypes, shapes and layouts. Entries that are not tensors are ignored.
+            (name, tensor) pairs, of any dtypes, shapes and layouts. Other entries beside tensors are ignored.
         backend: the ranks.
         root: the rank whose values are copied.
 
     Raises:
-        ValueError: ``root`` is no rank, or a tensor cannot be written since its elements share memory (``expand``).
+        ValueError: ``root`` is no rank; ``params`` has nested containers of tensors, or entries but no tensor; or a tensor
+            cannot be written since its elements share memory (``expand``).
         BackendError: the names, dtypes, shapes or kinds of device of the ranks' tensors differ, a rank failed, or the call
             timed out.
     """
-    tensors = _named_tensors(params)
+    tensors = tensors_among(_named(params))
     note = ", whose elements share memory"
     shared = [name for name, t in tensors if backend.size > 1 and _shares_elements(t)]
     described = [_described(name, t) + note * (name in shared) for name, t in tensors]
@@ -136,19 +137,43 @@ def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
     Hashes are equal if and only if all names, dtypes, shapes and bits are equal.
     """
     digest = hashlib.sha256()
-    for name, tensor in _named_tensors(model.state_dict() if isinstance(model, torch.nn.Module) else model):
+    for name, tensor in _named(model.state_dict() if isinstance(model, torch.nn.Module) else model):
+        if not isinstance(tensor, torch.Tensor):
+            continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(as_bytes(tensor).cpu().numpy().data)
     return digest.hexdigest()
 
 
-def _named_tensors(params: Params) -> list[tuple[str, torch.Tensor]]:
+def tensors_among(named: Iterable[tuple[Any, Any]]) -> list[tuple[Any, torch.Tensor]]:
+    """Return the pairs (name, tensor) among pairs of names and values.
+
+    Raises:
+        ValueError: tensors would be left out: a value is a container of tensors, or there are values and none is a tensor.
+    """
+    pairs = [(name, value) for name, value in named if not str(name).endswith("_extra_state")]  # of a state_dict()
+    found = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
+    nested = [name for name, value in pairs if not isinstance(value, torch.Tensor) and _has_tensors(value)]
+    if nested or (pairs and not found):
+        name, value = next((name, value) for name, value in pairs if not nested or name == nested[0])
+        raise ValueError(
+            f"{name!r} is a {type(value).__name__}, and no tensor: pass a flat state_dict() of a model, or "
+            "named_parameters(); for the state of an optimizer, call broadcast_optimizer_state"
+        )
+    return found
+
+
+def _has_tensors(value: Any) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(item, torch.Tensor) or _has_tensors(item) for item in items)
+
+
+def _named(params: Params) -> list[tuple[str, Any]]:
     if isinstance(params, torch.nn.Module):
         # Don't use the module's state_dict, which leaves out buffers that are not persistent.
         params = {**dict(params.named_parameters()), **dict(params.named_buffers())}
     entries = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    pairs = [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]
-    return [(name, t) for name, t in pairs if isinstance(t, torch.Tensor)]
+    return [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:

@@ -101,5 +101,6 @@ class Task:
 
     def close(self) -> None:
         """Stop the worker processes of both splits."""
-        self.train.close()
-        self.val.close()
+        for source in (self.train, self.val):
+            # A source of the user's own need not be a subclass of Source.
+            getattr(source, "close", lambda: None)()

@@ -15,7 +15,7 @@ from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import Source, Task, Tensors, wrong_targets
 from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import with_torchvision_shim
-from dualtrain.user_code import call_user_code, user_code
+from dualtrain.user_code import call_user_code, in_one_line, user_code
 
 
 class Samples:
@@ -75,7 +75,14 @@ class Samples:
 
     def __reduce__(self) -> Any:
         # Unpickling the dataset may import torchvision, which needs the shim: a worker process must install it first.
-        return _unpickled, (pickle.dumps((self.dataset, self.sample, self.split, self.classes)),)
+        try:
+            content = pickle.dumps((self.dataset, self.sample, self.split, self.classes))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"the dataset cannot be sent to worker processes ({in_one_line(error)}): define its classes and functions "
+                "at the top level of a module, or give --workers 0"
+            ) from error
+        return _unpickled, (content,)
 
 
 def _stacked(samples: list[Any]) -> Any:
@@ -115,13 +122,14 @@ def _map_style(part: Any) -> bool:
 def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, name: str = "dataset") -> Task:
     """Make a :class:`Task` of two map-style datasets, whose samples are (tensor, class index or int64 tensor (t,)).
 
-    ``classes`` is needed if the training dataset has no attribute ``classes`` (the names) or ``num_classes``.
+    ``classes`` is needed if the training dataset has no attribute ``classes`` (the names, or their number), nor
+    ``num_classes``.
 
     Raises:
         UserError: the samples are of another kind, or the number of classes is unknown.
     """
-    known = len(train.classes) if hasattr(train, "classes") else getattr(train, "num_classes", None)
-    classes = classes or known
+    known = getattr(train, "classes", getattr(train, "num_classes", None))
+    classes = classes or (known if known is None or isinstance(known, int) else len(known))
     if not classes:
         raise UserError(f"--dataset {name!r} does not say how many classes it has: give --classes")
     sample = _sample(train, name)

@@ -72,8 +72,8 @@ class HorovodReducer(ABC):
 
     @property
     def set_id(self) -> int:
-        """The id of the process set; 0 is the world."""
-        return self.process_set.process_set_id or 0
+        """The id of the process set; 0 is the world. Raises ValueError while the set is not usable."""
+        return self.process_set.usable_id()
 
     @property
     @abstractmethod
@@ -165,7 +165,12 @@ class HorovodReducer(ABC):
                 old.close()
 
     def enter_world(self) -> None:
-        """Get a channel name, if the world has changed since the last exchange."""
+        """Get a channel name, if the world has changed since the last exchange.
+
+        Raises:
+            ValueError: the process set was not added in this world, or was removed.
+        """
+        self.process_set.usable_id()
         if self._generation != basics.generation():
             self.world_changed()
             self._generation = basics.generation()

@@ -27,11 +27,10 @@ Gradients = Sequence[torch.Tensor]
 def usable_set(process_set: ProcessSet) -> int:
     """Return the id of ``process_set``. Raises ValueError if it is not in use, or this rank is not in it."""
     here = engine().backend.rank
-    if process_set.process_set_id is None:
-        raise ValueError(f"{process_set} is not in use: pass it to hvd.init or hvd.add_process_set first")
+    set_id = process_set.usable_id()
     if not process_set.included():
         raise ValueError(f"rank {here} is not in {process_set}: call this on its ranks only")
-    return process_set.process_set_id
+    return set_id
 
 
 def _resolve_op(op: int | None, average: bool | None) -> int:

@@ -98,7 +98,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.pending = operation.start(kind, list(tensors), None, options)
         results = ctx.pending.wait()
         ctx.pending.tensors = []
-        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
+        ctx.mark_non_differentiable(*(r for r in results if not (r.is_floating_point() or r.is_complex())))
         return tuple(results)
 
     @staticmethod

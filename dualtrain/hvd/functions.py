@@ -13,7 +13,7 @@ from dualtrain.hvd.basics import engine, rank
 from dualtrain.hvd.calls import usable_set
 from dualtrain.hvd.mpi_ops import broadcast_async_, synchronize
 from dualtrain.hvd.process_sets import ProcessSet, global_process_set
-from dualtrain.state import load_optimizer_state
+from dualtrain.state import load_optimizer_state, tensors_among
 
 T = TypeVar("T")
 
@@ -22,11 +22,12 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     """Copy the root's values to every rank, in place. Collective; blocks.
 
     Args:
-        params: a ``state_dict()``, or an iterable of tensors or of (name, tensor) pairs. Other values are ignored.
+        params: a ``state_dict()``, or an iterable of tensors or of (name, tensor) pairs. Other values beside tensors are
+            ignored.
         root_rank: the rank whose values are copied.
 
     Raises:
-        ValueError: ``params`` is none of these, or a name appears twice.
+        ValueError: ``params`` is none of these, has nested containers of tensors or no tensor, or a name appears twice.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):
@@ -35,7 +36,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     else:
         raise ValueError(f"invalid params of type {type(params)}: pass a state_dict or named_parameters")
-    handles = [broadcast_async_(t, root_rank, name) for name, t in pairs if isinstance(t, torch.Tensor)]
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in tensors_among(pairs)]
     for handle in handles:
         synchronize(handle)
 

@@ -59,7 +59,8 @@ def DistributedOptimizer(  # noqa: N802
         process_set: the ranks that combine gradients; other ranks step alone.
 
     Raises:
-        ValueError: an option is wrong, a parameter has no name, or two parameters have the same name.
+        ValueError: an option is wrong, a parameter has no name, two parameters have the same name, or the process set was
+            made from a communicator and is not in use. (Any other set may be added later, before the first backward.)
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -73,7 +74,9 @@ def DistributedOptimizer(  # noqa: N802
     if compat.enabled():
         optimizer = compat.without_state(optimizer)
     named = name_parameters(optimizer, named_parameters)
-    base = _AdasumOptimizer if op == Adasum and (process_set.size() or 1) > 1 else _Optimizer
+    if process_set.ranks is None:
+        process_set.usable_id()  # raises: the ranks of a communicator are known once the set is in use
+    base = _AdasumOptimizer if op == Adasum and _several(process_set) else _Optimizer
     # A subclass of the optimizer's class, as with Horovod: a wrapped SGD is an instance of torch.optim.SGD.
     # Lightning and other libraries recognize a wrapped optimizer by the word "horovod" in str() of its class.
     names = {"__module__": __name__, "__qualname__": f"horovod.{type(optimizer).__name__}"}
@@ -82,6 +85,11 @@ def DistributedOptimizer(  # noqa: N802
     transfer = transfer_of(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
     made.wrap(optimizer, named, compression, backward_passes_per_step, op, transfer, process_set)
     return made
+
+
+def _several(process_set: ProcessSet) -> bool:
+    """Return whether the set has several ranks, also while it is not in use."""
+    return len(process_set.ranks or []) > 1
 
 
 class _Optimizer(NativeOptimizer):
@@ -105,7 +113,7 @@ class _Optimizer(NativeOptimizer):
         self.op, self.process_set = op, process_set
         self._synchronized, self._should_synchronize = False, True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
-        if process_set.included() and ((process_set.size() or 1) > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
+        if process_set.included() and (_several(process_set) or os.environ.get("HOROVOD_ELASTIC") == "1"):
             self.reducer = self._make_reducer(named, compression, transfer)
         if self.reducer is not None:
             self.reducer.follow(optimizer)
@@ -285,7 +293,16 @@ class _AdasumOptimizer(_Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank alone, then add the adaptive sum of all ranks' changes. Collective."""
+        """Step on this rank alone, then add the adaptive sum of all ranks' changes. Collective.
+
+        A rank outside of the process set only steps.
+
+        Raises:
+            ValueError: before the step, the process set is not in use.
+        """
+        if not self.process_set.included():
+            return self.optimizer.step(closure)
+        self.process_set.usable_id()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [p.detach().clone() for p in params]
         result = self.optimizer.step(closure)

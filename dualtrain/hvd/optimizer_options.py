@@ -75,7 +75,7 @@ def transfer_of(
         raise ValueError("A parameter can only appear once in groups.")
     return Transfer(
         before=1 / predivide,
-        after=1.0 if op == Sum else None if predivide == 1 else predivide / (process_set.size() or 1),
+        after=1.0 if op == Sum else None if predivide == 1 else predivide / len(process_set.ranks or [0]),
         dtype=NARROW.get(compression),
         bucket_bytes=basics.engine().settings.fusion_bytes,
         groups=groups or (),

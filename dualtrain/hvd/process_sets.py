@@ -59,6 +59,12 @@ class ProcessSet:
         """Return whether this process is in the set; ``None`` while the set's ranks are not known."""
         return None if self.ranks is None else _connected().backend.rank in self.ranks
 
+    def usable_id(self) -> int:
+        """Return the id. Raises ValueError while the set is not usable."""
+        if self.process_set_id is None:
+            raise ValueError(f"{self} is not in use: pass it to hvd.init or hvd.add_process_set first")
+        return self.process_set_id
+
     def _invalidate(self) -> None:
         self.process_set_id = None
 

@@ -40,7 +40,17 @@ def freeze_backbone(model: nn.Module, head: str) -> None:
 
     Parameters outside of the head lose ``requires_grad``. BatchNorm layers outside of the head keep their running
     statistics, even after ``model.train()`` and in copies of the model.
+
+    Raises:
+        UserError: the head shares parameters with the rest of the model.
     """
+    own = set(map(id, model.get_submodule(head).parameters()))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in own and not name.startswith(f"{head}."):
+            raise UserError(
+                f"--freeze-backbone: the head {head!r} shares {name!r} with the rest of the model, which is frozen: "
+                "leave it out"
+            )
     for name, module in model.named_modules():
         if name == head or name.startswith(f"{head}."):
             continue

@@ -11,11 +11,13 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parameter import is_lazy
 
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular, readable_path
 from dualtrain.torchvision_shim import torchvision
 
+_EXTRA = "_extra_state"  # the end of names of values that are no weights
 SHOWN = 3  # names listed in an error message, so that it stays one line
 
 
@@ -25,11 +27,17 @@ def load_weights(model: nn.Module, file: str) -> None:
     Accepts names that all start with ``module.``, and checkpoints with their weights under ``state_dict`` or ``model``.
 
     Raises:
-        UserError: the file cannot be read, or its names or shapes differ from the model's.
+        UserError: the file cannot be read, its names or shapes differ from the model's, or the model has lazy layers.
     """
-    state = read_state(file)
-    consume_prefix_in_state_dict_if_present(state, "module.")
-    wrong = differences(model.state_dict(), state)
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+        raise UserError(
+            f"--weights {file!r} does not fit lazy layers, which have no shapes yet: give the layers their sizes"
+        )
+    state, own = read_state(file), model.state_dict()
+    wrong = differences(own, state)
+    if wrong:
+        consume_prefix_in_state_dict_if_present(state, "module.")
+        wrong = differences(own, state)
     if wrong:
         raise UserError(f"--weights {file!r} does not fit the model: {'; '.join(wrong)}: give weights of the same model")
     model.load_state_dict(state, strict=False)
@@ -52,6 +60,8 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
+    if isinstance(state, dict):  # values of get_extra_state() need not be tensors
+        state = {n: v for n, v in state.items() if not (str(n).endswith(_EXTRA) and not isinstance(v, torch.Tensor))}
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"--weights {file!r} is not a mapping from names to tensors: {advice}")
     problem = next(filter(None, map(_unusable, state.keys(), state.values())), None)
@@ -91,12 +101,12 @@ def _unusable(name: Any, tensor: torch.Tensor) -> str | None:
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
     """Describe how the names and shapes of ``theirs`` differ from ``ours``; return an empty list if they fit."""
     # Files written before torch 0.4.1 lack num_batches_tracked, which is not used here.
-    missing = [name for name in ours if name not in theirs and not name.endswith("num_batches_tracked")]
-    unexpected = [name for name in theirs if name not in ours]
+    missing = [name for name in ours if name not in theirs and not name.endswith(("num_batches_tracked", _EXTRA))]
+    unexpected = [name for name in theirs if name not in ours and not name.endswith(_EXTRA)]
     shapes = [
         f"{name} ({_size(tensor)} in the file, {_size(ours[name])} in the model)"
         for name, tensor in theirs.items()
-        if name in ours and tensor.shape != ours[name].shape
+        if name in ours and not name.endswith(_EXTRA) and tensor.shape != ours[name].shape
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     return [f"{len(names)} {kind} ({_few(names)})" for kind, names in kinds.items() if names]

@@ -22,6 +22,7 @@ from dualtrain.data.sources import Source, Tensors, contents_of, wrong_targets
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.training.data_parallel import measured, replicate
+from dualtrain.training.modes import evaluation_mode, training_mode
 from dualtrain.training.on_ranks import on_all_ranks
 from dualtrain.training.rank_state import seed_all
 from dualtrain.training.same_run import compare_task
@@ -81,13 +82,11 @@ def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
     """
     device = next(model.parameters()).device
     what = f"--model {name} and --dataset {dataset} do not fit"
-    model.eval()
-    try:
+    with evaluation_mode(model):
         _try_sample(model, next(task.val.stream([Batch(torch.zeros(1, dtype=torch.int64))], device)), what)
         for inputs, targets in stored_tensors(task.train, [0]):
             _try_sample(model, (inputs.to(device), targets.to(device)), what)
-    finally:
-        model.train()
+    training_mode(model)  # a model of the user's own may be made in evaluation mode
 
 
 def stored_tensors(source: Source, numbers: Sequence[int]) -> Iterator[Tensors]:
@@ -163,8 +162,9 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend) -
     seed_all(derived(seed, "rank", backend.rank))
     if section.sync_batchnorm:
         synchronize_norms(model, backend)
-    layout = torch.channels_last if section.channels_last else torch.preserve_format
-    return model.to(device=backend.device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
+    model = model.to(backend.device)
+    # Parameters of lazy layers have no layout yet.
+    return model.to(memory_format=torch.channels_last) if section.channels_last else model
 
 
 def make_computation(

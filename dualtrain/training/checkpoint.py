@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import safetensors
 import safetensors.torch
 import torch
@@ -248,19 +249,26 @@ def _digest(structure: str, tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _flatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Convert ``value`` for JSON: each container to its kind and its items, each tensor to its name in ``tensors``."""
+def _flatten(value: Any, tensors: dict[str, torch.Tensor], place: str = "") -> Any:
+    """Convert ``value`` for JSON: each container to its kind and its items, each tensor to its name in ``tensors``.
+
+    Raises:
+        TypeError: names the ``place`` of a value of another kind.
+    """
     if isinstance(value, torch.Tensor):
         name = f"t{len(tensors)}"
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return ["tensor", name]
     if isinstance(value, dict):
-        return ["dict", [[key, _flatten(item, tensors)] for key, item in value.items()]]
+        return ["dict", [[key, _flatten(item, tensors, f"{place}[{key!r}]")] for key, item in value.items()]]
     if isinstance(value, list | tuple):
-        return [type(value).__name__, [_flatten(item, tensors) for item in value]]
+        items = enumerate(value)
+        return [type(value).__name__, [_flatten(item, tensors, f"{place}[{number}]") for number, item in items]]
+    if isinstance(value, numpy.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return ["value", value]
-    raise TypeError(f"a checkpoint holds plain values and tensors, not {type(value).__name__}")
+    raise TypeError(f"a checkpoint holds plain values and tensors, and {place or 'the whole'} is a {type(value).__name__}")
 
 
 def _rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -24,7 +24,7 @@ from dualtrain.data import Batch, Task
 from dualtrain.data.draws import derived
 from dualtrain.data.loader import LoaderSource
 from dualtrain.data.sampler import Sampler, share
-from dualtrain.data.sources import Source
+from dualtrain.data.sources import IGNORED, Source
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError, enough_memory
 from dualtrain.training import checkpoint
@@ -383,6 +383,8 @@ class Run:
         progress.phase("evaluating")
         batches = self._for_trainer([progress.counted(self._evaluation(number)) for number in self.mine])
         evaluation = self.trainer.evaluate(batches, CrossEntropy())
+        if math.isnan(evaluation["val_accuracy"]):
+            raise UserError(f"no validation target has a loss, since all are {IGNORED}: correct the validation data")
         if not math.isfinite(evaluation["val_loss"]):
             numbers = torch.arange(len(self.task.val))
             what = "the validation loss became infinite or not a number on all ranks"
@@ -399,7 +401,7 @@ class Run:
 
     def _evaluation(self, part: int) -> Iterator[Tensors]:
         """Yield one part of the evaluation's samples: every ``parts``-th, so that no sample is evaluated twice."""
-        mine = torch.arange(part, len(self.task.val), self.parts)
+        mine = torch.arange(len(self.task.val))[part :: self.parts]
         size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
         batches = [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
         yield from self.task.val.stream(batches, self.backend.device)

@@ -18,7 +18,8 @@ from torch.nn import functional
 from dualtrain.data.sources import IGNORED
 
 #: The sums: the loss; its weight (the number of samples, or of tokens to predict); correct predictions; and targets that
-#: are among the five likeliest classes, which only evaluations report.
+#: are among the five likeliest classes, which only evaluations report. An objective that does not count predictions gives
+#: the negative weight in place of the last two sums.
 NAMES = ("loss", "weight", "correct", "top5")
 _TINY = 128  # largest number of targets that are counted in Python
 
@@ -122,7 +123,7 @@ class Adapted:
         self.loss = loss
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`. If the callable returns only a mean, correct predictions count as 0.
+        """See :class:`Objective`. If the callable returns only a mean, correct predictions are not counted.
 
         Raises:
             TypeError: the callable returns something else.
@@ -142,7 +143,8 @@ class Adapted:
                 else f"a {type(result).__name__}"
             )
             raise TypeError(f"the loss returned {got}: return the mean over the samples, a tensor with one element")
-        return result, [result.item() * len(targets), float(len(targets)), 0.0, 0.0]
+        weight = float(len(targets))
+        return result, [result.item() * weight, weight, -weight, -weight]
 
 
 class TorchCrossEntropy:
@@ -151,16 +153,30 @@ class TorchCrossEntropy:
     def __init__(self, loss: nn.CrossEntropyLoss) -> None:
         plain = loss.weight is None and loss.reduction == "mean" and loss.ignore_index == IGNORED
         self._counting = CrossEntropy(loss.label_smoothing) if plain else None
-        self._other = Adapted(loss)
+        self._loss, self._other = loss, Adapted(loss)
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """See :class:`Objective`.
+        """See :class:`Objective`. With class weights, a target's weight, also in the accuracy, is that of its class.
 
-        Where :class:`CrossEntropy` does not apply, each target has weight 1: with class weights, the mean is inexact.
+        For class probabilities as targets, and for outputs of more than two dimensions, each row has weight 1, and correct
+        predictions are not counted.
         """
-        if self._counting is not None and outputs.dim() == 2 and targets.dtype == torch.int64:
+        if outputs.dim() != 2 or targets.dtype != torch.int64 or self._loss.reduction != "mean":
+            return self._other(outputs, targets)
+        if self._counting is not None:
             return self._counting(outputs, targets)
-        return self._other(outputs, targets)
+        loss: torch.Tensor = self._loss(outputs, targets)
+        with torch.no_grad():
+            kept = targets != self._loss.ignore_index
+            weights = kept.double()
+            if self._loss.weight is not None:
+                weights = weights * self._loss.weight.double()[targets.where(kept, 0)]
+            best = outputs.topk(min(5, outputs.shape[1]), 1).indices == targets[:, None]
+            total = weights.sum()
+            sums = torch.stack([total, (weights * best[:, 0]).sum(), (weights * best.any(1)).sum()]).tolist()
+        if not sums[0]:  # torch's mean is then 0/0
+            return outputs.sum() * 0.0, [0.0] * len(NAMES)
+        return loss, [loss.item() * sums[0], *sums]
 
 
 def as_objective(loss: Loss | Objective | None) -> Objective:
@@ -169,6 +185,8 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
         return CrossEntropy()
     if isinstance(loss, CrossEntropy):
         return loss
+    if loss is functional.cross_entropy:
+        loss = nn.CrossEntropyLoss()
     return TorchCrossEntropy(loss) if isinstance(loss, nn.CrossEntropyLoss) else Adapted(loss)
 
 
@@ -178,14 +196,21 @@ def added(one: Iterable[float], other: Iterable[float]) -> list[float]:
 
 
 def metrics(sums: Sums, prefix: str) -> dict[str, float]:
-    """Divide the ``sums`` of ``NAMES`` over all ranks by the weight; the results are NaN if the weight is 0."""
-    loss, weight, correct, top5 = map(float, sums)
+    """Divide the ``sums`` of ``NAMES`` over all ranks by the weight; the results are NaN if the weight is 0.
+
+    Sums that were not counted are left out.
+    """
+    loss, weight, *counts = map(float, sums)
     whole = weight or math.nan
-    return {f"{prefix}loss": loss / whole, f"{prefix}accuracy": correct / whole, f"{prefix}top5": top5 / whole}
+    found = {f"{prefix}loss": loss / whole}
+    for name, count in zip(("accuracy", "top5"), counts, strict=True):
+        if count >= 0 or weight <= 0:
+            found[f"{prefix}{name}"] = count / whole
+    return found
 
 
 def training_metrics(sums: Sums, prefix: str) -> dict[str, float]:
     """Return :func:`metrics` without those that only evaluations compute."""
     found = metrics(sums, prefix)
-    del found[f"{prefix}top5"]
+    found.pop(f"{prefix}top5", None)
     return found

@@ -23,6 +23,15 @@ Batches = Iterable[Tensors] | Sequence[ShardBatches]
 Evaluation = Iterable[Sequence[torch.Tensor]]
 
 
+def passes_of(batches: ShardBatches) -> Iterable[Tensors]:
+    """Return the batches of one part, one for each backward pass; a single batch may be a tuple or a list."""
+    if batches is None:
+        return ()
+    if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
+        return ((batches[0], batches[1]),)  # a loader's batch is a list
+    return cast("Iterable[Tensors]", batches)
+
+
 class Parts(Protocol):
     """Division of a trainer's steps into parts, with the state that the parts begin with.
 
@@ -77,7 +86,9 @@ class RankParts:
         """See :class:`Parts`. Batches are this rank's, one backward pass each."""
         passes.begin_part(control_flags)
         last = False
-        for (inputs, targets), last in with_last(cast("Iterable[Tensors]", batches)):
+        if isinstance(batches, torch.Tensor):
+            raise TypeError("step() is given a tensor: give batches (inputs, targets), one for each backward pass")
+        for (inputs, targets), last in with_last(passes_of(cast("ShardBatches", batches))):
             passes.compute(inputs, targets, expected, passes.load if last else None, send=last)
         if not last:
             passes.load()  # a rank without samples

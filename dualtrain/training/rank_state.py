@@ -11,7 +11,6 @@ from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.data.draws import derived
-from dualtrain.state import local_buffers
 
 
 def seed_all(seed: int) -> None:
@@ -47,18 +46,39 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 def local_state(model: nn.Module, device: torch.device) -> dict[str, Any]:
     """Return this rank's buffers and generators, as plain values and tensors on the CPU."""
-    buffers = {name: buffer.detach().cpu().clone() for name, buffer in local_buffers(model)}
-    return {"buffers": buffers, "random": random_state(device)}
+    return {"buffers": buffers_of(model), "random": random_state(device)}
 
 
-@torch.no_grad()
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's buffers on the CPU by name, including those that are not persistent."""
+    return {name: buffer.detach().cpu().clone() for name, buffer in module.named_buffers()}
+
+
 def restore_local_state(model: nn.Module, ranks: list[dict[str, Any]], backend: Backend) -> None:
-    """Restore this rank's entry of ``ranks``; at another world size, average the buffers and seed generators anew."""
-    same = len(ranks) == backend.size
-    for name, buffer in local_buffers(model):
-        parts = [rank["buffers"][name] for rank in ranks]
-        buffer.copy_(parts[backend.rank] if same else torch.stack([part.double() for part in parts]).mean(0))
-    if same:
+    """Restore this rank's entry of ``ranks``. At another world size, seed generators anew; see :func:`restore_buffers`."""
+    restore_buffers(model, [rank["buffers"] for rank in ranks], backend)
+    if len(ranks) == backend.size:
         restore_random_state(ranks[backend.rank]["random"], backend.device)
     else:
         seed_all(derived("resumed", backend.size, backend.rank, ranks[0]["random"]["torch"].sum().item()))
+
+
+@torch.no_grad()
+def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], backend: Backend) -> None:
+    """Restore this rank's entry of ``ranks``.
+
+    At another world size, average the floating-point buffers, and use rank 0's other buffers.
+    """
+    same = len(ranks) == backend.size
+    for name, buffer in list(module.named_buffers()):
+        parts = [rank[name] for rank in ranks if name in rank]
+        if len(parts) < len(ranks):
+            continue  # states of versions before 0.3.0 have floating-point buffers only
+        value = parts[backend.rank if same else 0]
+        if not same and buffer.is_floating_point():
+            value = torch.stack([part.double() for part in parts]).mean(0)
+        if value.shape == buffer.shape:
+            buffer.copy_(value)
+        else:  # a buffer that grows in forward
+            path, _, key = name.rpartition(".")
+            setattr(module.get_submodule(path), key, value.to(buffer.device, buffer.dtype))

@@ -14,20 +14,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
+from dualtrain.errors import UserError
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import check_supported, warn_of_ddp
 from dualtrain.optimizer import DistributedOptimizer
-from dualtrain.state import broadcast_parameters
+from dualtrain.state import broadcast_parameters, load_optimizer_state
 from dualtrain.training import checkpoint
+from dualtrain.training.modes import evaluation_mode, training_mode
 from dualtrain.training.objective import NAMES, Loss, Objective, added, as_objective, metrics, training_metrics
-from dualtrain.training.on_ranks import on_rank_zero
+from dualtrain.training.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.training.parts import Batches, Evaluation, Parts, RankParts
 from dualtrain.training.passes import Passes, Tensors
 from dualtrain.training.precision import DTYPES, Precision
+from dualtrain.training.rank_state import buffers_of, restore_buffers
 from dualtrain.training.same_run import compare_arguments, compare_trainer
 from dualtrain.training.step import CONTROL_FLAGS, Step, StepScalars, with_last
 from dualtrain.training.virtual_ranks import VirtualRanks
@@ -58,7 +61,7 @@ class Trainer:
 
     Raises:
         ValueError: ``virtual_ranks`` is below 1, or is given with ``compress``, or with SyncBatchNorm on another number of
-            ranks; or a parameter's gradient cannot be averaged.
+            ranks; a parameter's gradient cannot be averaged; or ``schedule`` is ReduceLROnPlateau.
         RanksDifferError: on every rank, if the ranks are given different classes, functions or settings (the model's
             weights may differ). Names what differs, and each rank's value.
     """
@@ -82,6 +85,12 @@ class Trainer:
     ) -> None:
         for name, p in model.named_parameters():
             check_supported(name, p)
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau needs a metric in each step(): leave schedule out, and after trainer.evaluate() call "
+                'its step(values["val_loss"]) on every rank'
+            )
+        self._loss = _stateful(loss, model, optimizer)
         warn_of_ddp(model)
         objects = {"loss": loss, "schedule": schedule, "forward": forward, "measure": measure}
         if virtual_ranks is not None and compress != "none":
@@ -114,6 +123,8 @@ class Trainer:
         )
         measured = measure or (lambda inputs, targets: self.objective(self._forward(inputs), targets))
         self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback)
+        self._epochs = 0  # that fit() has taken
+        self._averages = False  # whether ``ema`` was updated
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     @property
@@ -180,6 +191,9 @@ class Trainer:
             with self.precision.skipped_step_allowed():
                 self.schedule.step()
         if self.ema is not None:
+            if not self._averages:  # the first forward pass may have made buffers, and torch pairs them by their order
+                _add_buffers(self.ema.module, self.model)
+                self._averages = True
             self.ema.update_parameters(self.model)
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
@@ -199,11 +213,14 @@ class Trainer:
     def fit(self, loader: Iterable[Sequence[torch.Tensor]], epochs: int = 1) -> list[dict[str, float]]:
         """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
-        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps. The
-        loader's ``sampler.set_epoch`` is called, if there is one.
+        Ranks may have different numbers of batches: a rank without any left contributes nothing to the remaining steps.
+        ``set_epoch`` of the loader's sampler and batch sampler is called, if there is one, with the number of epochs that
+        this trainer has taken in all calls, also before a saved state was restored. Modules in evaluation mode stay in it
+        if the model itself is in training mode.
 
         Returns:
-            One dict for each epoch: the mean loss and, for classifiers, the accuracy, over all ranks' samples.
+            One dict for each epoch: the mean loss over all ranks' samples, and the accuracy, if the loss is a cross entropy
+            of class numbers or an ``Objective``.
 
         Raises:
             RanksDifferError: the ranks are given different ``epochs``.
@@ -216,23 +233,22 @@ class Trainer:
             )
         compare_arguments(self.backend, "fit", {"epochs": epochs})
         history = []
-        for epoch in range(epochs):
-            set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
+        for _ in range(epochs):
+            _set_epoch(loader, self._epochs)
             history.append(training_metrics(self._epoch(loader), ""))
+            self._epochs += 1
         return history
 
     def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> list[float]:
-        self.model.train()
+        training_mode(self.model)
         total, batches, expected = [0.0] * len(NAMES), with_last(loader), 0.0
         more = True
         while more:
             batch, last = next(batches, (None, True))
-            if not expected:  # once: the largest first batch of any rank, times the number of ranks
-                size = torch.tensor([0.0 if batch is None else float(len(batch[1]))])
-                expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
             mine = [] if batch is None else [self.to_device(batch)]
+            if not expected:  # once: the largest first batch of any rank, times the number of ranks
+                size = torch.tensor([float(len(mine[0][1])) if mine else 0.0])
+                expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
             step = self.step(mine, expected or 1.0, [float(not last), 0.0, 0.0])
             total = added(total, step.totals)
             more = step.control_flags[0] > 0
@@ -280,11 +296,8 @@ class Trainer:
                         total = added(total, map(float, objective(forward(inputs), targets)[1]))
             return total
 
-        with self.common_buffers():
-            training = model.training
-            model.eval()
+        with self.common_buffers(), evaluation_mode(model):
             total = self._parts.evaluate(batches, sums, model)
-            model.train(training)
         return metrics(total, prefix)
 
     def common_buffers(self) -> AbstractContextManager[None]:
@@ -301,8 +314,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
 
-        State of single ranks (running statistics, random numbers) is included once for each rank. With virtual ranks, no
-        state belongs to a single rank.
+        State of single ranks is included once for each rank: running statistics, random numbers, and the buffers of a
+        ``loss`` that is a module of your own. With virtual ranks, only the latter belongs to a single rank.
         """
         return {
             "model": dict(self.model.state_dict()),
@@ -310,25 +323,43 @@ class Trainer:
             "scaler": self.precision.scaler.state_dict(),
             "schedule": _without_functions(self.schedule.state_dict()) if self.schedule is not None else None,
             "ema": dict(self.ema.state_dict()) if self.ema is not None else None,
+            "epochs": self._epochs,
+            "loss": self._loss_state(),
             **self._parts.state_dict(),
         }
+
+    def _loss_state(self) -> list[dict[str, torch.Tensor]] | None:
+        if self._loss is None:
+            return None
+        return self.backend.allgather_object(buffers_of(self._loss), name="state of the loss")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew.
 
-        With virtual ranks, the next steps are the same at any world size.
+        With virtual ranks, the next steps are the same at any world size. If the state has no average of the weights, and
+        this trainer keeps one (``ema``), it begins with the loaded weights.
 
         Raises:
-            UserError: the state is of another number of virtual ranks.
+            UserError: the state is of another number of virtual ranks; or only one of it and this trainer has a schedule.
         """
+        if (self.schedule is None) != (state["schedule"] is None):
+            has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
+            raise UserError(f"the state has {has} schedule, and this trainer differs: make the trainer {cure} schedule")
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.optimizer, state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
-        if self.schedule is not None and state["schedule"] is not None:
+        if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
+        if self._loss is not None and state.get("loss") is not None:
+            restore_buffers(self._loss, state["loss"], self.backend)
+        self._epochs = state.get("epochs", 0)  # not in states of versions before 0.3.0
         self._parts.load_state_dict(state)
-        if self.ema is not None and state["ema"] is not None:
-            self.ema.load_state_dict(state["ema"])
+        if self.ema is not None:
+            if state["ema"] is None:  # the average begins with the loaded weights
+                self.ema.module.load_state_dict(state["model"])
+                self.ema.n_averaged.zero_()
+            else:
+                self.ema.load_state_dict(state["ema"])
             # As after each step, use this rank's own buffers, not those of the rank that wrote the file.
             for average, own in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
                 average.copy_(own)
@@ -339,14 +370,53 @@ class Trainer:
         on_rank_zero(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))
 
     def resume(self, path: str | Path) -> None:
-        """Restore the state in a file of :meth:`save`, or in a run's checkpoint. Every rank reads the file.
+        """Restore the state in a file of :meth:`save`, or in a run's checkpoint. Every rank reads the file. Collective.
 
         Raises:
             UserError: the file is missing or damaged, or is of another model or optimizer.
+            RanksDifferError: the ranks' files differ, or only some ranks can read theirs.
         """
-        state = checkpoint.load(Path(path))
+        # The name of a collective operation must not depend on the path, which may differ between hosts.
+        state = on_all_ranks(self.backend, "state to resume", lambda: checkpoint.load(Path(path)))
+        compare_arguments(self.backend, "resume", {"content of the file": checkpoint.generation_in(Path(path))[1]})
         with checkpoint.fitting(f"the state in {str(path)!r}"):
             self.load_state_dict(state.get("trainer", state))
+
+
+def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
+    """Call ``set_epoch`` of the loader's samplers, once each."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    for sampler in {id(one): one for one in samplers}.values():
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+
+
+def _add_buffers(average: nn.Module, model: nn.Module) -> None:
+    """Add the buffers of ``model`` that ``average``, an older copy, does not have or has as ``None``."""
+    for copied, module in zip(average.modules(), model.modules(), strict=True):
+        for name, buffer in module.named_buffers(recurse=False):
+            if not hasattr(copied, name):
+                copied.register_buffer(name, buffer.detach().clone())
+            elif getattr(copied, name) is None:
+                setattr(copied, name, buffer.detach().clone())
+
+
+def _stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
+    """Return ``loss`` if it is a module of the user's own with buffers, which training may change.
+
+    Raises:
+        ValueError: the optimizer has parameters of it.
+    """
+    if not isinstance(loss, nn.Module):
+        return None
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]} - set(map(id, model.parameters()))
+    own = [name for name, p in loss.named_parameters() if id(p) in trained]
+    if own:
+        raise ValueError(f"the loss has parameters to train ({', '.join(own[:3])}): make it a part of the model")
+    plain = type(loss).__module__.startswith("torch.nn.")  # its buffers are options, such as class weights
+    return None if plain or not any(True for _ in loss.buffers()) else loss
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from dualtrain.data.sampler import share
 from dualtrain.errors import UserError
 from dualtrain.training.common_buffers import CommonBuffers
 from dualtrain.training.objective import NAMES
-from dualtrain.training.parts import Batches, Evaluation, ShardBatches
+from dualtrain.training.parts import Batches, Evaluation, ShardBatches, passes_of
 from dualtrain.training.passes import Passes, Tensors
 from dualtrain.training.step import CONTROL_FLAGS, Step, with_last
 
@@ -200,16 +200,12 @@ class VirtualRanks:
 
 def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
     """Return the batches of one shard, one for each backward pass."""
-    if batches is None:
-        return ()
     if isinstance(batches, torch.Tensor):
         raise TypeError(
             "an entry of the list given to step() is a tensor: give one entry for each of trainer.shards, as "
             "trainer.split() makes it; an entry is a batch (inputs, targets), a list of batches, or None"
         )
-    if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
-        return ((batches[0], batches[1]),)  # a loader's batch is a list
-    return batches
+    return passes_of(batches)
 
 
 def _order_norms(model: nn.Module, order: SumOrder, backend: Backend) -> None:

@@ -14,6 +14,7 @@ from dualtrain import (
     average_buffers,
     broadcast_optimizer_state,
     broadcast_parameters,
+    connect,
     state,
     weights_sha256,
 )
@@ -133,6 +134,15 @@ def mixed_layouts(backend):
 
 def test_layouts_may_differ_between_ranks(typical):
     typical(mixed_layouts)
+
+
+def test_tensors_that_would_be_left_out_are_refused():
+    model = nn.Linear(2, 2)
+    state = torch.optim.SGD(model.parameters(), 0.1).state_dict()
+    with connect("local") as backend:
+        for wrong in ({"model": model.state_dict(), "weight": model.weight}, state, {"epoch": 3}, [[model.weight]]):
+            with pytest.raises(ValueError, match=r"pass a flat state_dict"):
+                broadcast_parameters(wrong, backend)
 
 
 def single_elements(backend):

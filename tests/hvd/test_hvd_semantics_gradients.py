@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.hvd.worlds import EVERY, OURS_3, library, mean_of_ranks, sum_of_ranks
+from tests.hvd.worlds import EVERY, OURS_2, OURS_3, library, mean_of_ranks, sum_of_ranks
 
 
 @pytest.fixture
@@ -132,3 +132,20 @@ def through_a_model(backend):
 @EVERY
 def test_gradients_through_a_model(fresh):
     fresh(through_a_model)
+
+
+def complex_gradients(backend):
+    with library(backend) as hvd:
+        for call in (hvd.allreduce, hvd.allgather, lambda x: hvd.broadcast(x, 0)):
+            x = torch.full((2,), 1 + 2j, requires_grad=True)
+            result = call(x)
+            assert result.requires_grad
+            (result * (1 - 1j)).real.sum().backward()
+            real = torch.full((2,), 1.0, requires_grad=True)
+            (call(real) * 1.0).sum().backward()
+            assert torch.equal(x.grad, real.grad * (1 + 1j))
+
+
+@OURS_2
+def test_complex_tensors_have_gradients(real):
+    real(complex_gradients)

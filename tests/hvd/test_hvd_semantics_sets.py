@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.forked import holds
-from tests.hvd.worlds import OURS, OURS_3, PAIR, check, library, ours, same
+from tests.hvd.worlds import OURS, OURS_3, PAIR, check, library, ours, same, worlds
 
 
 def life_of_a_set(backend):
@@ -171,3 +171,63 @@ def optimizer_of_a_set(backend):
 @OURS_3
 def test_an_optimizer_combines_gradients_in_its_set_only(real):
     real(optimizer_of_a_set)
+
+
+def optimizer_before_its_set(backend):
+    with library(backend) as hvd:
+        me = hvd.rank()
+        adasum = [{"op": hvd.Adasum}] if backend.name == "torch" else []  # Horovod has no Adasum over Gloo
+        for options in [{}, {"gradient_predivide_factor": 2.0}, {"op": hvd.Max}, *adasum]:
+            pair = hvd.ProcessSet([0, 1])
+            p = torch.nn.Parameter(torch.zeros(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], process_set=pair, **options)
+
+            def step(p=p, optimizer=optimizer):
+                optimizer.load_state_dict(optimizer.state_dict())  # forgets a step that failed
+                optimizer.zero_grad()
+                (p.sum() * (me + 1)).backward()
+                optimizer.step()
+                return p.tolist()
+
+            if me < 2:
+                with pytest.raises((TypeError, ValueError), match=None if backend.name == "horovod" else "not in use"):
+                    step()
+                assert p.tolist() == [0, 0]
+            if backend.name == "horovod":
+                return
+            hvd.add_process_set(pair)
+            moved = step()
+            if me < 2:
+                assert hvd.allgather_object(moved, process_set=pair) == [moved] * 2
+                assert options.get("op") == hvd.Adasum or moved == [-2.0 if options.get("op") == hvd.Max else -1.5] * 2
+            hvd.barrier()
+            assert hvd.remove_process_set(pair)
+            if me < 2:
+                with pytest.raises(ValueError, match="not in use"):
+                    step()
+                assert p.tolist() == moved
+
+
+@worlds(("torch", 3), ("horovod", 2))
+def test_an_optimizer_never_steps_alone_because_its_set_is_not_in_use(real):
+    if real.name == "horovod":
+        real.leave()
+    real(optimizer_before_its_set)
+
+
+def adasum_outside(backend):
+    with library(backend) as hvd:
+        pair = hvd.add_process_set([0, 1])
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=hvd.Adasum, process_set=pair)
+        (p.sum() * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        hvd.barrier()
+        return p.tolist()
+
+
+@OURS_3
+def test_a_rank_outside_of_the_set_of_adasum_steps_alone(real):
+    first, second, outside = real(adasum_outside)
+    assert first == second
+    assert outside == [-3, -3]

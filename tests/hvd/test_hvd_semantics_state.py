@@ -130,6 +130,14 @@ def parameters(backend):
                 assert (everyone == everyone[1]).all()
         for wrong in (1, torch.ones(2)):
             check(hvd, same("wrong", lambda w=wrong: hvd.broadcast_parameters(w, 0), "ValueError"))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        plain = {"weight": torch.ones(1), "note": "not a tensor", "_extra_state": {"scale": torch.ones(1)}}
+        nested = {"model": model.state_dict(), "weight": torch.ones(1)}
+        for title, given in (("nested", nested), ("no tensor", optimizer.state_dict()), ("plain", plain)):
+            result = None if title == "plain" else "ValueError"
+            call = lambda g=given: hvd.broadcast_parameters(g, 0)  # noqa: E731
+            check(hvd, (title, call, "AttributeError", result))
+        check(hvd, same("empty", lambda: hvd.broadcast_parameters({}, 0), None))
 
 
 @EVERY

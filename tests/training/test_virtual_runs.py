@@ -7,6 +7,9 @@ import os
 import signal
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import dualtrain.training.loop as loop
 from dualtrain import connect
@@ -157,3 +160,18 @@ def test_settings_that_depend_on_the_ranks_are_refused(more, message, tmp_path):
 def test_a_number_of_virtual_ranks_out_of_bounds_is_refused(value):
     with pytest.raises((UserError, SystemExit)):
         parse(["--virtual-ranks", value])
+
+
+def few(folder):
+    """A dataset with fewer validation samples than shards."""
+    return [TensorDataset(torch.linspace(-1, 1, n * 4).view(n, 4), torch.arange(n) % 3) for n in (8, 2)]
+
+
+def linear(shape, classes):
+    return nn.Linear(*shape, classes)
+
+
+def test_a_validation_set_may_be_smaller_than_the_number_of_shards(tmp_path):
+    own = ["--dataset", f"{__name__}:few", "--model", f"{__name__}:linear", "--classes", "3", "--max-steps", "2"]
+    train_alone([*own, *COMMON, "--batch-size", "2", "--virtual-ranks", "4", "--run-dir", str(tmp_path)])
+    assert 0 <= json.loads((tmp_path / "summary.json").read_text())["val_accuracy"] <= 1

@@ -1,0 +1,89 @@
+"""Losses of torch and of the user as objectives: weights and counts over all ranks are those of one batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dualtrain import Trainer, connect
+
+
+def batch(samples: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    return torch.randn(samples, 7, generator=draw), torch.randint(0, 6, (samples,), generator=draw)
+
+
+def one_step(backend, loss, parts):
+    """Return the weights after a step, its loss and accuracy, and those of an evaluation before it."""
+    model = nn.Linear(7, 6)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-1, 1, 42).view(6, 7).sin())
+        model.bias.zero_()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), loss, backend=backend)
+    before = trainer.evaluate(parts)
+    history = trainer.fit(parts)
+    trainer.close()
+    return model.weight.detach(), history[0], before
+
+
+WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.5, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "share"),
+    [
+        (nn.CrossEntropyLoss(weight=WEIGHTS), WEIGHTS),
+        (nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1, label_smoothing=0.1), WEIGHTS * (torch.arange(6) != 1)),
+        (nn.CrossEntropyLoss(ignore_index=2), (torch.arange(6) != 2).float()),
+        (functional.cross_entropy, torch.ones(6)),
+    ],
+)
+def test_a_weighted_loss_is_that_of_the_whole_batch(typical, loss, share):
+    inputs, targets = batch()
+    with connect("local") as alone:
+        weight, trained, evaluated = one_step(alone, loss, [(inputs, targets)])
+    model = nn.Linear(7, 6)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-1, 1, 42).view(6, 7).sin())
+        model.bias.zero_()
+    mean = loss(model(inputs), targets)
+    mean.backward()
+    hits = share[targets] * (model(inputs).argmax(1) == targets)
+    accuracy = (hits.sum() / share[targets].sum()).item()
+    assert trained == pytest.approx({"loss": mean.item(), "accuracy": accuracy})
+    assert accuracy > 0
+    assert evaluated["val_loss"] == pytest.approx(mean.item())
+    assert evaluated["val_accuracy"] == pytest.approx(accuracy)
+    assert accuracy <= evaluated["val_top5"] <= 1
+    torch.testing.assert_close(weight, model.weight - 0.5 * model.weight.grad)
+    for found, *values in typical(on_each_rank, loss):
+        torch.testing.assert_close(found, weight)
+        assert [values[0], values[1]] == [pytest.approx(trained), pytest.approx(evaluated)]
+
+
+def on_each_rank(backend, loss):
+    inputs, targets = batch()
+    cut = 0 if backend.rank == 0 else 5 + 10 * (backend.rank - 1), 5 if backend.rank == 0 else 5 + 10 * backend.rank
+    mine = slice(cut[0], len(inputs) if backend.rank == backend.size - 1 else cut[1])
+    return one_step(backend, loss, [(inputs[mine], targets[mine])])
+
+
+def test_targets_that_are_all_ignored_have_no_weight():
+    loss = nn.CrossEntropyLoss(ignore_index=3)
+    inputs, targets = batch()
+    with connect("local") as backend:
+        first = one_step(backend, loss, [(inputs, targets), (inputs[:4], torch.full((4,), 3))])
+        second = one_step(backend, loss, [(inputs, targets)])
+    assert torch.equal(first[0], second[0])
+    assert first[1:] == second[1:]
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(), lambda y, t: (y - t).abs().mean()])
+def test_an_accuracy_that_is_not_counted_is_left_out(loss):
+    inputs, targets = batch()
+    with connect("local") as backend:
+        _, trained, evaluated = one_step(backend, loss, [(inputs, functional.one_hot(targets, 6).float())])
+    assert list(trained) == ["loss"]
+    assert list(evaluated) == ["val_loss"]

@@ -1,0 +1,184 @@
+"""Models, data, schedules and batches of the user's own in forms that a program may reasonably use."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import Dataset, TensorDataset
+
+from dualtrain import Trainer, UserError, connect
+from dualtrain.batchnorm import RankNorm, synchronize_norms
+from dualtrain.config import parse
+from dualtrain.data.sources import Batch, Task
+from dualtrain.data.wrapped import wrap
+from dualtrain.models.freezing import freeze_backbone
+from dualtrain.models.weights import load_weights
+from dualtrain.training import checkpoint, loop
+
+
+def batch(samples: int = 4):
+    return torch.linspace(-1, 1, samples * 4).view(samples, 4), torch.arange(samples) % 3
+
+
+def trainer_of(backend, schedule=None):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return Trainer(model, optimizer, backend=backend, schedule=schedule and schedule(optimizer))
+
+
+def test_numbers_of_numpy_in_a_state_are_saved(tmp_path):
+    with connect("local") as backend:
+        trainer = trainer_of(backend, lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float32(0.5)))
+        trainer.step([batch()], 4)
+        trainer.save(tmp_path / "state")
+        trainer.resume(tmp_path / "state")
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_the_error_of_a_state_names_the_place(tmp_path):
+    with pytest.raises(TypeError, match=r"and \['schedule'\]\['own'\]\[1\] is a set"):
+        checkpoint.write(tmp_path / "state", {"schedule": {"own": [1, {2}]}})
+
+
+def test_a_schedule_that_needs_a_metric_is_refused():
+    with connect("local") as backend, pytest.raises(ValueError, match="leave schedule out"):
+        trainer_of(backend, lr_scheduler.ReduceLROnPlateau)
+
+
+def test_one_batch_may_be_given_to_step():
+    inputs, targets = batch()
+    with connect("local") as backend:
+        trainer = trainer_of(backend)
+        for one in ((inputs, targets), [inputs[:2], targets[:2]]):
+            assert trainer.step(one, len(one[1])).totals[1] == len(one[1])
+        with pytest.raises(TypeError, match="is given a tensor"):
+            trainer.step(inputs, 4)
+        with pytest.raises(TypeError, match="pair of tensors"):
+            trainer.fit([{"inputs": inputs, "targets": targets}])
+
+
+class Mine(nn.BatchNorm1d):
+    """A layer of the user's own."""
+
+
+def test_a_shared_norm_is_synchronized_everywhere_and_other_classes_are_named(caplog):
+    norm = nn.BatchNorm1d(4)
+    model = nn.ModuleDict({"a": norm, "b": nn.Sequential(norm), "mine": Mine(4), "frozen": Mine(4).eval()})
+    with connect("local") as backend, caplog.at_level(logging.WARNING, "dualtrain"):
+        synchronize_norms(model, backend)
+    assert isinstance(model["a"], RankNorm)
+    assert model["a"] is model["b"][0]
+    assert "'mine' (Mine)" in caplog.text
+    assert "frozen" not in caplog.text
+
+
+def evaluates_alone(backend):
+    model = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False))
+    synchronize_norms(model, backend)
+    model.eval()
+    inputs = batch()[0] * (1 + backend.rank)
+    for _ in range(1 + backend.rank):  # an exchange would time out
+        found = model(inputs)
+    torch.testing.assert_close(found, nn.functional.batch_norm(inputs, None, None, torch.ones(4), torch.zeros(4), True))
+
+
+def test_norms_without_running_statistics_exchange_nothing_in_evaluation(typical):
+    typical(evaluates_alone)
+
+
+class Versioned(nn.Linear):
+    """A layer whose state is not only tensors."""
+
+    def get_extra_state(self):
+        return {"version": 2}
+
+    def set_extra_state(self, state):
+        raise AssertionError("not a weight")
+
+
+@pytest.mark.parametrize("model", [Versioned(4, 3), nn.ModuleDict({"module": nn.Linear(4, 3)})], ids=["extra", "module"])
+def test_a_model_loads_its_own_weights(model, tmp_path):
+    file = tmp_path / "weights.pt"
+    torch.save(model.state_dict(), file)
+    wanted = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    load_weights(model, str(file))
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), wanted, strict=True))
+    torch.save({f"module.{name}": p for name, p in zip(dict(model.named_parameters()), wanted, strict=True)}, file)
+    load_weights(model, str(file))  # as DDP saves it
+
+
+def test_lazy_layers_are_trained_but_take_no_weights(tmp_path):
+    flags = ["--dataset", f"{__name__}:data", "--model", f"{__name__}:lazy", "--max-steps", "2", "--workers", "0"]
+    with connect("local") as backend:
+        assert loop.train(parse([*flags, "--run-dir", str(tmp_path / "run")]), backend)["steps"] == 2
+        weights = str(tmp_path / "run" / "model.safetensors")
+        with pytest.raises(UserError, match="lazy layers"):
+            loop.train(parse([*flags, "--weights", weights, "--run-dir", str(tmp_path / "other")]), backend)
+
+
+def test_validation_targets_without_a_loss_are_named(tmp_path):
+    flags = ["--dataset", f"{__name__}:ignored", "--model", f"{__name__}:lazy", "--max-steps", "2", "--workers", "0"]
+    with connect("local") as backend, pytest.raises(UserError, match="no validation target has a loss"):
+        loop.train(parse([*flags, "--run-dir", str(tmp_path)]), backend)
+
+
+class Numbered(TensorDataset):
+    """A dataset that gives the number of its classes."""
+
+    classes = 3
+
+
+def data(folder):
+    return Numbered(*batch(8)), Numbered(*batch(8))
+
+
+def ignored(folder):
+    return Numbered(*batch(8)), Numbered(batch(8)[0], torch.full((8,), -100))
+
+
+def lazy(shape, classes):
+    return nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(classes))
+
+
+def test_a_source_needs_no_close():
+    class Source:
+        def __len__(self):
+            return 1
+
+    Task(Source(), Source(), (4,), 3).close()
+
+
+class Local(Dataset):
+    """A dataset that cannot be pickled."""
+
+    def __init__(self):
+        self.change = lambda x: x
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        return torch.zeros(4), 0
+
+
+def test_a_dataset_that_cannot_be_sent_to_workers_is_refused_with_the_cure():
+    task = wrap(Local(), Local(), classes=3, workers=1)
+    with pytest.raises(UserError, match=r"cannot be sent to worker processes .* or give --workers 0"):
+        next(task.train.stream([Batch(torch.arange(2))], torch.device("cpu")))
+    task.close()
+
+
+def test_a_head_that_shares_weights_cannot_be_trained_alone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(UserError, match=r"head '1' shares '0\.weight'"):
+        freeze_backbone(model, "1")
+    assert all(p.requires_grad for p in model.parameters())

@@ -1,0 +1,295 @@
+"""What a ``Trainer`` keeps between epochs, evaluations and resumes: modes, epochs, buffers, optimizer state, averages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from dualtrain import Trainer, UserError, connect
+from dualtrain.data.memory import TensorSource
+from dualtrain.data.sources import Task
+from dualtrain.errors import RanksDifferError
+from dualtrain.training.assemble import try_out
+
+
+def batch(seed: int = 0, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(6, 4, generator=draw).to(dtype), torch.randint(0, 3, (6,), generator=draw)
+
+
+def net(dtype=torch.float32) -> nn.Module:
+    model = nn.Linear(4, 3, dtype=dtype)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-1, 1, 12).view(3, 4))
+        model.bias.zero_()
+    return model
+
+
+class Recorded(RandomSampler):
+    """A sampler that records the epochs that it is given."""
+
+    def __init__(self, data, seen):
+        super().__init__(data)
+        self.seen = seen
+
+    def set_epoch(self, epoch):
+        self.seen.append(epoch)
+
+
+class RecordedBatches(BatchSampler):
+    """A batch sampler that records the epochs that it is given."""
+
+    def set_epoch(self, epoch):
+        self.sampler.seen.append(f"batches {epoch}")
+
+
+def test_epochs_are_counted_over_all_calls_of_fit_and_a_resume(tmp_path):
+    seen: list[object] = []
+    data = TensorDataset(*batch())
+    samples = DataLoader(data, 2, sampler=Recorded(data, seen))
+    batches = DataLoader(data, batch_sampler=RecordedBatches(Recorded(data, seen), 2, False))
+    with connect("local") as backend:
+        for number in range(2):
+            model = net()
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+            if number:
+                trainer.resume(tmp_path / "state")
+            trainer.fit(samples, epochs=2)
+            trainer.fit(batches)
+            trainer.save(tmp_path / "state")
+    assert seen == [0, 1, "batches 2", 2, 3, 4, "batches 5", 5]
+
+
+def test_frozen_layers_keep_their_mode_and_a_failed_evaluation_restores_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[1].eval()
+    frozen = model[1].running_mean.clone()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+        trainer.fit([batch()])
+        trainer.evaluate([batch()])
+        with pytest.raises(RuntimeError):
+            trainer.evaluate([(torch.randn(2, 5), torch.zeros(2, dtype=torch.int64))])
+        trainer.fit([batch()])
+        modes = [module.training for module in model]
+        source = TensorSource(*batch())
+        try_out(Task(source, source, (4,), 3), model, "data", "model")
+        assert modes == [module.training for module in model] == [True, False, True]
+        assert torch.equal(model[1].running_mean, frozen)
+        model.eval()  # as models of some libraries are made
+        try_out(Task(source, source, (4,), 3), model, "data", "model")
+    assert all(module.training for module in model.modules())
+
+
+class Master(torch.optim.Optimizer):
+    """An optimizer with float32 copies of its parameters, and counts."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["master"], state["seen"] = p.float().clone(), torch.zeros(p.shape, dtype=torch.int64)
+            state["master"].sub_(p.grad.float() * 1e-3)
+            state["seen"] += p.grad != 0
+            p.copy_(state["master"])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Master, torch.bfloat16), (torch.optim.NAdam, torch.float64)])
+def test_optimizer_state_keeps_its_dtypes_over_a_resume(kind, dtype, tmp_path):
+    with connect("local") as backend:
+
+        def trained(begin):
+            model = net(dtype)
+            trainer = Trainer(model, kind(model.parameters()), backend=backend)
+            if begin:
+                trainer.resume(tmp_path / "state")
+            for number in range(begin, 30):
+                trainer.step([batch(number, dtype)], 6)
+                if number == 3 and not begin:
+                    trainer.save(tmp_path / "state")
+            trainer.close()
+            return model.weight.detach()
+
+        assert torch.equal(trained(0), trained(4))
+
+
+class Counting(nn.Module):
+    """A model with buffers of several kinds that its forward passes change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("kept", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("phase", torch.zeros(1, dtype=torch.complex64), persistent=False)
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("grows", torch.zeros(0, dtype=torch.bool), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            for buffer in (self.count, self.kept, self.phase, self.mean):
+                buffer += len(x)
+            self.grows = torch.cat([self.grows, torch.ones(1, dtype=torch.bool)])
+        return self.linear(x)
+
+
+def buffers_after(backend, folder, size):
+    """Return the buffers of a model with ``size`` steps after a resume by all ranks, and by one rank alone."""
+    model = Counting()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+    inputs, targets = batch()
+    mine = slice(0, 1 + backend.rank)
+    for _ in range(2):
+        trainer.step([(inputs[mine], targets[mine])], 3.0)
+    trainer.save(folder / "state")
+    other = Counting()
+    again = Trainer(other, torch.optim.SGD(other.parameters(), 0.1), backend=backend)
+    again.resume(folder / "state")
+    ours, theirs = dict(model.named_buffers()), dict(other.named_buffers())
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return {name: buffer.tolist() for name, buffer in theirs.items()}
+
+
+def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
+    found = typical(buffers_after, tmp_path, 2)
+    counts = [2 * (1 + rank) for rank in range(len(found))]
+    assert [rank["count"] for rank in found] == [rank["kept"] for rank in found] == counts
+    with connect("local") as backend:
+        model = Counting()
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+        trainer.resume(tmp_path / "state")  # on one rank: the mean of the ranks, and rank 0's other buffers
+        assert model.mean.item() == sum(counts) / len(counts)
+        assert (model.count.item(), model.kept.item(), model.phase.item()) == (2, 2, 2)
+        assert model.grows.tolist() == [True, True]
+        old = trainer.state_dict()
+        for rank in old["ranks"]:
+            rank["buffers"] = {"mean": rank["buffers"]["mean"]}  # as version 0.2.0 writes it
+        trainer.load_state_dict(old)
+
+
+def test_an_average_begins_with_the_loaded_weights(tmp_path):
+    with connect("local") as backend:
+        model = net()
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+        trainer.step([batch()], 6)
+        trainer.save(tmp_path / "state")
+        trainer.close()
+        wanted = trainer.evaluate([batch()])
+        model = net()
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, ema=0.9)
+        trainer.step([batch(1)], 6)
+        trainer.resume(tmp_path / "state")
+        assert trainer.evaluate([batch()]) == wanted
+        trainer.step([batch(1)], 6)
+        assert torch.equal(trainer.evaluated.weight, model.weight)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_schedule_on_one_side_only_is_refused(saved, tmp_path):
+    with connect("local") as backend:
+        for scheduled in (saved, not saved):
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), 0.5)
+            schedule = lr_scheduler.StepLR(optimizer, 2) if scheduled else None
+            trainer = Trainer(model, optimizer, backend=backend, schedule=schedule)
+            if scheduled == saved:
+                trainer.step([batch()], 6)
+                trainer.save(tmp_path / "state")
+                continue
+            with pytest.raises(UserError, match=r"schedule.*: make the trainer with"):
+                trainer.resume(tmp_path / "state")
+
+
+def other_files(backend, folder, kind):
+    model = net()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+    for name in ("first", "second"):
+        trainer.step([batch()], 6.0 * backend.size)
+        trainer.save(folder / name)
+    last = backend.rank == backend.size - 1
+    path = folder / ({"other": "second", "missing": "none"}[kind] if last else "first")
+    with pytest.raises(RanksDifferError, match=r"content of the file|does not exist") as refusal:
+        trainer.resume(path)
+    trainer.resume(folder / "first")
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["other", "missing"])
+def test_ranks_that_resume_other_files_are_refused(many, kind, tmp_path):
+    messages = many(other_files, tmp_path, kind)
+    assert len(set(messages)) == 1
+
+
+class Centred(nn.Module):
+    """A loss with a buffer that each step changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, outputs, targets):
+        result = nn.functional.cross_entropy(outputs - self.centre, targets)
+        self.centre.lerp_(outputs.detach().mean(0), 0.1)
+        return result
+
+
+def losses_resume(backend, folder):
+    weights, centres = [], []
+    for begin in (0, 3):
+        model, loss = net(), Centred()
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), loss, backend=backend)
+        if begin:
+            trainer.resume(folder / "state")
+        for number in range(begin, 6):
+            trainer.step([batch(number * backend.size + backend.rank)], 6.0 * backend.size)
+            if number == 2:
+                trainer.save(folder / "state")
+        weights.append(model.weight.detach())
+        centres.append(loss.centre.tolist())
+    assert torch.equal(*weights)
+    assert centres[0] == centres[1]
+    return centres[0]
+
+
+def test_buffers_of_the_loss_are_restored_on_each_rank(typical, tmp_path):
+    typical(losses_resume, tmp_path)
+
+
+def test_parameters_of_the_loss_belong_into_the_model():
+    model, loss = net(), Centred()
+    loss.scale = nn.Parameter(torch.ones(1))
+    with connect("local") as backend, pytest.raises(ValueError, match=r"parameters to train \(scale\)"):
+        Trainer(model, torch.optim.SGD([*model.parameters(), loss.scale], 0.5), loss, backend=backend)
+
+
+class Cached(nn.Module):
+    """A model that makes a buffer in its first forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", None, persistent=False)
+        self.linear, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        if self.cache is None:
+            self.cache = torch.full((3,), 100.0)
+        return self.norm(self.linear(x)) + self.cache
+
+
+def test_an_average_has_the_buffers_that_the_first_forward_pass_makes():
+    model = Cached()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+        for number in range(3):
+            trainer.step([batch(number)], 6)
+    wanted = dict(model.named_buffers())
+    found = dict(trainer.evaluated.named_buffers())
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
