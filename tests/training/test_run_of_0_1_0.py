@@ -23,6 +23,14 @@ OLD = Path(__file__).parent / "run_of_0_1_0"
 FLAGS = ["--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net"]
 
 
+@pytest.fixture(autouse=True)
+def threads():
+    """Restore the number of threads: a run that resumes uses that of its checkpoint."""
+    number = torch.get_num_threads()
+    yield
+    torch.set_num_threads(number)
+
+
 def test_the_settings_are_those_of_the_same_command_line_today():
     old = json.loads((OLD / "config.json").read_text())
     assert old.keys() <= SETTINGS.keys()
