@@ -95,8 +95,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state
 
     def __getattr__(self, name: str) -> Any:
-        # Optimizers may have methods of their own (train() and eval() of schedule-free ones). During construction and
-        # unpickling there is no wrapped optimizer yet.
+        # Optimizers may have methods of their own (train() and eval() of schedule-free ones). Assignments are not passed
+        # on. During construction and unpickling there is no wrapped optimizer yet.
         if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -24,8 +24,8 @@ JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
 _PR_SET_PDEATHSIG = 1
 _OWN_FOLDER = "dualtrain own folder"
-#: The fork server of this process, by this process's id: a forked process inherits this dictionary, but no server.
-_servers: dict[int, int | None] = {}
+#: Ids of processes that have started a fork server: a forked process inherits this set, but no server.
+_starters: set[int] = set()
 
 
 def signal_at_parents_end(number: int, parent: int) -> None:
@@ -60,7 +60,7 @@ def start_forkserver(preload: Sequence[str]) -> None:
     with _blocked():
         forkserver.set_forkserver_preload(list(preload))
         forkserver.ensure_running()
-    _servers[os.getpid()] = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    _starters.add(os.getpid())
 
 
 def begin_worker() -> None:
@@ -108,7 +108,8 @@ def _remove_own_folder(pid: int | None) -> None:
 def release() -> None:
     """Remove multiprocessing's files, for a process that exits without its exit handlers. Ends its fork server."""
     # A server that still imports would fork the workers afterwards, and these would fail with a traceback.
-    server = _servers.pop(os.getpid(), None)
+    server = forkserver._forkserver._forkserver_pid if os.getpid() in _starters else None  # type: ignore[attr-defined]
+    _starters.discard(os.getpid())
     if server is not None:
         with suppress(ProcessLookupError):
             os.kill(server, signal.SIGKILL)

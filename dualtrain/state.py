@@ -36,7 +36,7 @@ def broadcast_parameters(params: Params, backend: Backend, root: int = 0) -> Non
     """
     tensors = tensors_among(_named(params))
     note = ", whose elements share memory"
-    shared = [name for name, t in tensors if backend.size > 1 and _shares_elements(t)]
+    shared = [name for name, t in tensors if backend.size > 1 and shares_elements(t)]
     described = [_described(name, t) + note * (name in shared) for name, t in tensors]
     agree_on_list(backend, "parameters", described, "broadcast_parameters")
     if shared:
@@ -77,8 +77,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     groups = list(optimizer.param_groups)
     optimizer.load_state_dict(state)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        group.clear()
-        group.update(loaded)
+        if loaded is not group:  # an optimizer may load into its groups in place
+            group.clear()
+            group.update(loaded)
     optimizer.param_groups[:] = groups
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -151,7 +152,7 @@ def tensors_among(named: Iterable[tuple[Any, Any]]) -> list[tuple[Any, torch.Ten
     Raises:
         ValueError: tensors would be left out: a value is a container of tensors, or there are values and none is a tensor.
     """
-    pairs = [(name, value) for name, value in named if not str(name).endswith("_extra_state")]  # of a state_dict()
+    pairs = [pair for pair in named if isinstance(pair[1], torch.Tensor) or not is_extra_state(pair[0])]
     found = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
     nested = [name for name, value in pairs if not isinstance(value, torch.Tensor) and _has_tensors(value)]
     if nested or (pairs and not found):
@@ -161,6 +162,11 @@ def tensors_among(named: Iterable[tuple[Any, Any]]) -> list[tuple[Any, torch.Ten
             "named_parameters(); for the state of an optimizer, call broadcast_optimizer_state"
         )
     return found
+
+
+def is_extra_state(name: Any) -> bool:
+    """Return whether ``name`` is that of a ``get_extra_state()`` in a ``state_dict()``."""
+    return str(name).rpartition(".")[2] == "_extra_state"
 
 
 def _has_tensors(value: Any) -> bool:
@@ -181,10 +187,10 @@ def _described(name: str, tensor: torch.Tensor) -> str:
     return f"{name} ({tensor.dtype}, {tuple(tensor.shape)}{place})"
 
 
-def _shares_elements(tensor: torch.Tensor) -> bool:
+def shares_elements(tensor: torch.Tensor) -> bool:
     """Return whether torch refuses to write into ``tensor``, since several of its elements are one place in memory."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() > 1 and any(n > 1 and stride == 0 for n, stride in steps)
+    return tensor.layout is torch.strided and tensor.numel() > 1 and any(n > 1 and stride == 0 for n, stride in steps)
 
 
 def _chunks(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -82,7 +82,8 @@ def _end_all() -> None:
     _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]
     for backend in _BACKENDS:
         backend.forget_groups()
-    _end(groups)
+    if groups:  # the end takes a thread
+        _end(groups)
 
 
 def _asynchronous(kind: type, **values: Any) -> Any:

@@ -166,9 +166,14 @@ class _Waits:
             yield batch
 
     def _watch(self) -> None:
-        while not self._ended.wait(min(1.0, self._limit)):
+        tick, waited, before = min(1.0, self._limit), 0.0, None
+        while not self._ended.wait(tick):
+            # Add up the ticks: the time in which this process is stopped (Ctrl-Z, a suspended job) does not count.
             since = self._since
-            if since is not None and time.monotonic() - since >= self._limit and self._workers():
+            began = since is not None and since != before
+            waited = 0.0 if since is None else min(tick, time.monotonic() - since) if began else waited + tick
+            before = since
+            if since is not None and waited >= self._limit and self._workers():
                 self._late = self._describe()
                 for worker in self._workers():
                     worker.kill()

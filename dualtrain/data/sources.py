@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -97,7 +98,8 @@ class Task:
         """Set the longest wait for a worker process, in both splits."""
         for source in (self.train, self.val):
             if isinstance(source, Source):  # a user's own source need not be
-                source.timeout = seconds
+                with suppress(AttributeError):  # nor can all of them be changed
+                    source.timeout = seconds
 
     def close(self) -> None:
         """Stop the worker processes of both splits."""

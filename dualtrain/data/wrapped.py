@@ -128,8 +128,8 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
     Raises:
         UserError: the samples are of another kind, or the number of classes is unknown.
     """
-    known = getattr(train, "classes", getattr(train, "num_classes", None))
-    classes = classes or (known if known is None or isinstance(known, int) else len(known))
+    known: Any = getattr(train, "classes", getattr(train, "num_classes", None))
+    classes = classes or (len(known) if hasattr(known, "__len__") else known and int(known))
     if not classes:
         raise UserError(f"--dataset {name!r} does not say how many classes it has: give --classes")
     sample = _sample(train, name)

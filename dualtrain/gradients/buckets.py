@@ -72,7 +72,8 @@ class Slot:
     def move_kept(self) -> None:
         """Move an earlier gradient that the program has kept to memory of its own, before ``view`` is overwritten.
 
-        In torch, a gradient that is replaced stays as it is. Views of it (``param.grad.view(-1)``) are not moved.
+        In torch, a gradient that is replaced stays as it is. Views of it (``param.grad.view(-1)``) are not moved, and
+        in some versions of torch one that only C++ holds (``other.grad = p.grad``) is not.
         """
         if sys.getrefcount(self.alias) > _REFERENCES and self.alias.data_ptr() == self.address:
             self.alias.data = self.alias.detach().clone()
@@ -167,9 +168,10 @@ class Bucket:
         self._kept: list[Slot] = []
         #: Slots whose gradients count as zeros.
         self._missing: list[Slot] = []
-        #: The missing slots whose parameters are frozen, and those of the round before.
+        #: The missing slots whose parameters are frozen, and those that ``unpack`` has checked.
         self._frozen: list[Slot] = []
-        self._were_frozen: list[Slot] = []
+        self._checked: list[Slot] = []
+        self._looks = 0
         #: The first slot that is frozen on this rank and has a gradient on others, found by ``unpack``.
         self.trained_elsewhere: Slot | None = None
         #: The first slot whose gradient lies in the memory of another gradient, found by ``pack``.
@@ -212,8 +214,7 @@ class Bucket:
     def _sort(self) -> tuple[list[Slot], list[torch.Tensor]]:
         """Return the slots whose gradients must be copied, and these gradients; record the other slots."""
         slots, grads = [], []
-        self._copied, self._kept, self._missing = [], [], []
-        self._frozen, self._were_frozen = [], self._frozen
+        self._copied, self._kept, self._missing, self._frozen = [], [], [], []
         low, high = self.ranges[0][0], self.ranges[-1][1]
         for slot in self.slots:
             p = slot.param
@@ -294,8 +295,20 @@ class Bucket:
             # Another reducer of the same parameter may have replaced ``param.grad`` since ``pack`` ran.
             if grad is None or grad.data_ptr() != slot.address:
                 slot.unpack()
-        if self._frozen != self._were_frozen:  # not in every round: the CPU reads all these gradients
-            self.trained_elsewhere = next((slot for slot in self._frozen if slot.view.any()), None)
+        self._check_frozen()
+
+    def _check_frozen(self) -> None:
+        """Look for a gradient of other ranks, of a parameter that is frozen on this one.
+
+        A look reads the whole gradient. So look at all of them when other parameters are frozen than before; after that at
+        one in each round, and on a GPU at none, since the CPU would wait.
+        """
+        chosen = self._frozen
+        if self._frozen == self._checked and self._frozen:
+            self._looks += 1
+            chosen = [self._frozen[self._looks % len(self._frozen)]] if self.wire.is_cpu else []
+        self._checked = self._frozen
+        self.trained_elsewhere = next((slot for slot in chosen if slot.view.any()), None)
 
 
 @torch.no_grad()

@@ -59,20 +59,21 @@ class Exchange:
         self.reduced = False
         self._hooks = hooks
         self._backend: Backend | None = None
-        self._failure: BackendError | None = None
+        self._failure = ""  # the message of a failed exchange; the error itself would keep the caller's variables alive
         self._used = self.extra[:0]  # how many ranks used each parameter; sent behind the extra scalars and the flag
         self._results: list[tuple[torch.Tensor, int]] = []  # the gradients' buffers, and their versions after a round
 
     # -- the layout -----------------------------------------------------------------------------------------------
 
-    def describe(self) -> list[str]:
-        """Return the options, which must be the same on every rank."""
+    def describe(self, size: int) -> list[str]:
+        """Return the options, which must be the same on each of ``size`` ranks; factors before the sum may differ."""
         transfer, order = self.transfer, "backend's" if self._order is None else f"tree of {self._order.ranges}"
+        factor = transfer.factor_after(size if self._order is None else self._order.shards)
         sets = [len(each) for each in transfer.groups]
         return [
-            f"unused={self.unused}, {len(self.extra)} extra scalars, factors {transfer.before} and {transfer.after}, "
+            f"unused={self.unused}, {len(self.extra)} extra scalars, factor {factor} after the sum, "
             f"dtype {transfer.dtype}, buckets of {transfer.bucket_bytes} bytes, sets of {sets} parameters, "
-            f"sparse_as_dense={transfer.sparse_as_dense}, order of the sum: {order}"
+            f"sparse_as_dense={transfer.sparse_as_dense}, coalesce={transfer.coalesce}, order of the sum: {order}"
         ]
 
     def lay_out(self, backend: Backend, name: str) -> None:
@@ -115,6 +116,7 @@ class Exchange:
         self.schedule.use([])
         self.schedule.start_round()
         self.laid_out = self.reduced = False
+        self._failure = ""
         for slot in self.slots:
             slot.bucket = None
 
@@ -166,7 +168,7 @@ class Exchange:
             for bucket in self.schedule.buckets:
                 bucket.finish()
         except BackendError as error:
-            self._failure = error
+            self._failure = str(error)
             raise
         return self.refusals.flagged(self._backend, self.schedule.buckets, cpu_waits)
 
@@ -213,7 +215,7 @@ class Exchange:
     def refuse_change(self, slot: Slot) -> None:
         """Raise BackendError if the gradient of ``slot``, which is ready again in this round, was sent already."""
         if slot.bucket is not None and slot.bucket.work is not None:
-            if self._failure is not None:
+            if self._failure:
                 raise BackendError(f"an earlier exchange of gradients failed: {self._failure}")
             raise BackendError(
                 f"the gradient of {slot.name!r} changed after it was sent, in the same backward pass: this is what "

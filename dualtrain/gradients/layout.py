@@ -20,10 +20,10 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class Transfer:
-    """Options for sending gradients, the same on every rank.
+    """Options for sending gradients, the same on every rank except for ``before``.
 
     Attributes:
-        before: factor on each rank's gradients before they are summed.
+        before: factor on this rank's gradients before they are summed, such as its share of the samples.
         after: factor on the sum; ``None`` for 1/size, which gives the average. With other factors, zero the gradients
             before each exchange: gradients that accumulate over exchanges would be summed over the ranks again.
         dtype: dtype in which wider floating-point gradients are sent, such as ``torch.float16``; ``None`` for their own.

@@ -232,7 +232,8 @@ class GradientReducer:
         """
         self._exchange.reduced = False
         self._exchange.refusals.steps += stepped
-        self._add_unfrozen()  # backward may reach no other parameter whose hook would do it
+        if not self._closed:
+            self._add_unfrozen()  # backward may reach no other parameter whose hook would do it
 
     def forget(self, backend: Backend) -> None:
         """Discard a failed exchange, and use another backend, whose ranks then compare their layouts."""
@@ -308,7 +309,7 @@ class GradientReducer:
     def _lay_out(self) -> None:
         """Compare parameters with the other ranks, agree on the sparse ones, and make the buckets."""
         agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
-        agree_on_list(self.backend, "options of the gradients' exchange", self._exchange.describe())
+        agree_on_list(self.backend, "options of the gradients' exchange", self._exchange.describe(self.backend.size))
         for found in self.backend.allgather_object(sparse_dims(self.slots), name="sparse gradients"):
             self._exchange.expect_sparse(found)
         self._exchange.lay_out(self.backend, self.name)

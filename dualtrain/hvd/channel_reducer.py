@@ -8,6 +8,7 @@ from dualtrain.backends import Backend
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.buckets import Slot
 from dualtrain.gradients.exchange import Exchange
+from dualtrain.gradients.hooks import has_later_hook
 from dualtrain.gradients.refusals import Refusals
 from dualtrain.gradients.sparse import sparse_dims
 from dualtrain.hvd import basics
@@ -124,6 +125,8 @@ class ChannelReducer(HorovodReducer):
         finally:
             self._is_left_out = False
             self._exchange.extra.zero_()
+            for bucket in self._exchange.schedule.buckets:
+                bucket.trained_elsewhere = None  # a joined rank takes no steps, whether its parameters are frozen or not
         self.renew()
         self.reset_passes()
         for slot in self.hooks.slots:
@@ -147,7 +150,7 @@ class ChannelReducer(HorovodReducer):
             timeline.begin(f"allreduce.{slot.name}", "NEGOTIATE_ALLREDUCE")
         if not self._agreed:
             if self.ready == len(self.hooks.slots):
-                self._open(start=self._on_cpu)
+                self._open(start=self._on_cpu and not has_later_hook(self, slot.param))
             return
         bucket = slot.bucket
         if bucket is None:
@@ -155,7 +158,7 @@ class ChannelReducer(HorovodReducer):
         if slot.large:
             slot.copy_to_bucket()
         schedule = self._exchange.schedule
-        if schedule.mark_ready(bucket):
+        if schedule.mark_ready(bucket) and not has_later_hook(self, slot.param):
             while schedule.next_is_complete:
                 self._send_next()
 
@@ -217,7 +220,8 @@ class ChannelReducer(HorovodReducer):
         """Describe the transfer, on which the layout depends. HOROVOD_FUSION_THRESHOLD may differ between hosts."""
         t = self._exchange.transfer
         groups = [len(group) for group in t.groups]
-        return f"at most {t.bucket_bytes} bytes at once, groups {groups}, as {t.dtype}, times {t.before}"
+        options = f"at most {t.bucket_bytes} bytes at once, groups {groups}, as {t.dtype}, times {t.before} and {t.after}"
+        return f"{options}, sparse as dense: {t.sparse_as_dense}"
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
         """Lay out and send all buckets, in the engine's thread, because the main thread may wait for another optimizer."""

@@ -19,10 +19,13 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         model.train(training)  # a method of the user's own may do more than set the mode
         for module, mode in before:
-            module.training = mode
+            if mode != training:
+                module.training = mode
 
 
 def training_mode(model: nn.Module) -> None:
-    """Set training mode, unless the model is in it: modules in evaluation mode then stay in it."""
-    if not model.training:
-        model.train()
+    """Call ``model.train()``. If the model was in training mode, modules in evaluation mode stay in it."""
+    apart = [module for module in model.modules() if not module.training] if model.training else []
+    model.train()  # also then: a method of the user's own may freeze layers, as is common with BatchNorm
+    for module in apart:
+        module.training = False

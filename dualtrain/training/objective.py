@@ -187,7 +187,10 @@ def as_objective(loss: Loss | Objective | None) -> Objective:
         return loss
     if loss is functional.cross_entropy:
         loss = nn.CrossEntropyLoss()
-    return TorchCrossEntropy(loss) if isinstance(loss, nn.CrossEntropyLoss) else Adapted(loss)
+    # A subclass of the user's own may compute another loss (a focal loss, for example).
+    if isinstance(loss, nn.CrossEntropyLoss) and type(loss).forward is nn.CrossEntropyLoss.forward:
+        return TorchCrossEntropy(loss)
+    return Adapted(loss)
 
 
 def added(one: Iterable[float], other: Iterable[float]) -> list[float]:

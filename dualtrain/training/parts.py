@@ -96,7 +96,7 @@ class RankParts:
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`Parts`. Batches are this rank's."""
-        mine = torch.tensor(sums(batches), dtype=torch.float64)
+        mine = torch.tensor(sums(batches), dtype=torch.float64, device="cpu")
         return self._backend.allreduce(mine, "sum", name="evaluation").tolist()
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:

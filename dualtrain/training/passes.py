@@ -104,7 +104,7 @@ class Passes:
         if self._piggyback:
             total: list[float] = self._extra[: StepScalars.COUNT].tolist()
             return total
-        mine = torch.tensor(self._scalars.values, dtype=torch.float64)
+        mine = torch.tensor(self._scalars.values, dtype=torch.float64, device="cpu")
         return self.backend.allreduce(mine, "sum", name="metrics").tolist()
 
     def _divergence(self) -> str:

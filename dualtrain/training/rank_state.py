@@ -11,6 +11,7 @@ from torch import nn
 
 from dualtrain.backends import Backend
 from dualtrain.data.draws import derived
+from dualtrain.state import shares_elements
 
 
 def seed_all(seed: int) -> None:
@@ -70,15 +71,17 @@ def restore_buffers(module: nn.Module, ranks: list[dict[str, torch.Tensor]], bac
     At another world size, average the floating-point buffers, and use rank 0's other buffers.
     """
     same = len(ranks) == backend.size
-    for name, buffer in list(module.named_buffers()):
-        parts = [rank[name] for rank in ranks if name in rank]
-        if len(parts) < len(ranks):
-            continue  # states of versions before 0.3.0 have floating-point buffers only
-        value = parts[backend.rank if same else 0]
-        if not same and buffer.is_floating_point():
-            value = torch.stack([part.double() for part in parts]).mean(0)
-        if value.shape == buffer.shape:
+    # States of versions before 0.3.0 have floating-point buffers only.
+    for name, value in ranks[backend.rank if same else 0].items():
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)
+        buffer = getattr(owner, key, None)
+        parts = [rank[name] for rank in ranks if name in rank and rank[name].shape == value.shape]
+        if not same and value.is_floating_point() and len(parts) == len(ranks):
+            value = torch.stack([part.double() for part in parts]).mean(0).to(value.dtype)
+        if buffer is None:  # forward makes it; a persistent one is refused before, as unexpected in the model's state
+            owner.register_buffer(key, value.to(backend.device), persistent=False)
+        elif value.shape == buffer.shape and not shares_elements(buffer):
             buffer.copy_(value)
-        else:  # a buffer that grows in forward
-            path, _, key = name.rpartition(".")
-            setattr(module.get_submodule(path), key, value.to(buffer.device, buffer.dtype))
+        else:  # a buffer that grows in forward, or one that cannot be written
+            setattr(owner, key, value.to(buffer.device, buffer.dtype))

@@ -31,7 +31,7 @@ class Step:
     @property
     def sums(self) -> torch.Tensor:
         """The totals as a tensor, float64, (4,)."""
-        return torch.tensor(self.totals, dtype=torch.float64)
+        return torch.tensor(self.totals, dtype=torch.float64, device="cpu")
 
     @property
     def loss(self) -> float:

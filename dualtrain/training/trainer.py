@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dualtrain.backends import Backend
-from dualtrain.errors import UserError
+from dualtrain.batchnorm import SyncBatchNorm
+from dualtrain.errors import RanksDifferError, UserError
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import check_supported, warn_of_ddp
 from dualtrain.optimizer import DistributedOptimizer
@@ -171,10 +172,23 @@ class Trainer:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
         self.optimizer.zero_grad()
+        marks = self._loss_marks()
         step = self._parts.step(self._passes, batches, expected, control_flags)
+        if marks != self._loss_marks():
+            raise ValueError(
+                "the loss changes its buffers in forward, and each rank has other samples: with virtual_ranks, make them "
+                "buffers of the model"
+            )
         if step.totals[1] > 0:
             self._update(expected / step.totals[1])
         return step
+
+    def _loss_marks(self) -> list[tuple[int, int]]:
+        """With virtual ranks, return numbers that change with the buffers of the loss."""
+        if self._loss is None or self.virtual_ranks is None:
+            return []
+        # Private in torch 2.5 to 2.15: the count of changes of a tensor in place.
+        return [(id(buffer), buffer._version) for buffer in self._loss.buffers()]
 
     def _update(self, factor: float) -> None:
         """Multiply the gradients, which are the same on every rank, by ``factor``; clip them; step."""
@@ -220,10 +234,11 @@ class Trainer:
 
         Returns:
             One dict for each epoch: the mean loss over all ranks' samples, and the accuracy, if the loss is a cross entropy
-            of class numbers or an ``Objective``.
+            of class indices or an ``Objective``. With class weights, both are means weighted by them.
 
         Raises:
-            RanksDifferError: the ranks are given different ``epochs``.
+            RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with
+                SyncBatchNorm.
             ValueError: the trainer has virtual ranks.
         """
         if not isinstance(self._parts, RankParts):
@@ -247,12 +262,25 @@ class Trainer:
             batch, last = next(batches, (None, True))
             mine = [] if batch is None else [self.to_device(batch)]
             if not expected:  # once: the largest first batch of any rank, times the number of ranks
-                size = torch.tensor([float(len(mine[0][1])) if mine else 0.0])
-                expected = self.backend.allreduce(size, "max", name="batch size").item() * self.backend.size
+                samples = float(len(mine[0][1])) if mine else 0.0
+                sizes = torch.tensor([samples, -samples], device="cpu")
+                largest, least = self.backend.allreduce(sizes, "max", name="batch size").tolist()
+                expected = largest * self.backend.size
+                self._check_norms(some=largest > 0, all_have=least < 0)
             step = self.step(mine, expected or 1.0, [float(not last), 0.0, 0.0])
             total = added(total, step.totals)
             more = step.control_flags[0] > 0
+            self._check_norms(some=more, all_have=step.control_flags[0] == self.backend.size)
         return total
+
+    def _check_norms(self, *, some: bool, all_have: bool) -> None:
+        """Raise RanksDifferError if only some ranks have a next batch, and layers need the batches of all ranks."""
+        kinds = SyncBatchNorm | nn.SyncBatchNorm
+        if some and not all_have and any(isinstance(layer, kinds) and layer.training for layer in self.model.modules()):
+            raise RanksDifferError(
+                "the ranks have different numbers of batches, and SyncBatchNorm needs a batch of every rank in every step: "
+                "give every rank as many batches (DistributedSampler does), or use plain BatchNorm"
+            )
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
         """Copy ``batch`` to the backend's device. Raises TypeError if it is not (inputs, targets)."""
@@ -296,7 +324,8 @@ class Trainer:
                         total = added(total, map(float, objective(forward(inputs), targets)[1]))
             return total
 
-        with self.common_buffers(), evaluation_mode(model):
+        mode = nullcontext() if self._loss is None else evaluation_mode(self._loss)
+        with self.common_buffers(), evaluation_mode(model), mode:
             total = self._parts.evaluate(batches, sums, model)
         return metrics(total, prefix)
 
@@ -361,8 +390,11 @@ class Trainer:
             else:
                 self.ema.load_state_dict(state["ema"])
             # As after each step, use this rank's own buffers, not those of the rank that wrote the file.
-            for average, own in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
-                average.copy_(own)
+            _add_buffers(self.ema.module, self.model)
+            own = dict(self.model.named_buffers())
+            for name, average in self.ema.module.named_buffers():
+                if name in own:  # an evaluation may have made others
+                    average.copy_(own[name])
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if that fails."""

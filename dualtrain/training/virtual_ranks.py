@@ -70,7 +70,7 @@ class VirtualRanks:
 
     def split(self, batch: Tensors) -> list[Tensors | None]:
         """Return this rank's shards of a global batch (equal on every rank); ``None`` for an empty shard."""
-        numbers = torch.arange(len(batch[1]))
+        numbers = torch.arange(len(batch[1]), device="cpu")
         parts = [share(numbers, shard, self.count) for shard in self.mine]
         return [(batch[0][part], batch[1][part]) if len(part) else None for part in parts]
 
@@ -149,7 +149,7 @@ class VirtualRanks:
         """
         if self._backend.size <= self.count:
             return mine
-        values = torch.tensor(mine, dtype=torch.float64)
+        values = torch.tensor(mine, dtype=torch.float64, device="cpu")
         total = self._backend.allreduce(values, "sum", name="control flags").tolist()
         return total if self._backend.rank == 0 else [0.0] * len(mine)
 
@@ -163,7 +163,7 @@ class VirtualRanks:
             rows.append(sums(part))
             buffers.restore()
         self._seed_after("evaluation")
-        mine = torch.tensor(rows, dtype=torch.float64).view(-1, len(NAMES))
+        mine = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, len(NAMES))
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -145,6 +145,38 @@ def test_tensors_that_would_be_left_out_are_refused():
                 broadcast_parameters(wrong, backend)
 
 
+def named_alike(backend):
+    """A tensor is sent although its name ends as that of a module's extra state does."""
+    tensors = {
+        "rnn_extra_state": torch.full((2,), float(backend.rank)),
+        "lstm._extra_state": torch.full((1,), float(backend.rank)),
+    }
+    broadcast_parameters(tensors, backend)
+    assert not any(t.any() for t in tensors.values())
+
+
+def test_tensors_are_sent_whatever_their_name(typical):
+    typical(named_alike)
+
+
+class LoadsInPlace(torch.optim.SGD):
+    """An optimizer that changes its groups in place when it loads a state, as some custom ones do."""
+
+    def load_state_dict(self, state):
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def test_an_optimizer_may_load_in_place():
+    model = nn.Linear(2, 2)
+    optimizer = LoadsInPlace(model.parameters(), lr=0.1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.5
+    state.load_optimizer_state(optimizer, saved)
+    assert len(optimizer.param_groups[0]["params"]) == 2
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def single_elements(backend):
     tensors = [torch.full((4,), float(backend.rank))[::4]]
     broadcast_parameters(tensors, backend)

@@ -10,6 +10,7 @@ from torch import nn
 
 import dualtrain.gradients.buckets as buckets
 from dualtrain import BackendError, connect
+from dualtrain.backends.sum_order import SumOrder
 from dualtrain.gradients import GradientReducer, Transfer
 from tests.models_for_tests import EXACT, gradients, perceptron, same_on_all, seeded, sgd, small_buckets, vector_loss, wrap
 
@@ -59,6 +60,22 @@ def keeps_over_a_new_layout(backend):
 
 def test_kept_gradients_stay_as_they_are_in_a_new_layout(typical):
     typical(keeps_over_a_new_layout)
+
+
+def test_a_step_copies_no_gradient():
+    model = perceptron()
+    with connect("local") as backend:
+        optimizer = sgd(model, backend)
+        vector_loss(model, 0).backward()
+        aliases = [slot.alias for slot in optimizer.reducer.slots]
+        found = [id(alias) for alias in aliases]
+        del aliases
+        for _ in range(2):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            vector_loss(model, 0).backward()
+        assert [id(slot.alias) for slot in optimizer.reducer.slots] == found
 
 
 def test_gradients_that_nobody_keeps_are_not_copied():
@@ -127,6 +144,69 @@ def test_a_parameter_that_is_frozen_on_some_ranks_is_refused(many):
     many(freezes_on_one_rank)
 
 
+def unfreezes_on_one_rank(backend):
+    """All ranks freeze two parameters; later, only the first rank trains them again."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+
+    def step(trained):
+        model[0].requires_grad_(trained)
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        optimizer.step()
+
+    for trained in (True, False, False, backend.rank == 0):
+        step(trained)
+    with pytest.raises(BackendError, match=r"rank 1: parameter '0\.(weight|bias)' was frozen on this rank and trained on"):
+        step(backend.rank == 0)
+
+
+def test_a_parameter_that_is_unfrozen_on_some_ranks_is_refused(many):
+    many(unfreezes_on_one_rank)
+
+
+def freezes_with_shards(backend):
+    """Two shards on each rank: the last rank freezes a parameter that the others train."""
+    model, order = perceptron(), SumOrder(2 * backend.size, backend.size)
+    reducer = GradientReducer(model.named_parameters(), backend, order=order)
+    last = backend.size - 1
+
+    def step():
+        reducer.begin_shards()
+        with reducer.no_sync():
+            vector_loss(model, backend.rank).backward()
+        reducer.add_shard()
+        vector_loss(model, backend.rank).backward()
+        for p in model.parameters():
+            p.grad = None
+        reducer.renew()
+
+    step()
+    model[0].weight.requires_grad_(backend.rank != last)
+    step()
+    with pytest.raises(BackendError, match=rf"rank {last}: parameter '0\.weight' was frozen on this rank and trained on"):
+        step()
+    reducer.close()
+
+
+def test_a_parameter_that_is_frozen_on_some_ranks_is_refused_with_shards_too(many):
+    many(freezes_with_shards)
+
+
+def test_a_closed_optimizer_averages_nothing_that_is_unfrozen_later():
+    model = perceptron()
+    model[0].requires_grad_(False)
+    with connect("local") as backend:
+        optimizer = sgd(model, backend)
+        vector_loss(model, 0).backward()
+        optimizer.step()
+        optimizer.close()
+        model[0].requires_grad_(True)
+        optimizer.zero_grad()
+        vector_loss(model, 0).backward()
+        assert model[0].weight.grad.any()
+
+
 def swaps_what_is_frozen(backend):
     """After a step, freeze what was trained and train what was frozen: the first backward averages it."""
     body, head = seeded(nn.Linear(3, 2), 1).requires_grad_(False), seeded(nn.Linear(2, 1), 2)
@@ -143,6 +223,20 @@ def swaps_what_is_frozen(backend):
 
 def test_parameters_unfrozen_in_place_of_all_others_are_averaged_at_once(typical):
     typical(swaps_what_is_frozen)
+
+
+def own_factors(backend):
+    """Weight each rank's gradients by a factor of its own; a factor of 1/size after the sum may also be given as None."""
+    p = nn.Parameter(torch.ones(3))
+    after = 1 / backend.size if backend.rank else None
+    reducer = GradientReducer([("p", p)], backend, transfer=Transfer(before=backend.rank + 1.0, after=after))
+    p.sum().backward()
+    torch.testing.assert_close(p.grad, torch.full((3,), (backend.size + 1) / 2))
+    reducer.close()
+
+
+def test_each_rank_may_have_its_own_factor_before_the_sum(many):
+    many(own_factors)
 
 
 def other_options(backend, option):

@@ -168,3 +168,25 @@ def before_any_step(backend):
 @OURS_3
 def test_a_rank_may_join_before_its_first_step(real):
     real(before_any_step)
+
+
+def frozen_at_the_end(backend):
+    """Join with a model that is frozen at that moment, as a GAN's discriminator is during the generator's step."""
+    with library(backend) as hvd:
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+        last = hvd.rank() == hvd.size() - 1
+        for _ in range(2 if last else 5):
+            optimizer.zero_grad()
+            p.sum().backward()
+            optimizer.step()
+        p.requires_grad_(not last)
+        hvd.join()
+        return p[0].item()
+
+
+@OURS
+def test_a_rank_may_join_with_frozen_parameters(real):
+    found = real(frozen_at_the_end)
+    assert found[-1] == -2
+    assert len(set(found[:-1])) == 1

@@ -410,3 +410,28 @@ def test_the_rules_hold_in_a_world_of_one_rank():
     ours()
     with connect("local") as backend:
         alone(backend)
+
+
+def changes_in_a_hook(backend):
+    """A hook that is registered after the optimizer changes the gradients of every step before they are sent."""
+    with library(backend) as hvd:
+        params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        named = [(str(number), p) for number, p in enumerate(params)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named)
+
+        def double(p):
+            p.grad.mul_(2)
+
+        for p in params:
+            p.register_post_accumulate_grad_hook(double)
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum((hvd.rank() + 1) * p.sum() for p in params).backward()
+            optimizer.step()
+        return [p.tolist() for p in params]
+
+
+@PAIR
+def test_hooks_of_the_program_change_gradients_before_they_are_sent(real):
+    for found in real(changes_in_a_hook):
+        assert found == [[-3 * 2 * mean_of_ranks(real.size)] * 2] * 2

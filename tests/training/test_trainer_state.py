@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from dualtrain import Trainer, UserError, connect
+from dualtrain.batchnorm import synchronize_norms
 from dualtrain.data.memory import TensorSource
 from dualtrain.data.sources import Task
 from dualtrain.errors import RanksDifferError
@@ -293,3 +294,101 @@ def test_an_average_has_the_buffers_that_the_first_forward_pass_makes():
     found = dict(trainer.evaluated.named_buffers())
     assert list(found) == list(wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def uneven_norms(backend, first):
+    """Train with SyncBatchNorm: the last rank has one batch fewer than the others, or with ``first`` none at all."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    synchronize_norms(model, backend)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+    batches = [batch(), batch(1)][first:]
+    with pytest.raises(RanksDifferError, match="different numbers of batches, and SyncBatchNorm needs a batch of every"):
+        trainer.fit(batches[: len(batches) - (backend.rank == backend.size - 1)])
+    assert trainer.fit([batch(2)])[0]["loss"] > 0  # the ranks still agree
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_synchronized_layers_need_a_batch_of_every_rank(many, first):
+    many(uneven_norms, first)
+
+
+def test_a_default_device_does_not_change_where_sums_are_made():
+    model, data = net(), batch()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+        with torch.device("meta"):
+            trainer.fit([data])
+            assert trainer.evaluate([data])["val_loss"] > 0
+            trainer.step([data], 6.0).sums.tolist()
+
+
+class Frozen(nn.Sequential):
+    """A model whose ``train()`` keeps its BatchNorm in evaluation mode, as is common for fine-tuning."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def test_a_models_own_train_method_decides():
+    model = Frozen(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+    )  # in training mode as a whole: train() was not called
+    frozen = model[1].running_mean.clone()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+        trainer.fit([batch()])
+        trainer.evaluate([batch()])
+        trainer.fit([batch()])
+    assert [module.training for module in model] == [True, False, True]
+    assert torch.equal(model[1].running_mean, frozen)
+
+
+class Scaled(nn.CrossEntropyLoss):
+    """A loss of the user's own that is derived from torch's."""
+
+    def forward(self, outputs, targets):
+        return 7 * super().forward(outputs, targets)
+
+
+def test_a_subclass_of_torchs_cross_entropy_is_called():
+    with connect("local") as backend:
+        losses = []
+        for loss in (nn.CrossEntropyLoss(), Scaled()):
+            model = net()
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, loss=loss)
+            losses.append(trainer.step([batch()], 6).loss)
+    assert losses[1] == pytest.approx(7 * losses[0])
+
+
+class Counted(nn.Module):
+    """A loss with a buffer that it changes in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, outputs, targets):
+        if self.training:
+            self.seen += len(targets)
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+def test_a_loss_is_evaluated_in_evaluation_mode():
+    model, loss = net(), Counted()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, loss=loss)
+        trainer.evaluate([batch()])
+        assert (loss.seen.item(), loss.training) == (0, True)
+        trainer.step([batch()], 6)
+        assert loss.seen.item() == 6
+
+
+def test_a_loss_that_changes_is_refused_with_virtual_ranks():
+    model = net()
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = Trainer(model, optimizer, backend=backend, loss=Counted(), virtual_ranks=2)
+        with pytest.raises(ValueError, match="the loss changes its buffers in forward"):
+            trainer.step(trainer.split(batch()), 6)
