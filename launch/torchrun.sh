@@ -19,7 +19,11 @@ here=" localhost $(hostname) $(hostname -s) $(hostname -I 2>/dev/null || true) "
 mine='' counts=()
 IFS=, read -ra entries <<<"$hosts"
 for host in "${entries[@]}"; do
-  if [[ $here == *" ${host%%:*} "* || ${host%%[.:]*} == "$(hostname -s)" ]]; then mine=${host##*:}; fi
+  if [[ $here == *" ${host%%:*} "* ]]; then
+    mine=${host##*:}
+  elif [[ -z $mine && ${host%%[.:]*} == "$(hostname -s)" ]]; then
+    mine=${host##*:}  # unless a later entry has the full name
+  fi
   if [[ " ${counts[*]-} " != *" ${host##*:} "* ]]; then counts+=("${host##*:}"); fi
 done
 if [ -z "$mine" ] && [ "${#counts[@]}" -gt 1 ]; then

@@ -13,7 +13,8 @@ from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 
-RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")  # raw scripts; the first that ran is the reference for final weights
+#: Raw scripts. The weights of the first that ran are the reference if neither contender of a row is raw.
+RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")
 UNITS = {"ms": 1e3, "µs": 1e6}
 BUFFERS = ", its buffers"
 SAME, OTHER, NONE = "same", "other numerics", "–"
@@ -30,7 +31,7 @@ class Row:
         found: the ratio or the cost.
         unit: "×" for a ratio, else the unit of the cost.
         seconds: for a ratio, the median times of both contenders.
-        weights: whether the final weights equal those of the raw script.
+        weights: whether the final weights of both contenders are equal; see ``_weights``.
         target: value that the interval should reach, if there is one.
         verdict: ``MET``, ``NOT_MET`` or ``NOT_SHOWN``; empty without a target or with too few rounds.
         note: remark on the verdict, or the reason why there is no verdict.

@@ -166,6 +166,15 @@ class Source:
         """Names of the optimizers that this file wraps."""
         return {name for name, _ in self.wraps}
 
+    @property
+    def plain_optimizers(self) -> set[str]:
+        """Names of the variables to which an optimizer of torch is assigned."""
+        return {
+            target.rpartition(".")[2]
+            for target, value, _ in self.assignments
+            if isinstance(value, ast.Call) and self.name(value.func).startswith("torch.optim.")
+        }
+
     @cached_property
     def functions(self) -> dict[str, Function]:
         """Functions and methods of the script by name."""
@@ -187,8 +196,9 @@ class Source:
             if isinstance(node, Function):
                 names = [word.arg for word in (*node.args.posonlyargs, *node.args.args)]
                 parent = self.parents[node]
+                static = any(last_name(each) == "staticmethod" for each in node.decorator_list)
                 name = parent.name if isinstance(parent, ast.ClassDef) and node.name == "__init__" else node.name
-                found.append((name, names[isinstance(parent, ast.ClassDef) :]))
+                found.append((name, names[isinstance(parent, ast.ClassDef) and not static :]))
         return found
 
     def scope(self, node: ast.AST) -> Scope:
@@ -233,16 +243,18 @@ class Source:
 def wrapped_names(sources: Sequence[Source]) -> set[str]:
     """Return the names of the variables of a program that hold an hvd.DistributedOptimizer.
 
-    These are the variables to which one is assigned, and the parameters of functions to which such a variable is passed.
+    These are the variables to which one is assigned, and the parameters of functions to which such a variable is passed,
+    except for names that also hold an optimizer that is not wrapped.
     """
     names = set().union(*(source.own_wrapped for source in sources))
+    plain = {name for source in sources for name in source.plain_optimizers}
     defined: dict[str, list[list[str]]] = {}
     for source in sources:
         for name, parameters in source.definitions:
             defined.setdefault(name, []).append(parameters)
     only = {name: found[0] for name, found in defined.items() if len(found) == 1}
     while True:
-        found = {name for source in sources for name in _receiving(source, names, only)}
+        found = {name for source in sources for name in _receiving(source, names, only)} - plain
         if found <= names:
             return names
         names |= found

@@ -171,6 +171,22 @@ def test_targets_that_were_not_measured_give_exit_status_1(tmp_path):
         assert bench._conclude(tmp_path, found, MACHINE, targets=False) == 0
 
 
+def test_targets_that_are_not_judged_give_exit_status_1(tmp_path, capsys):
+    found = results(shm=0.1, ddp_tuned=0.15)
+    found.step_fractions = found.step_fractions[:3]
+    found.samples = {name: column[:3] for name, column in found.samples.items()}
+    assert bench._conclude(tmp_path, found, MACHINE, targets=True) == 1
+    assert "3 rounds: not judged" in capsys.readouterr().out
+    assert bench._conclude(tmp_path, found, MACHINE, targets=False) == 0
+
+
+@pytest.mark.parametrize(("installed", "status"), [(False, 0), (True, 1)])
+def test_an_optional_contender_that_is_not_installed_need_not_be_measured(installed, status, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: object() if installed else None)
+    found = results(shm=0.1, ddp_tuned=0.15, missing={"accelerate": "the reason"})
+    assert bench._conclude(tmp_path, found, MACHINE, targets=True) == status
+
+
 def test_the_table_is_printed_even_if_no_file_can_be_written(tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -64,7 +64,9 @@ def test_torchrun_takes_the_number_of_ranks_of_this_host(tmp_path):
     (tmp_path / "bin" / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
     variables = {"DUALTRAIN_VENV": str(tmp_path), "PORT": "7", "NPROC": "2"}
     name = os.uname().nodename
-    for hosts, count in [(f"one:4,{name}:3", 3), (f"one:4,{name.partition('.')[0]}.example:3", 3), ("one:4,two:4", 4)]:
+    alias = f"{name.partition('.')[0]}.example"  # another host with the same short name
+    known = [(f"one:4,{name}:3", 3), (f"one:4,{alias}:3", 3), ("one:4,two:4", 4), (f"{name}:3,{alias}:4", 3)]
+    for hosts, count in [*known, (f"{alias}:4,{name}:3", 3)]:
         end = start("torchrun", HOSTS=hosts, **variables)
         assert (end.returncode, end.stderr) == (0, "")
         assert f"--nproc-per-node={count} " in end.stdout

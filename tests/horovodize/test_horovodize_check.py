@@ -321,6 +321,15 @@ CASES = [
         "import random\ndef seed_all(seed):\n    random.seed(seed)\nclass Data:\n    def __getitem__(self, i):\n"
         "        return random.random()\nseed_all(7)\nseed_all(seed=7 + hvd.rank())\nloss.backward()\nhvd.allreduce_(g)",
     ),
+    (
+        "same_random_numbers",  # by a static method, which has no self
+        "import random\nclass Data:\n    @staticmethod\n    def start(seed, device):\n        random.seed(seed)  # HERE\n"
+        "    def __getitem__(self, i):\n        return random.random()\nData.start(7, 0)\nloss.backward()\n"
+        "hvd.allreduce_(g)",
+        "import random\nclass Data:\n    @staticmethod\n    def start(seed, device):\n        random.seed(seed)\n"
+        "    def __getitem__(self, i):\n        return random.random()\nData.start(hvd.rank(), 0)\nloss.backward()\n"
+        "hvd.allreduce_(g)",
+    ),
     ("optimizer_state", "hvd.broadcast_optimizer_state(o, 0)  # HERE\nhvd.broadcast_optimizer_state(o, 0)", ""),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
@@ -482,6 +491,36 @@ def test_an_optimizer_is_followed_into_functions_of_other_files(call, tmp_path):
     sources = [source for _, source in parse_scripts([str(one), str(other)]).values()]
     line = 10 if "Loop" in call else 3
     assert [found.line for found in BY_NAME["clip_before_synchronize"](sources[1])] == [line]
+
+
+def test_a_plain_optimizer_with_the_name_of_a_parameter_is_not_wrapped(tmp_path):
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text(f"import horovod.torch as hvd\n{WRAP}\ntrain(m, optimizer)\n")
+    other.write_text(
+        "import torch\ndef train(model, opt):\n    opt.step()\ndef pretrain(model):\n    opt = torch.optim.Adam(model)\n"
+        "    loss.backward()\n    clip_grad_norm_(model)\n    opt.step()\n"
+    )
+    sources = [source for _, source in parse_scripts([str(one), str(other)]).values()]
+    assert list(BY_NAME["clip_before_synchronize"](sources[1])) == []
+
+
+AUGMENTED = "import random\nclass Data:\n    def __getitem__(self, i):\n        return random.random()\nhvd.allreduce_(g)\n"
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        # A method that passes the seed on to a method with its own name.
+        "class Env:\n    def seed(self, seed):\n        random.seed(seed)\n        self.inner.seed(seed)",
+        "class One:\n    def __init__(self, seed):\n        random.seed(seed)\n"
+        "class Two(One):\n    def __init__(self, seed):\n        super().__init__(seed=seed)\n        random.seed(seed)",
+        # A caller adds the rank.
+        "def main(offset):\n    again(1 + offset)\ndef again(seed):\n    random.seed(seed)\nmain(hvd.rank())",
+        "def main(offset):\n    random.seed(1 + offset)\nmain(hvd.rank())",
+    ],
+)
+def test_seeds_that_may_depend_on_the_rank_are_no_findings(snippet):
+    assert list(BY_NAME["same_random_numbers"](source(f"{AUGMENTED}loss.backward()\n{snippet}"))) == []
 
 
 @pytest.mark.parametrize(("content", "words"), [(b"a b\n", ":1 is not valid Python"), (b"\xff\xfe", "not text in UTF-8")])

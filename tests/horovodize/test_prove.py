@@ -6,6 +6,8 @@ import ast
 import json
 import multiprocessing
 import os
+import re
+import signal
 import subprocess
 import time
 import types
@@ -18,7 +20,7 @@ from torch import nn
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.__main__ import main
-from dualtrain.horovodize.prove import launch
+from dualtrain.horovodize.prove import command, launch
 from dualtrain.horovodize.prove.causes import likely_causes
 from dualtrain.horovodize.prove.cleaner import marked
 from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference
@@ -348,6 +350,30 @@ def test_the_first_difference_of_several_optimizers_is_the_first_in_time(simulat
     assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # the other difference is in step 3 of optimizer 1
 
 
+def test_the_difference_that_the_defects_leave_is_the_first_in_time(simulated):
+    """It is in step 3 of an optimizer that takes every second step, so after step 5 of the other."""
+
+    def explained(rank, step, models, optimizers):
+        if step == 5:
+            optimizers[0].param_groups[0]["lr"] = 0.2
+
+    def left(rank, step, models, optimizers):
+        if step == 6:
+            optimizers[1].param_groups[0]["lr"] = 0.3
+
+    def both(**given):
+        explained(**given)
+        left(**given)
+
+    compat = simulated(left, every=2, defects=[("it takes a step", "train.py", 12)])
+    evidence = Evidence([simulated(every=2)], [simulated(both, every=2)], compat)
+    verdict = verdict_of(evidence, [])
+    assert (verdict.difference.step, verdict.difference.optimizer) == (3, 1)
+    assert "once these defects of Horovod are reproduced (it takes a step): " in verdict.line
+    apart, step = distance(evidence.horovod[0], compat)
+    assert verdict.details[-1] == f"all weights differ by {apart:.1e} relative after step {step}, with these defects"
+
+
 def test_different_ends_are_described(simulated):
     short = simulated(until=3)
     assert different_end(simulated(), short) == f"optimizer 0 of rank 0 takes {STEPS} and 3 steps"
@@ -417,12 +443,22 @@ def test_a_script_that_is_not_repeatable_is_compared_with_its_own_spread(spread,
     assert "--seed 1" in verdict.details[1]
 
 
+def test_the_distance_of_runs_that_are_not_repeatable_has_its_own_step(simulated):
+    short = [simulated(scaled_by(factor), steps=2, until=2) for factor in (1 + 1e-4, 1 + 2e-4)]
+    horovod = [simulated(), short[0]]
+    verdict = verdict_of(Evidence(horovod, [simulated(), short[1]]), [])
+    between = [distance(a, b) for a in horovod for b in (simulated(), short[1])]
+    apart, step = sorted(between)[2]
+    assert step == 2
+    assert f"differ by {apart:.1e} after step 2, two runs" in verdict.line
+
+
 def test_a_spread_of_dualtrain_alone_is_a_difference(simulated):
     """Runs on Horovod that agree show that the script is repeatable: a single other run with dualtrain is an error."""
     other = simulated(scaled_by(1 + 1e-4))
     verdict = verdict_of(Evidence([simulated() for _ in range(3)], [simulated(), simulated(), other]), [])
     begins = (
-        "not repeatable with dualtrain, but on Horovod: two runs with dualtrain differ before the first step in 'weight'"
+        "repeatable on Horovod, but not with dualtrain: two runs with dualtrain differ before the first step in 'weight'"
     )
     assert (verdict.status, verdict.line.startswith(begins)) == (1, True), verdict.line
     # The spread of dualtrain's runs does not excuse their distance from Horovod.
@@ -500,6 +536,10 @@ def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
     found = likely_causes(script)
     assert found[0].startswith(f"{script}:7: ")
     assert any(line.startswith(f"{script}:5: ") for line in found)
+    lines = CLIPPED.splitlines()
+    inner = "\n".join(["def train(model, opt):", *(f"    {line}" for line in lines[5:7]), "    opt.step()"])
+    script.write_text("\n".join([*lines[:4], inner, "train(model, optimizer)\n"]))
+    assert likely_causes(script)[0].startswith(f"{script}:7: ")
     for text in ("not python (", "import torch\n"):
         script.write_text(text)
         assert likely_causes(script) == []
@@ -632,6 +672,9 @@ def test_an_unfinished_line_of_a_killed_process_is_ignored(record):
         launch._check(run, "dualtrain", 1, None, record / "log")
     with pytest.raises(RunError, match=r"took no step within 5 s"):
         launch._check(run, "dualtrain", 1, 5.0, record / "log")
+    run.ranks[0].end = None
+    with pytest.raises(RunError, match=r"^dualtrain: ranks 0, 1, after step 6, were killed, or called"):
+        launch._check(run, "dualtrain", 1, None, record / "log")
 
 
 SLEEPING = """
@@ -653,6 +696,14 @@ def test_all_processes_of_a_run_without_steps_are_ended(tmp_path, monkeypatch):
     assert not (tmp_path / "handled").exists()  # a script that handles SIGTERM would seem to have ended as usual
 
 
+def wait_until_signals_are_ignored(pid):
+    deadline = time.monotonic() + 60
+    mask = 1 << signal.SIGTERM - 1
+    while not int(re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16) & mask:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def hold_workspace(connection):
     with workspace() as space:
         sleeping = ["sleep", "60"]
@@ -663,9 +714,12 @@ def hold_workspace(connection):
     connection.recv()
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_nothing_is_left_of_the_runs(killed, tmp_path, monkeypatch):
-    """Processes and folders disappear at the end of the block, and also if the process itself is killed."""
+@pytest.mark.parametrize(("killed", "sent"), [(False, None), (True, None), (True, signal.SIGTERM), (False, signal.SIGKILL)])
+def test_nothing_is_left_of_the_runs(killed, sent, tmp_path, monkeypatch):
+    """Processes and folders disappear at the end of the block, and also if the process itself is killed.
+
+    Batch systems send SIGTERM to all processes of a job, also to the one that removes the folders.
+    """
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     fork = multiprocessing.get_context("fork")
@@ -675,6 +729,12 @@ def test_nothing_is_left_of_the_runs(killed, tmp_path, monkeypatch):
     space, pid = ours.recv()
     folders = [folder for folder in (space.folder, space.shared) if folder is not None]
     assert (marked(space.mark), [folder.is_dir() for folder in folders]) == ([pid], [True] * len(folders))
+    if sent is not None:
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+        [cleaner] = [int(child) for child in children if int(child) != pid]
+        if sent == signal.SIGTERM:
+            wait_until_signals_are_ignored(cleaner)
+        os.kill(cleaner, sent)
     if killed:
         holder.kill()
     else:
@@ -700,3 +760,48 @@ def test_runs_that_only_measure_the_speed_are_shorter(simulated):
     for rank in run.ranks:
         rank.seconds = [(number, 0.03) for number, _ in rank.seconds]
     assert steps_to_measure(Evidence([run], [run])) == 17
+    run = simulated(steps=8, until=8)
+    for rank in run.ranks:
+        rank.seconds = [(number, 1.0) for number, _ in rank.seconds]
+    assert steps_to_measure(Evidence([run], [run])) == 5  # of one step, none would be timed
+
+
+LONG, SHORT = 50, 10
+
+
+def collected(simulated, monkeypatch, rounds, change=None, compat_fails=False):
+    """Return the evidence of runs that are simulated, and (side, steps, compat) of each run."""
+    runs = []
+
+    def run(job, side, title, compat=False):
+        runs.append((side, job.steps, compat))
+        if compat and compat_fails:
+            raise RunError("dualtrain: the script failed")
+        changed = {} if change is None or side == "Horovod" else {"change": change}
+        found = simulated(steps=job.steps, until=job.steps, **changed)
+        for rank in found.ranks:
+            rank.seconds = [(number, 1.0) for number, _ in rank.seconds]
+        return found
+
+    monkeypatch.setattr(command, "_run", run)
+    with workspace() as space:
+        return command._collect(Job(("x.py",), 2, LONG, None, 5.0, space), rounds, None), runs
+
+
+def test_rounds_after_the_first_are_shorter_if_the_sides_agree(simulated, monkeypatch):
+    _, runs = collected(simulated, monkeypatch, 3)
+    both = ["Horovod", "dualtrain"]
+    sides = [*both, *both[::-1], *both]
+    assert runs == [(side, LONG if number < 2 else SHORT, False) for number, side in enumerate(sides)]
+
+
+def test_a_difference_is_compared_with_the_defects_after_the_first_round(simulated, monkeypatch, capsys):
+    long = [("Horovod", LONG, False), ("dualtrain", LONG, False)]
+    evidence, runs = collected(simulated, monkeypatch, 2, at(3, 1, nudge))
+    assert runs == [*long, ("dualtrain", LONG, True), *long[::-1]]
+    assert evidence.compat is not None
+    # If this run fails, the comparison of the sides is kept.
+    evidence, runs = collected(simulated, monkeypatch, 1, at(3, 1, nudge), compat_fails=True)
+    assert (evidence.compat, runs) == (None, [*long, ("dualtrain", LONG, True), long[0]])
+    assert "with the defects of Horovod: dualtrain: the script failed" in capsys.readouterr().err
+    assert verdict_of(evidence, []).status == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dualtrain.files import read_text
 from dualtrain.horovodize.rules import Rule, ranks, single_calls, steps, wrapping
-from dualtrain.horovodize.source import Source
+from dualtrain.horovodize.source import Source, wrapped_names
 
 #: Rules whose findings can change numbers, the likeliest cause first.
 CAUSES: tuple[Rule, ...] = (
@@ -33,7 +33,8 @@ def likely_causes(script: Path) -> list[str]:
     Return an empty list if the script cannot be read as Python, because the comparison does not need the lines.
     """
     try:
-        source = Source(read_text(script, "utf-8-sig"))
+        text = read_text(script, "utf-8-sig")
+        source = Source(text, wrapped_names([Source(text)]))
     except (OSError, ValueError, SyntaxError):
         return []
     found = [finding for rule in CAUSES for finding in sorted(rule(source), key=lambda found: found.line)]

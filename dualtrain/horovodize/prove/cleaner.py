@@ -47,6 +47,8 @@ def end_marked(mark: str) -> None:
 
 def main(mark: str, folders: list[str]) -> None:
     """Wait for the end of standard input, then clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # batch systems send these to all processes of a job
     sys.stdin.buffer.read()
     for pid in marked(mark):
         with suppress(ProcessLookupError):

@@ -21,6 +21,7 @@ class Difference:
         measured: the first step, from ``step`` on, whose weights were summarized; ``None`` if there is none.
         options: the optimizer's options that differ at ``step``, else at ``measured``: (name, value in the first run, value
             in the second run).
+        order: the place of the step in the order of all optimizers' steps on this rank.
     """
 
     step: int
@@ -30,6 +31,7 @@ class Difference:
     relative: float | None
     measured: int | None
     options: tuple[tuple[str, object, object], ...] = ()
+    order: int = 0
 
 
 def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
@@ -37,13 +39,13 @@ def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
 
     The steps of several optimizers are compared in the order in which ``one`` took them.
     """
-    found: list[tuple[int, Difference]] = []
+    found: list[Difference] = []
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         for number, (x, y) in enumerate(zip(a.optimizers, b.optimizers, strict=False)):
             difference = _first(x, y, number, rank)
             if difference is not None:
-                found.append((x.order[difference.step], difference))
-    return min(found, key=lambda each: (each[0], each[1].rank), default=(0, None))[1]
+                found.append(difference)
+    return min(found, key=lambda each: (each.order, each.rank), default=None)
 
 
 def _first(one: OptimizerRecord, other: OptimizerRecord, number: int, rank: int) -> Difference | None:
@@ -58,7 +60,7 @@ def _first(one: OptimizerRecord, other: OptimizerRecord, number: int, rank: int)
                 relative = max(relative_difference(a.tensors[i], b.tensors[i]) for i in differing)
                 options = options or _different_options(one, other, measured)
             names = tuple(one.names[i] for i in differing)
-            return Difference(step, number, rank, names, relative, measured, options)
+            return Difference(step, number, rank, names, relative, measured, options, one.order[step])
     return None
 
 

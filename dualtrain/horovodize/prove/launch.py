@@ -63,7 +63,7 @@ class Job:
         steps: the number of optimizer steps.
         seed: seed of all random generators; ``None`` does not seed them.
         timeout: seconds without a step after which a run is ended.
-        space: the folders of the runs.
+        space: the folders of the runs, and the mark of their processes.
     """
 
     program: tuple[str, ...]
@@ -198,7 +198,8 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
     end_marked(mark)
-    process.wait(END_SECONDS)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_SECONDS)
 
 
 # -- what went wrong ----------------------------------------------------------------------------------------------------
@@ -219,11 +220,12 @@ def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: 
         ranks_at: dict[str, list[int]] = {}
         for number in gone:
             ranks_at.setdefault(_when(run.ranks[number]), []).append(number)
-        where = " and ".join(f"{ranks_in_words(ranks)}, {when}" for when, ranks in ranks_at.items())
+        where = "; ".join(f"{ranks_in_words(ranks)}, {when}" for when, ranks in ranks_at.items())
         if timeout is not None:
             raise RunError(f"{side}: {where}, took no step within {timeout:g} s: it hangs, or needs a larger --timeout")
+        verb = "was" if len(gone) == 1 else "were"
         raise RunError(
-            f"{side}: {where}, was killed, or called os._exit (exit status of the launcher: {status}){_last_line(log)}"
+            f"{side}: {where}, {verb} killed, or called os._exit (exit status of the launcher: {status}){_last_line(log)}"
         )
     if not run.steps:
         raise RunError(

@@ -21,6 +21,7 @@ OTHER_HARDWARE = 1e-3
 #: A larger relative spread between two runs on Horovod would hide differences between the libraries.
 LARGEST_SPREAD = 1e-2
 MEASURED_PART = 5  # a run that only measures the speed takes 1/5 of the steps
+MEASURED_STEPS = 5  # and at least these, because the first step is not timed
 
 
 @dataclass
@@ -106,11 +107,11 @@ def agrees(evidence: Evidence) -> bool:
 
 
 def steps_to_measure(evidence: Evidence) -> int:
-    """Return the number of steps of a run that only measures the speed: a fifth, or as many as take a second."""
+    """Return the number of steps of a run that only measures the speed: a fifth, or more in a fast or short run."""
     runs = [evidence.horovod[0], evidence.dualtrain[0]]
     steps = runs[0].steps
-    of_a_second = max((math.ceil(run.steps_per_second or 0) for run in runs), default=0)
-    return max(1, min(steps, max(steps // MEASURED_PART, of_a_second)))
+    of_a_second = max(math.ceil(run.steps_per_second or 0) for run in runs)
+    return min(steps, max(MEASURED_STEPS, steps // MEASURED_PART, of_a_second))
 
 
 def verdict_of(evidence: Evidence, causes: Sequence[str]) -> Verdict:
@@ -200,7 +201,7 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
     if evidence.compat is not None and evidence.compat.defects:
         after = first_difference(evidence.horovod[0], evidence.compat)
         details += _places(evidence.compat)
-        if after is not None and after.step > difference.step:
+        if after is not None and after.order > difference.order:
             # The defects explain the earlier difference, so that the cause of the other one is of interest.
             details.append(f"without these defects, the weights differ {where(difference)}")
             difference, once = after, f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
@@ -209,8 +210,9 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
     own = evidence.changed or _own_cause(evidence, difference)
     likely = own or (causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists more")
     details = [*(f"possible cause: {cause}" for cause in causes if cause != likely), *details]
-    apart, step = distance(evidence.horovod[0], evidence.dualtrain[0])
-    details.append(f"all weights differ by {apart:.1e} relative after step {step}")
+    compared = evidence.compat if once and evidence.compat is not None else evidence.dualtrain[0]
+    apart, step = distance(evidence.horovod[0], compared)
+    details.append(f"all weights differ by {apart:.1e} relative after step {step}{once and ', with these defects'}")
     return Verdict(f"differs {where(difference)}{once}: {likely}", 1, details, difference)
 
 
@@ -271,12 +273,12 @@ def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
         "and random on each rank before the script starts",
     ]
     if only_dualtrain and len(evidence.horovod) > 1:
-        line = f"not repeatable with dualtrain, but on Horovod: {who} differ {where(spread)}"
+        line = f"repeatable on Horovod, but not with dualtrain: {who} differ {where(spread)}"
         return Verdict(line, 1, details[1:], spread)
     runs = evidence.dualtrain if only_dualtrain else evidence.horovod
     between = [distance(a, b) for a in evidence.horovod for b in evidence.dualtrain]
     widest = max(distance(a, b)[0] for a, b in combinations(runs, 2))
-    apart, step = statistics.median(each for each, _ in between), between[0][1]
+    apart, step = statistics.median_high(between)
     measured = f"Horovod and dualtrain differ by {apart:.1e} after step {step}, {who} by up to {widest:.1e}"
     if widest > LARGEST_SPREAD:
         return Verdict(f"not repeatable, so nothing is proven: {measured}", 1, details, spread)

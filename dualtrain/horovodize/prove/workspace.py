@@ -1,8 +1,9 @@
-"""The folders of the runs of one ``--prove``."""
+"""The folders of the runs of one ``--prove``, and their removal."""
 
 from __future__ import annotations
 
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,9 +48,10 @@ def workspace() -> Iterator[Workspace]:
     except OSError as error:
         raise UserError(f"no folder for temporary files can be written ({error.strerror}): set TMPDIR to one") from None
     shared = _IN_MEMORY / folder.name
-    command = [sys.executable, "-S", "-E", cleaner.__file__, mark, str(folder), str(shared)]
+    command = [sys.executable, "-I", "-S", cleaner.__file__, mark, str(folder), str(shared)]
     # The program has its own session: Ctrl-C in a terminal, and SIGHUP when it is closed, must not end it.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True):
+    program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
         try:
             folder.mkdir(0o700)
         except OSError as error:
@@ -60,4 +62,17 @@ def workspace() -> Iterator[Workspace]:
             shared.mkdir(0o700)
             in_memory = True
         yield Workspace(folder, shared if in_memory else None, mark)
-        # Leaving the block closes the pipe, and waits for the program, which removes the folders.
+    finally:
+        _clean_up(program, mark, (folder, shared))
+
+
+def _clean_up(program: subprocess.Popen[bytes], mark: str, folders: tuple[Path, ...]) -> None:
+    """Close the pipe, and wait for the program, which ends the processes and removes the folders."""
+    assert program.stdin is not None
+    program.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        program.wait(3 * cleaner.END_SECONDS)
+    if program.returncode:  # a signal ended the program, for example before it ignored signals
+        cleaner.end_marked(mark)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)

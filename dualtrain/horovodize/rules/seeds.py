@@ -64,10 +64,13 @@ def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int
         return True
     names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
     if isinstance(value, ast.Name) and value.id in source.parameters(value):
-        given_by_callers = _arguments(source, value)
-        found = [_depends_on_rank(source, guards, given, depth + 1) for given in given_by_callers]
-        return not found or depth > 2 or any(found)  # a caller in another file may add the rank
+        if depth > 2:  # through many functions, or one that passes the seed on to a method with its own name
+            return True
+        found = [_depends_on_rank(source, guards, given, depth + 1) for given in _arguments(source, value)]
+        return not found or any(found)  # a caller in another file may add the rank
     values = [given for name in names for given in source.values.get(name, ())]
+    parameters = [node for node in nodes if isinstance(node, ast.Name) and node.id in source.parameters(node)]
+    values += [given for parameter in parameters for given in _arguments(source, parameter)]
     return depth < 3 and any(_depends_on_rank(source, guards, given, depth + 1) for given in values)
 
 
