@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from dualtrain.errors import UserError
 from dualtrain.files import open_regular, readable_path
+from dualtrain.state import is_extra_state
 from dualtrain.torchvision_shim import torchvision
 
-_EXTRA = "_extra_state"  # the last part of names of values that are no weights
 SHOWN = 3  # names listed in an error message, so that it stays one line
 
 
@@ -61,7 +61,7 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if isinstance(state, dict):  # values of get_extra_state() need not be tensors
-        state = {n: v for n, v in state.items() if isinstance(v, torch.Tensor) or not _is_extra(n)}
+        state = {n: v for n, v in state.items() if isinstance(v, torch.Tensor) or not is_extra_state(n)}
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"--weights {file!r} is not a mapping from names to tensors: {advice}")
     problem = next(filter(None, map(_unusable, state.keys(), state.values())), None)
@@ -101,12 +101,14 @@ def _unusable(name: Any, tensor: torch.Tensor) -> str | None:
 def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
     """Describe how the names and shapes of ``theirs`` differ from ``ours``; return an empty list if they fit."""
     # Files written before torch 0.4.1 lack num_batches_tracked, which is not used here.
-    missing = [name for name in ours if not (name in theirs or name.endswith("num_batches_tracked") or _is_extra(name))]
-    unexpected = [name for name in theirs if name not in ours and not _is_extra(name)]
+    missing = [
+        name for name in ours if not (name in theirs or name.endswith("num_batches_tracked") or is_extra_state(name))
+    ]
+    unexpected = [name for name in theirs if name not in ours and not is_extra_state(name)]
     shapes = [
         f"{name} ({_size(tensor)} in the file, {_size(ours[name])} in the model)"
         for name, tensor in theirs.items()
-        if name in ours and not _is_extra(name) and tensor.shape != ours[name].shape
+        if name in ours and not is_extra_state(name) and tensor.shape != ours[name].shape
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
     return [f"{len(names)} {kind} ({_few(names)})" for kind, names in kinds.items() if names]
@@ -158,7 +160,3 @@ def fetch(name: str) -> Path:
             f"the weights of {name} could not be downloaded ({reason}): put {url} into {path.parent} of every host"
         ) from error
     return path
-
-
-def _is_extra(name: Any) -> bool:
-    return str(name).rpartition(".")[2] == _EXTRA
