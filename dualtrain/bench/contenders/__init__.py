@@ -30,6 +30,11 @@ class Contender:
         """Sum ``tensor`` over the ranks in place. Blocks."""
         raise NotImplementedError
 
+    def wait_for_gpu(self) -> None:
+        """Block until the operations that were started on a GPU have ended."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def allreduce_buffer(self, tensor: torch.Tensor) -> None:
         """Sum a tensor from :meth:`buffer` over the ranks in place. Blocks."""
         self.allreduce(tensor)

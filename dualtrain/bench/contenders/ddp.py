@@ -48,12 +48,8 @@ class Ddp(Contender):
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
         batches = task.ready(self.rank)[:STALL_STEPS]
 
-        def finish() -> None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()  # kernels of the steps before must not count as the checkpoint's time
-
         def steps(save: bool) -> float:
-            finish()
+            self.wait_for_gpu()  # kernels of other steps must not count as the checkpoint's time
             began = time.perf_counter()
             if save and self.rank == 0:
                 state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
@@ -62,7 +58,7 @@ class Ddp(Contender):
                 optimizer.zero_grad()
                 functional.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
-            finish()
+            self.wait_for_gpu()
             return time.perf_counter() - began
 
         steps(save=False)

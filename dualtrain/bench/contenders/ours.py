@@ -77,12 +77,8 @@ class Ours(Contender):
         batches = task.ready(self.rank)[:STALL_STEPS]
         expected = len(batches[0][1]) * self.size
 
-        def finish() -> None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()  # kernels of the steps before must not count as the checkpoint's time
-
         def steps(save: int) -> float:
-            finish()
+            self.wait_for_gpu()  # kernels of other steps must not count as the checkpoint's time
             began = time.perf_counter()
             if save:
                 state = trainer.state_dict()
@@ -90,7 +86,7 @@ class Ours(Contender):
                     writer.write(save, Packed(state))
             for batch in batches:
                 trainer.step([batch], expected)
-            finish()
+            self.wait_for_gpu()
             return time.perf_counter() - began
 
         steps(save=0)
