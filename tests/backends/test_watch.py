@@ -153,13 +153,18 @@ class _Multiline:
         compile("a =", "script.py", "exec")
 
 
+def reported(backend):
+    """Wait until another rank has failed, and return the report."""
+    assert holds(lambda: backend.watch.failure is not None)
+    return backend.watch.failure.describe()
+
+
 def raises_with_several_lines(backend, which):
     if backend.rank == 1:
         with suppress(Exception), backend:
             getattr(_Multiline, which)()
         return None
-    assert holds(lambda: backend.watch.failure is not None)
-    return backend.watch.failure.describe()
+    return reported(backend)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +186,7 @@ def test_the_first_line_of_a_report_has_the_type_and_the_cause(which, line):
 def aborts_with(backend, reason):
     if backend.rank == 1:
         return backend.abort(reason)
-    assert holds(lambda: backend.watch.failure is not None)
-    return backend.watch.failure.describe()
+    return reported(backend)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +207,7 @@ def exits_in_a_with_statement(backend, status):
         with pytest.raises(SystemExit), backend:
             raise SystemExit(status)
         return None
-    assert holds(lambda: backend.watch.failure is not None)
-    return backend.watch.failure.describe().splitlines()[0]
+    return reported(backend).splitlines()[0]
 
 
 @pytest.mark.parametrize("status", [None, 0])
