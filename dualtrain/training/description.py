@@ -25,10 +25,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from dualtrain.backends.wire import as_bytes
 
 _DEPTH = 8  # of nested containers
-_ITEMS = 16  # longer lists do not count as settings of a module
+_ITEMS = 16  # a longer list is not regarded as a setting
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype)
 _ARRAYS = (numpy.generic, numpy.ndarray)
 _CONTAINERS = (Mapping, set, frozenset, list, tuple)
+#: Matches the names of attributes and variables that may differ between ranks.
 _OWN = re.compile("^_|(^|_)(rank|gpu|device)(_|$)")
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 

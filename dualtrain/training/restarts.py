@@ -79,9 +79,9 @@ def _since_refusal(events: Sequence[Event]) -> list[Death]:
 
 
 def step_of_deaths(deaths: Sequence[Death]) -> int | None:
-    """Return the step after which the last ``DEATHS`` deaths came, if it is the same step for all of them.
+    """Return the step after which all of the last ``DEATHS`` deaths came; ``None`` if there is no such step.
 
-    Deaths before an attempt began to train do not count, nor stops of all ranks by a signal.
+    Deaths before an attempt began to train, and stops of all ranks by a signal, do not count.
     """
     steps = [death.step for death in deaths if death.trained and not death.requested][-DEATHS:]
     return steps[0] if len(steps) == DEATHS and len(set(steps)) == 1 else None
