@@ -85,7 +85,7 @@ def drop_old(folder: Path, kept: int, lock: FolderLock) -> None:
 
 
 def keep_as_best(path: Path) -> None:
-    """Link a checkpoint to the name of the best one, or copy it where the file system has no links. Raises OSError."""
+    """Make a hard link to a checkpoint, named as the best one; a copy if the file system has no links. Raises OSError."""
     link_whole(path, path.with_name(BEST))
 
 
@@ -192,7 +192,7 @@ def put_aside(path: Path, name: Path, lock: FolderLock) -> None:
 
 
 def step_in(path: Path) -> int | None:
-    """Read the step of a run's checkpoint from its header alone; ``None`` where the file cannot be read."""
+    """Read the step of a run's checkpoint from its header alone; ``None`` if the file cannot be read."""
     try:
         step = _rebuild(parse_json(_header(path)["structure"]), _NoTensors())["cursor"]["step"]
     except Exception:  # not a checkpoint of a run

@@ -136,7 +136,7 @@ class CommonBuffers:
         return {place.name: place.read().detach().cpu().clone() for place in self._all}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned. Raises KeyError where a buffer is missing."""
+        """Restore what :meth:`state_dict` returned. Raises KeyError if a buffer is missing."""
         for place in self._all:
             place.write(state[place.name].to(place.read().device))
 

@@ -228,7 +228,7 @@ class Run:
     def _resume(self, saved: dict[str, Any]) -> None:
         if saved["global_batch"] != self.sampler.global_batch:
             raise UserError(
-                f"the checkpoint was trained with {saved['global_batch']} samples a step and this run has "
+                f"the checkpoint was trained with {saved['global_batch']} samples per step and this run has "
                 f"{self.sampler.global_batch}: give --global-batch-size {saved['global_batch']}",
                 shared=True,
             )
@@ -400,7 +400,7 @@ class Run:
             self._save(best=best)
 
     def _evaluation(self, part: int) -> Iterator[Tensors]:
-        """Yield one part of the evaluation's samples: every ``parts``-th, so that no sample is evaluated twice."""
+        """Yield one part of the validation samples: every ``parts``-th sample, so that no sample is evaluated twice."""
         mine = torch.arange(len(self.task.val))[part :: self.parts]
         size = min(EVALUATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
         batches = [Batch(numbers) for numbers in mine.split(size) if len(numbers)]

@@ -58,7 +58,7 @@ def adopted(settings: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str
 
 
 def compare_with_checkpoint(tree: dict[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise UserError if fixed settings differ from the checkpoint's: the run would mix two settings.
+    """Raise UserError if fixed settings differ from the checkpoint's: they must stay the same during a run.
 
     Args:
         tree: the checkpoint.

@@ -1,6 +1,6 @@
 """Check that all ranks are in the same run: compare settings, versions, data and a trainer's arguments at the start.
 
-Ranks with different settings would train to different weights, or to a mixture, and end without an error.
+Otherwise, ranks with different settings would end without an error, with different weights or a mixture of them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _CURES = {
     **dict.fromkeys(("Python", "torch", "dualtrain", "Horovod"), _SAME_VERSIONS),
     "kind of device": "give all ranks a GPU each, or --device cpu",
 }
-_SAMPLES = 16  # this many are compared in each split
-_UNREADABLE = "unreadable"  # in place of the checksum of a sample that cannot be read, before the reason
+_SAMPLES = 16  # number of samples of each split that are compared
+_UNREADABLE = "unreadable"  # takes the place of a checksum if a sample cannot be read; the reason follows
 _SECONDS = 5.0  # after this time, no further sample is read for the comparison
 
 
@@ -107,7 +107,7 @@ def compare_trainer(
         backend: the ranks.
         model: its modules' classes and plain attributes are compared.
         optimizer: its class, its groups' options, their parameters and its state are compared.
-        objects: losses, schedules and the like, by name.
+        objects: the loss, the schedule and other objects, by name.
         options: plain values by name.
 
     Raises:

@@ -365,8 +365,8 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on any backend. At another world size, generators are seeded anew.
 
-        With virtual ranks, the next steps are the same at any world size. If the state has no average of the weights, and
-        this trainer keeps one (``ema``), it begins with the loaded weights.
+        With virtual ranks, the next steps are the same at any world size. If this trainer averages the weights (``ema``)
+        and the state has no average, the average begins with the loaded weights.
 
         Raises:
             UserError: the state is of another number of virtual ranks, or only one of the state and this trainer has a
@@ -394,7 +394,7 @@ class Trainer:
             _add_buffers(self.ema.module, self.model)
             own = dict(self.model.named_buffers())
             for name, average in self.ema.module.named_buffers():
-                if name in own:  # an evaluation may have made others
+                if name in own:  # an evaluation may have made further buffers in the average
                     average.copy_(own[name])
 
     def save(self, path: str | Path) -> None:

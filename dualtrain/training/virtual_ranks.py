@@ -134,7 +134,7 @@ class VirtualRanks:
     def _seed_all(self, *parts: object) -> None:
         """Seed torch's generators (of the CPU and this rank's device), numpy's and Python's from the seed and ``parts``."""
         value = derived(self._seed, "shard", *parts)
-        # Not torch.manual_seed, which takes long and seeds the other ranks' GPUs.
+        # Don't call torch.manual_seed: it takes long, and also seeds the other ranks' GPUs.
         torch.default_generator.manual_seed(value)
         if self._backend.device.type == "cuda":
             with torch.cuda.device(self._backend.device):
