@@ -67,7 +67,7 @@ def _load(first: str, rest: list[str]) -> Program:
         raise UserError("no script was given: name one, or see --help")
     if first.startswith("-") and first != "-m":
         known = "-m, --check, --fix, --prove, --recorder, --help"
-        raise UserError(f"unknown option {first!r}: known are {known}; put options of the script after its name")
+        raise UserError(f"unknown option {first!r}: the options are {known}; put options of the script after its name")
     if first == "-m" and not rest:
         raise UserError("-m was given without a module: name one, or see --help")
     wanted = os.environ.get("DUALTRAIN_BACKEND", "")

@@ -33,7 +33,8 @@ FORMAT = 1
 #: Steps after which the weights are summarized, besides the last step; 0 is before the first step.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
-MOST_ROUNDS = 4  # end after 4 * STEPS steps in total: with a new optimizer in each epoch, none may reach STEPS
+#: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, no optimizer may reach STEPS.
+MOST_ROUNDS = 4
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
 #: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
@@ -70,9 +71,8 @@ class Recorder:
         self.library: Any = None
         self.counts: list[int] = []  # steps of each optimizer
         self._join: Any = None  # the library's own join()
-        self._joined = (
-            False  # whether the script has called join(), after which ranks have taken different numbers of steps
-        )
+        # Whether the script has called join(). From then on, the ranks may have taken different numbers of steps.
+        self._joined = False
         self._resumed = 0.0  # the time at which the last recorded step returned to the script; 0 before the first one
 
     def patch(self, library: Any) -> None:
@@ -159,7 +159,7 @@ class Recorder:
         self._resumed = time.perf_counter()
 
     def _is_end(self) -> bool:
-        """Return whether this rank has taken all steps that are recorded."""
+        """Return whether this rank has taken all steps that are to be recorded."""
         counts = [count for count in self.counts if count]
         enough = bool(counts) and (min(counts) >= self.steps or max(counts) > self.steps)
         return enough or sum(counts) >= MOST_ROUNDS * self.steps
