@@ -217,11 +217,12 @@ class ChannelReducer(HorovodReducer):
         return self._opening
 
     def _describe_transfer(self) -> str:
-        """Describe the transfer, on which the layout depends. HOROVOD_FUSION_THRESHOLD may differ between hosts."""
+        """Describe the options that the ranks compare. They may differ: each host has its own HOROVOD_FUSION_THRESHOLD."""
         t = self._exchange.transfer
         groups = [len(group) for group in t.groups]
-        options = f"at most {t.bucket_bytes} bytes at once, groups {groups}, as {t.dtype}, times {t.before} and {t.after}"
-        return f"{options}, sparse as dense: {t.sparse_as_dense}"
+        factors = f"factors {t.before} before and {t.after} after the sum"
+        options = f"buckets of at most {t.bucket_bytes} bytes, groups {groups}, dtype {t.dtype}, {factors}"
+        return f"{options}, sparse_as_dense={t.sparse_as_dense}"
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
         """Lay out and send all buckets, in the engine's thread, because the main thread may wait for another optimizer."""

@@ -1,6 +1,6 @@
 """Timeline of calls: a Chrome trace (chrome://tracing, Perfetto) with the event names of Horovod's timeline.
 
-Rank 0 writes the file: when each rank was ready (NEGOTIATE_…), and when rank 0 itself executed the call. The file is
+Rank 0 writes the file. It shows when each rank was ready (NEGOTIATE_…), and when rank 0 itself executed the call. It is
 valid JSON at any moment, even if the run is killed.
 """
 

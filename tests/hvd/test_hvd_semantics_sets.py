@@ -127,7 +127,7 @@ def barriers(backend, folder):
         pair = hvd.add_process_set([0, 1])
         hvd.barrier()
         if me == 1:
-            time.sleep(0.15)  # rank 0 would now leave a barrier that does not wait
+            time.sleep(0.15)  # if the barrier did not wait, rank 0 would leave it now
             (folder / "enters 1").touch()
         if me == 2:
             # Rank 2 reaches no barrier before both members have left theirs.
