@@ -12,7 +12,7 @@ finding, "differs" (works, but not as on Horovod), "trap" (a known mistake, on H
 status is 0 if all findings are "differs", 1 if there are others, 2 if a file cannot be read.
 
 --fix makes the safe repairs, changes no other byte, and lists the remaining findings, which determine the exit status as
-with --check. --diff prints the changes, for patch, and writes nothing.
+with --check. --diff prints the changes as a diff for patch, and writes nothing.
 
 --prove runs the script on Horovod and on torch.distributed, and compares weights and speed (see --prove --help).
 --recorder prints a program that records a script's run on a machine with Horovod and without dualtrain.

@@ -17,7 +17,7 @@ _IMPORTERS = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
 
 
 def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list[Finding]]:
-    """Return two lists: the findings that change the imports, and the finding that says why the imports must not change.
+    """Return two lists: findings with edits of the imports, and the finding that says why the imports must not change.
 
     At least one of the lists is empty.
 

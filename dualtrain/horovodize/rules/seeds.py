@@ -87,7 +87,7 @@ def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
 
 
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
-    """Add the rank to the seed; no edits if some random numbers must be equal on all ranks, or ``init`` comes later."""
+    """Add the rank to the seed; return no edits if ranks may need equal random numbers, or ``init`` comes later."""
     seed, rank = call.args[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]
     same_place = any(source.scope(init) is source.scope(call) for init in before)
