@@ -64,7 +64,7 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
     if not (total.is_floating_point() or total.is_complex()):
         numerator, denominator = factor.as_integer_ratio()
         largest = max(int(total.max()), -int(total.min())) if total.numel() else 0
-        if denominator * divisor < _INT64 and largest * abs(numerator) < _INT64:
+        if denominator * divisor < _INT64 and largest * abs(numerator) < _INT64:  # exact in int64
             return torch.div(total.long() * numerator, denominator * divisor, rounding_mode="trunc").to(total.dtype)
     return scaled(total, factor / divisor)
 

@@ -111,7 +111,7 @@ class HorovodReducer(ABC):
     def reset_passes(self) -> None:
         """Count backward passes from zero again, because gradients are synchronized."""
         if not self.dirty:
-            return  # no backward since the last reset
+            return  # no backward pass since the last reset
         self.dirty, self.ready = False, 0
         for slot in self.hooks.slots:
             slot.passes = 0

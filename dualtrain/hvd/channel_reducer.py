@@ -82,12 +82,12 @@ class ChannelReducer(HorovodReducer):
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
-            RuntimeError: the reducer was closed.
+            RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of the same parameters.
         """
         if self.is_reduced():
             return
         if self.closed:
-            raise RuntimeError("the reducer was closed and averages no gradients: create the optimizer again")
+            raise RuntimeError("this optimizer was closed, or a new one of its parameters replaced it: use a new optimizer")
         try:
             with as_horovod_errors():
                 self._run_exchange()
@@ -126,7 +126,7 @@ class ChannelReducer(HorovodReducer):
             self._is_left_out = False
             self._exchange.extra.zero_()
             for bucket in self._exchange.schedule.buckets:
-                bucket.trained_elsewhere = None  # a joined rank takes no steps, whether its parameters are frozen or not
+                bucket.trained_elsewhere = None  # a joined rank takes no steps, so its frozen parameters need no refusal
         self.renew()
         self.reset_passes()
         for slot in self.hooks.slots:

@@ -119,7 +119,7 @@ class _Optimizer(NativeOptimizer):
             self.reducer.follow(optimizer)
 
     def close(self) -> None:
-        """Stop combining gradients: from now on each rank keeps its own gradients. A second call does nothing."""
+        """Remove the hooks, so that later backward passes send no gradients; do not step afterwards. May be repeated."""
         if self.reducer is not None:
             self.reducer.close()
 

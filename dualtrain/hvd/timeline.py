@@ -20,7 +20,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         self._lines: dict[str, int] = {}  # tensor → index of its line in the chart
-        self._open: set[tuple[str, str]] = set()  # activities in progress, also while no file is open
+        self._open: set[tuple[str, str]] = set()  # activities in progress, even while no file is open
         self._start, self._end = 0.0, 0
         self.mark_cycles = False
 

@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#matching-and-errors: optimizers that ranks use in different orders or not equally often."""
+"""dualtrain/hvd/README.md#matching-and-errors: optimizers that ranks use in different orders or numbers of times."""
 
 from __future__ import annotations
 

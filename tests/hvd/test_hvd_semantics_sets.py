@@ -183,7 +183,7 @@ def optimizer_before_its_set(backend):
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], process_set=pair, **options)
 
             def step(p=p, optimizer=optimizer):
-                optimizer.load_state_dict(optimizer.state_dict())  # forgets a step that failed
+                optimizer.load_state_dict(optimizer.state_dict())  # discards a failed step
                 optimizer.zero_grad()
                 (p.sum() * (me + 1)).backward()
                 optimizer.step()
