@@ -33,8 +33,7 @@ FORMAT = 1
 #: Steps after which the weights are summarized, besides the last step; 0 is before the first step.
 MARKS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 SAMPLES = 64  # recorded values of each tensor
-#: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, no optimizer may reach STEPS.
-MOST_ROUNDS = 4
+MOST_ROUNDS = 4  # end after 4 * STEPS steps in total: with a new optimizer in each epoch, none may reach STEPS
 END_SECONDS = 30.0  # longest wait for the other ranks after the last step, and for the library's shutdown
 #: Variables with this process's rank: those of torchrun, Horovod, Open MPI, MPICH and Slurm.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PROCID")
@@ -71,8 +70,9 @@ class Recorder:
         self.library: Any = None
         self.counts: list[int] = []  # steps of each optimizer
         self._join: Any = None  # the library's own join()
-        # Whether the script has called join(). From then on, the ranks may have taken different numbers of steps.
-        self._joined = False
+        self._joined = (
+            False  # whether the script has called join(), after which ranks have taken different numbers of steps
+        )
         self._resumed = 0.0  # the time at which the last recorded step returned to the script; 0 before the first one
 
     def patch(self, library: Any) -> None:
