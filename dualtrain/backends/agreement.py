@@ -22,7 +22,7 @@ from dualtrain.backends.base import Primitives
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
-_PER_SUM = 0x9E3779B97F4A7C15  # odd, so that different counts of sums give different fingerprints
+_PER_SUM = 0x9E3779B97F4A7C15  # added to a fingerprint per sum of gradients; odd: different counts of sums then differ
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]

@@ -112,16 +112,16 @@ def connect(
     if name == "auto" and world.launcher == "none":
         _refuse_to_train_alone()
     name = choose(name, world)
-    place = _device(device)
+    own_device = _device(device)
     if transport not in TRANSPORTS:
         raise UserError(f"no transport is called {transport!r}: choose one of {', '.join(TRANSPORTS)}")
-    if transport == "shm" and place.type != "cpu":
+    if transport == "shm" and own_device.type != "cpu":
         raise UserError(
             "--transport shm is for tensors on the CPU, and this rank's tensors are on a GPU: choose auto, or --device cpu"
         )
     if default_group and name != "torch":
         raise UserError(f"default_group=True needs the torch backend, and this is {name}: choose torch, or leave it out")
-    backend = _open(name, world, place, timeout, groups or (transport == "shm" and not world.single_host))
+    backend = _open(name, world, own_device, timeout, groups or (transport == "shm" and not world.single_host))
     try:
         _refuse_other_world(name, (backend.rank, backend.size), world)
     except UserError:
@@ -158,7 +158,7 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
 
 
 def _refuse_to_train_alone() -> None:
-    """Refuse a process without a launcher whose program has made a default process group of several ranks.
+    """Refuse to continue as a world of one process if the program has made a default process group of several ranks.
 
     Raises:
         UserError: torch.distributed's default process group has several ranks.
@@ -180,16 +180,16 @@ def _device(device: str | torch.device) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        place = torch.device(wanted)
+        found = torch.device(wanted)
     except RuntimeError:
         raise UserError(f"device {wanted!r} is unknown to torch: choose auto, cpu, cuda or cuda:N") from None
-    if place.type == "cuda":
+    if found.type == "cuda":
         count = torch.cuda.device_count()
-        if count == 0 or (place.index or 0) >= count:
+        if count == 0 or (found.index or 0) >= count:
             raise UserError(f"device {wanted!r} does not exist: torch sees {count} GPUs on this host; choose auto or cpu")
-    elif place.type != "cpu":
+    elif found.type != "cpu":
         raise UserError(f"device {wanted!r} is not supported: choose auto, cpu, cuda or cuda:N")
-    return place
+    return found
 
 
 def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None:
@@ -209,6 +209,8 @@ def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None
 
 def _locate(backend: Backend) -> None:
     """Set local and cross ranks by the hosts' exchanged identities, since launchers define these ranks differently.
+
+    The ranks compare their versions of dualtrain in the same exchange.
 
     Raises:
         UserError: the ranks run different versions of dualtrain.
