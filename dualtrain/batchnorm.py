@@ -145,7 +145,11 @@ class RankNorm(SyncBatchNorm):
     order: SumOrder | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """See the base class. In evaluation without running statistics, use this rank's: ranks may have fewer batches."""
+        """See the base class.
+
+        In evaluation without running statistics, use those of this rank's batch, without communication: a rank may have
+        fewer batches than the others.
+        """
         return super().forward(input) if self.training else _BatchNorm.forward(self, input)
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
@@ -161,11 +165,12 @@ class RankNorm(SyncBatchNorm):
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replace the BatchNorm layers of ``model`` in place. ``FrozenNorm`` layers have another class, and stay.
+    """Replace torch's BatchNorm layers in ``model``, in place. Collective; blocks.
 
-    Layers of other subclasses stay too; rank 0 logs the names of those in training mode. Collective; blocks.
+    ``FrozenNorm`` layers are not changed. Subclasses of torch's layers are not changed either; rank 0 logs the names of
+    those in training mode.
     """
-    # A layer may be in several places.
+    # A layer may be used under several names, each of which needs the new layer.
     layers = [
         (title, layer)
         for title, layer in model.named_modules(remove_duplicate=False)

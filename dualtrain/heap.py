@@ -17,7 +17,7 @@ from collections.abc import Mapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
 _MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts, and that its own adjustment reaches
-#: If the user has set one of these variables, glibc's settings stay as they are.
+#: Variables of glibc's own settings. If the user has set one of them, this module changes nothing.
 _CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
