@@ -121,9 +121,9 @@ def replaces(backend):
             verify(backend, horovods, hvd, replace, expected(backend.size, replace))
 
 
-def verify(backend, train, place, replace, wanted):
+def verify(backend, train, interface, replace, wanted):
     model = net()
-    train(place, model, replace)
+    train(interface, model, replace)
     what = f"{train.__name__}, {replace.__name__}"
     assert same_on_all(backend, list(model.parameters())), what
     for p, oracle in zip(model.parameters(), wanted, strict=True):
