@@ -1,7 +1,7 @@
 """Collectives with gradients for autograd, as if all ranks were one program whose loss is the sum of the ranks' losses.
 
-``dualtrain.hvd`` has other gradients, as Horovod does: averages for ``allgather`` and ``broadcast``, and for a summing
-``reducescatter`` the gradients times the number of ranks.
+The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: those of ``allgather`` and ``broadcast`` are averages,
+and those of a summing ``reducescatter`` are multiplied by the number of ranks.
 
 The backward pass is collective too: every rank must run it. All functions return new tensors, block, and raise the errors
 of the backend's own calls. If the input of any rank requires a gradient, the result requires one on every rank, so that all

@@ -22,7 +22,8 @@ from dualtrain.backends.base import Primitives
 from dualtrain.errors import BackendError
 
 _DESCRIPTION_BYTES = 512
-_PER_SUM = 0x9E3779B97F4A7C15  # added to a fingerprint per sum of gradients; odd: different counts of sums then differ
+#: Added to a fingerprint for each sum of gradients. Odd, so that different counts of sums give different fingerprints.
+_PER_SUM = 0x9E3779B97F4A7C15
 
 #: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange_short``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]

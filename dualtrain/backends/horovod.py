@@ -345,7 +345,7 @@ def _scope(address: str | None) -> str:
 
 
 def _defaults(world: World, groups: bool) -> dict[str, str]:
-    """Return environment variables to set unless the user has set them, since Horovod's own defaults do not suit."""
+    """Return environment variables to set in place of Horovod's defaults, unless the user has set them."""
     # Disable Horovod's fusion: our buckets fuse gradients in a layout that is the same on every backend.
     defaults = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_DYNAMIC_PROCESS_SETS": str(int(groups))}
     if 2 * world.local_size > (os.cpu_count() or 1):

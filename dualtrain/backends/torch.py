@@ -83,7 +83,7 @@ def _end_all() -> None:
     _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]
     for backend in _BACKENDS:
         backend.forget_groups()
-    if groups:  # don't start a thread for nothing
+    if groups:  # without groups, ``_end`` would start a thread that has nothing to do
         _end(groups)
 
 
@@ -411,7 +411,7 @@ def default_group_place() -> tuple[int, int] | None:
 
 
 def _limit(timeout: float) -> timedelta:
-    """Return the timeout of a process group: longer than the backend's, which has the better message."""
+    """Return the timeout of a process group: longer than the backend's own, whose message names the operation."""
     return timedelta(seconds=timeout + 10)
 
 

@@ -46,7 +46,7 @@ class Slot:
     def copy_to_bucket(self) -> None:
         """Copy the gradient, which has just become ready, to its bucket.
 
-        At this time the gradient is still in the processor's cache. The copy frees its own memory for the next gradient.
+        At this time the gradient is still in the processor's cache. The copy frees the old memory for the next gradient.
         """
         p = self.param
         grad = p.grad
@@ -100,16 +100,16 @@ class Slot:
 
 
 _EXAMPLE = Slot("", torch.nn.Parameter(torch.empty(0)))
-#: The reference count of a slot's alias to which only the slot refers.
+#: The reference count of a slot's alias while only the slot refers to it.
 _REFERENCES = sys.getrefcount(_EXAMPLE.alias)
 
 
 class Bucket:
     """Flat buffer of gradients, with ``extra`` scalars behind them.
 
-    The bucket sends the buffer ``wire``. Its dtype differs from the gradients' for 16-bit gradients, which are sent in 32
-    bits, and for gradients wider than the transfer's dtype, such as float16. Such gradients are copied to ``wire``; others
-    lie in ``wire`` itself. Construction is collective, since the backend allocates the memory.
+    The bucket sends the buffer ``wire``. 16-bit gradients are sent in 32 bits, and gradients that are wider than the
+    transfer's dtype (such as float16) in that dtype: these are copied to ``wire``. All other gradients lie in ``wire``
+    itself. Construction is collective, since the backend allocates the memory.
 
     Args:
         name: name of the bucket's operations, in reports.
@@ -262,7 +262,7 @@ class Bucket:
         self.sum.add_shard([*parts, self.extra.clone()])
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Split a buffer like ``wire`` into the parts of a shard: one for each slot and the extra scalars, or just one."""
+        """Split a buffer like ``wire`` into parts: one for each slot, and the extra scalars; only one if ``_adds_wire``."""
         if self._adds_wire:
             return [buffer]
         address = buffer.data_ptr()

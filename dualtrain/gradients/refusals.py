@@ -1,8 +1,8 @@
 """Find out why a rank can no longer average its gradients, and raise the same error on all ranks.
 
-A parameter or the optimizer may change on one rank after the buckets were made, and only that rank can detect it. It sends
-a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the same error. So no
-rank enters a collective alone.
+After the buckets were made, a parameter or the optimizer may change on one rank, and only that rank can detect the change.
+That rank sends a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the
+same error. So no rank enters a collective alone.
 """
 
 from __future__ import annotations
