@@ -54,7 +54,7 @@ class SynchronizedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
-        """Return the input's gradient over all ranks' samples, and the weight's and bias's over this rank's samples."""
+        """Return the gradient of the input over all ranks' samples, and of weight and bias over this rank's samples."""
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
         normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)
@@ -111,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Return ``module``, in which a layer of this class with the same parameters and state replaces each BatchNorm."""
+        """Return ``module`` with a layer of this class, with the same parameters and state, in place of each BatchNorm."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             made = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             made.weight, made.bias, made.training = module.weight, module.bias, module.training
@@ -134,9 +134,9 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class RankNorm(SyncBatchNorm):
     """BatchNorm over the samples of all ranks of ``backend``.
 
-    ``backend`` is a class attribute, which copies of a layer share. It is a :meth:`~dualtrain.Backend.channel`, since the
-    order of exchanges and gradient buckets may differ between ranks: a rank without gradients for some parameters
-    sends its buckets at other points of backward.
+    ``backend`` is a class attribute, which copies of a layer share. It is a :meth:`~dualtrain.Backend.channel`, since ranks
+    may exchange statistics and send gradient buckets in different orders: a rank without gradients for some parameters
+    sends its buckets later in backward.
     """
 
     backend: Backend

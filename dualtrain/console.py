@@ -44,7 +44,7 @@ def open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open returns the lowest free number: ``number``
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
@@ -116,7 +116,7 @@ def parser_of(module: str, about: str) -> Parser:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return a converter of argparse for whole numbers from ``least`` to ``most``."""
+    """Return a function that converts text to a whole number from ``least`` to ``most``, for argparse."""
 
     def convert(text: str) -> int:
         with suppress(ValueError):
@@ -146,9 +146,9 @@ def print_error(what: object, rank: int = 0, size: int = 1, *, final: bool = Fal
 
 
 def record_for_torchrun(reason: str) -> None:
-    """Make ``reason`` the cause of this process's failure in the summary that torchrun's agent, if any, prints.
+    """Under torchrun, make ``reason`` the cause of this process's failure in the summary that the agent prints.
 
-    ``record`` of torch.distributed.elastic does the same, but imports torch; this works before that import.
+    ``record`` of torch.distributed.elastic does the same, but imports torch. This function needs no torch.
     """
     file = torchrun_error_file()
     if file is not None:

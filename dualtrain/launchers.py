@@ -28,7 +28,7 @@ class World:
         rendezvous: (host, port) of rank 0, if the launcher provides one.
         ports: number of consecutive ports, from the port of ``rendezvous`` on, that rank 0 may try. More than 1 if the
             launcher does not reserve a port.
-        secret: shared by the processes of this job only, as far as the launcher can pass one to them.
+        secret: text that only the processes of this job know, if the launcher or the user has given them one.
         evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
         job: the job's name, which only its restarts share; empty if the launcher gives none.

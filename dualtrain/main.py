@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from dualtrain.backends import Backend
     from dualtrain.errors import PeerFailure
 
-_INTERRUPTED = "interrupted"  # the reason that ranks send for an end by Ctrl-C
-_SAME_SECONDS = 0.5  # limit from the report of an interrupted rank to this rank's own SIGINT, if one Ctrl-C sent both
+_INTERRUPTED = "interrupted"  # the reason that a rank reports when Ctrl-C ends it
+_SAME_SECONDS = 0.5  # longest time from the report of an interrupted rank to this rank's own SIGINT by the same Ctrl-C
 _interrupted = threading.Event()  # whether SIGINT has ended this run outside of the training
 
 
@@ -158,7 +158,7 @@ def _status_of(error: BaseException, world: World) -> int:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return two texts of the reason why the run ends: one with the failed code's traceback, and one of a single line."""
+    """Return the reason why the run ends as two texts: with the traceback of the failed code, and as a single line."""
     from dualtrain.user_code import in_one_line, user_traceback
 
     if isinstance(error, UserError):
@@ -193,7 +193,7 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threa
 
 
 def _leave_on_sigterm(reported: threading.Event) -> None:
-    """Exit on SIGTERM, which launchers send when a rank has failed, once that failure is printed."""
+    """Exit on SIGTERM, but first wait until a failure is printed: launchers send SIGTERM when a rank has failed."""
     if not _is_stopping():
         reported.wait(0.9)  # mpirun sends SIGKILL after one second
         os._exit(128 + signal.SIGTERM)
@@ -209,7 +209,7 @@ def _is_stopping() -> bool:
     """Return whether the run has been saved because of a signal, and is about to end.
 
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
-    must not suppress the message about the checkpoint, nor make other ranks report this rank as failed.
+    must not suppress the message about the checkpoint. Other ranks must not report this rank as failed because of it.
     """
     return isinstance(sys.exc_info()[1], StoppedError)
 

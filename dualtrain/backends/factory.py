@@ -82,9 +82,10 @@ def connect(
 ) -> Backend:
     """Join the world that this process was launched in. Collective; blocks until all processes have called it.
 
-    torch.distributed's default process group stays as it is: a program may call ``init_process_group`` before or after.
-    Two things change for the whole process. This rank's GPU becomes the current one. Until the backend is closed,
-    ``sys.excepthook`` and an exit handler report to the other ranks how this rank ends; the earlier hook is still called.
+    Without ``default_group``, torch.distributed's default process group stays as it is: a program may call
+    ``init_process_group`` before or after. Two things change for the whole process. This rank's GPU becomes the current
+    one. Until the backend is closed, ``sys.excepthook`` and an exit handler report to the other ranks how this rank ends;
+    the earlier hook is still called.
 
     Args:
         name: ``"torch"``, ``"horovod"``, ``"local"``, or ``"auto"`` for the launcher's backend.
@@ -92,8 +93,8 @@ def connect(
         device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank, or the CPU without GPUs.
         timeout: the longest time in seconds that any wait on the backend lasts.
         groups: whether ``group`` will be called. If so, Horovod synchronizes its process sets in every cycle, under a
-            lock that calls need. If not, Horovod is faster, and over MPI a failed rank cannot block the others in that
-            lock.
+            lock that calls need. If not, Horovod is faster, and over MPI a failed rank cannot make the other ranks wait
+            for that lock.
         transport: how CPU tensors are reduced. ``"native"`` is the library. ``"shm"`` is memory that the ranks of
             a host share, with the library between hosts; if they cannot share memory, a warning is logged and the library
             is used. ``"auto"`` is shared memory for the torch backend with all ranks on one host, else the library.

@@ -78,7 +78,7 @@ class Watch:
 
         Installs ``sys.excepthook`` and an exit handler, which :meth:`leave` removes. Without them the other ranks would
         wait for a rank whose program failed outside of dualtrain, or know only that its connection broke. The earlier
-        hook is still called. In a forked child neither reports anything, since its end is not the end of the rank.
+        hook is still called. In a forked child they report nothing, since the end of the child is not the end of the rank.
         """
         earlier = sys.excepthook
 

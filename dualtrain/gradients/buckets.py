@@ -271,7 +271,7 @@ class Bucket:
         return self._parts_of[address]
 
     def start(self) -> None:
-        """Start the all-reduce. The sums of the gradients are scaled as the transfer says; sums of scalars are not."""
+        """Start the all-reduce. Sums of gradients are scaled by the transfer's factor; sums of extra scalars are not."""
         factor = 1.0 if self._narrow else self._after
         self.work = self.sum.start(self.name, factor, self.extra.numel())
 

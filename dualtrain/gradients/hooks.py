@@ -24,7 +24,7 @@ _observing = False
 
 
 class Reducer(Protocol):
-    """The reducer's side of a hook."""
+    """The part of a reducer that its hooks use."""
 
     hooks: ParameterHooks
 

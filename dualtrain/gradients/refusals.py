@@ -189,7 +189,7 @@ class Refusals:
 
 
 def _raise_first(states: Sequence[tuple[str | None, int]]) -> NoReturn:
-    """Raise BackendError with the reason of the first rank that has one, or with step counts that differ."""
+    """Raise BackendError with the reason of the first rank that has one; otherwise with two step counts that differ."""
     for rank, (reason, _) in enumerate(states):
         if reason is not None:
             raise BackendError(f"rank {rank}: {reason}")
