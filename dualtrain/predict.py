@@ -81,7 +81,7 @@ def _read_json(path: Path, fact: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{fact} (no readable {path.name}): name a run's folder") from error
     if not isinstance(value, dict):
-        raise UserError(f"{fact} ({path.name} holds no names and values): name a run's folder")
+        raise UserError(f"{fact} ({path.name} is not a JSON object): name a run's folder")
     return value
 
 

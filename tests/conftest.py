@@ -116,7 +116,7 @@ def typical(request: pytest.FixtureRequest) -> Spmd:
 
 @pytest.fixture(**_worlds(SPREAD[1:]))
 def many(request: pytest.FixtureRequest) -> Spmd:
-    """A world of each kind with several ranks, which can disagree."""
+    """A world of several ranks of each kind, for tests in which the ranks differ."""
     return _spmd(request)
 
 

@@ -268,7 +268,7 @@ class ReaderProcess:
         self.requests.close()
 
 
-#: The running process; a reader that hangs or ends it is the last one in it.
+#: The running process, if there is one. It is not used again after a reader has hung or ended it.
 PROCESSES: list[ReaderProcess] = []
 
 

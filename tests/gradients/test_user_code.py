@@ -20,7 +20,7 @@ SIZES = 1000, 20000
 
 
 def keeps(backend, numel, unused):
-    """Keep the gradients of three backward passes; the last one is of another parameter alone."""
+    """Keep the gradients of three backward passes; the last pass uses only the second parameter."""
     params = [nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(3))]
     reducer = GradientReducer([("p", params[0]), ("q", params[1])], backend, unused=unused)
     mean = (backend.size + 1) / 2
