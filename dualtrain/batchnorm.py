@@ -182,7 +182,7 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     ]
     if others and backend.rank == 0:
         shown = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
-        log.warning("each rank keeps statistics of its own in layers of other classes than torch's BatchNorm: %s", shown)
+        log.warning("only layers of torch's own BatchNorm classes are synchronized, not: %s", shown)
     if plain:
         kind: Any = type("RankNorm", (RankNorm,), {"backend": backend.channel()})
         made: dict[int, Any] = {}
