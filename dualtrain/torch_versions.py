@@ -14,7 +14,8 @@ import torch
 def asynchronous(options: Any) -> Any:
     """Set ``options`` of a collective operation so that it is asynchronous, and return them.
 
-    Before 2.8 the options of all-reduce, all-gather and all-to-all have no ``asyncOp``: these are always asynchronous.
+    Before 2.8 the options of all-reduce, all-gather and all-to-all have no ``asyncOp``; these operations are then always
+    asynchronous.
 
     Can go in torch 2.8: set ``asyncOp`` directly.
     """

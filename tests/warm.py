@@ -8,7 +8,7 @@ import importlib.util
 
 import torch
 
-#: Without dualtrain.main, which tests run as __main__, and without Horovod, which horovodize replaces.
+#: The list has neither dualtrain.main, which tests run as __main__, nor Horovod, which horovodize replaces.
 MODULES = [
     *("torch._dynamo", "torch.distributed", "torchinfo", "safetensors.torch", "PIL.Image"),
     *("dualtrain.training.loop", "dualtrain.hvd.elastic", "dualtrain.predict", "tests.models_for_tests"),
