@@ -124,8 +124,8 @@ def test_a_toolkit_that_does_not_fit_is_not_used_for_cuda_13(setup):
     [
         ({}, "torch 2.13.0+cpu is a CPU build; set DUALTRAIN_TORCH"),
         ({"DUALTRAIN_GPU": "cuda"}, "DUALTRAIN_GPU=cuda is not known; set it to cpu or nccl, or unset it"),
-        ({"DUALTRAIN_TORCH": "newest"}, "DUALTRAIN_TORCH=newest is no version; set it to such as 2.15.0"),
-        ({"DUALTRAIN_TORCH": "2.4.1"}, "DUALTRAIN_TORCH=2.4.1 is older than 2.5, the oldest that dualtrain supports"),
+        ({"DUALTRAIN_TORCH": "newest"}, "DUALTRAIN_TORCH=newest is not a version; set it to a version such as 2.15.0"),
+        ({"DUALTRAIN_TORCH": "2.4.1"}, "DUALTRAIN_TORCH=2.4.1 is older than 2.5, the oldest version that dualtrain"),
     ],
 )
 def test_a_build_that_is_not_possible_is_refused_in_one_line(env, part, setup):
@@ -134,14 +134,14 @@ def test_a_build_that_is_not_possible_is_refused_in_one_line(env, part, setup):
 
 def test_bad_architectures_and_a_missing_nccl_are_one_line(setup, tmp_path):
     setup.torch("2.15.0+cu1377", "13.77")
-    assert "HOROVOD_BUILD_CUDA_CC_LIST=9.0 is no list" in refusal(setup, HOROVOD_BUILD_CUDA_CC_LIST="9.0")
+    assert "HOROVOD_BUILD_CUDA_CC_LIST=9.0 is not a list" in refusal(setup, HOROVOD_BUILD_CUDA_CC_LIST="9.0")
     assert f"no NCCL in {tmp_path} (include/nccl.h" in refusal(setup, HOROVOD_NCCL_HOME=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("version", "said", "part"),
     [
-        ("13.78", "", "nvcc is of CUDA 13.78, and torch of CUDA 13.77"),
+        ("13.78", "", "nvcc is of CUDA 13.78, but torch is of CUDA 13.77"),
         (
             "13.77",
             "x.h:1:\nx.h:9: error: -- unsupported GNU version!\n",
