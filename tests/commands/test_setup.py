@@ -20,7 +20,7 @@ from tests.pool import ROOT
 def test_each_purpose_installs_its_packages_and_includes_the_smaller_purposes(setup):
     status, output, errors = setup.run(DUALTRAIN_WITH="tree")
     assert status == 0, errors
-    assert "beside the next steps" in output
+    assert "during the next steps" in output
     assert output.splitlines()[-1] == f"setup: ready: source {setup.venv}/bin/activate"
     calls = setup.calls()
     assert sum(call.startswith("wheel ") for call in calls) == 1

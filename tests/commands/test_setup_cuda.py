@@ -31,7 +31,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     setup.pip(f'case "$*" in wheel*) {found} || exit 1 ;; esac')
     status, output, errors = setup.run(**NCCL)
     assert status == 0, errors
-    assert "compiling Horovod 0.28.1 with NCCL, MPI and Gloo for torch 2.15.0+cu1377, sm_75, sm_90 beside" in output
+    assert "compiling Horovod 0.28.1 with NCCL, MPI and Gloo for torch 2.15.0+cu1377, sm_75, sm_90 during" in output
     (wheels,) = (call for call in setup.calls() if "nvidia-cuda-nvcc" in call)
     for name in ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl"):
         assert f"{name}==13.77.*" in wheels
