@@ -1,7 +1,7 @@
 """launch/setup.sh: what it installs for each purpose, and the repair of an interrupted set-up.
 
-A fake interpreter makes the environment, so a set-up takes a second and needs no network. It records pip's arguments; a
-test writes into a file what pip does.
+A fake interpreter makes the environment, so a set-up takes a second and needs no network. The fake records pip's arguments,
+and a test may write shell code that runs in place of pip.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_a_failed_step_ends_the_build(setup, tmp_path):
     until(lambda: not state.exists() or ") Z " in state.read_text())
 
 
-# In the first case, installing torch fails. In the second, it ignores the full disk, and the build of Horovod fails.
+# In the first case, the installation of torch fails. In the second, it ignores the full disk, and Horovod's build fails.
 @pytest.mark.parametrize(("rest", "step"), [("|| exit 1", "torch "), ("", "Horovod's build")])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it mounts a small file system")
 def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup):
