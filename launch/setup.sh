@@ -266,8 +266,8 @@ exit_if_finished
 say "into $venv, full log in $log"
 trap end_build EXIT
 if [ -e "$log" ] && [ ! -e "$stamp" ]; then
-  say "an earlier set-up did not end: removing what it left"
-  remove_unfinished || refuse "cannot remove what an earlier set-up left; delete $venv and try again"
+  say "an earlier set-up did not end: removing its files"
+  remove_unfinished || refuse "cannot remove the files of an earlier set-up; delete $venv and try again"
 fi
 reason=$({ : >"$log"; } 2>&1) || refuse "cannot write $log (${reason##*: }); make room and run this again"
 rm -f "$stamp"

@@ -56,7 +56,7 @@ def test_files_of_a_killed_set_up_are_removed_after_its_commands_have_ended(setu
     (tmp_path / "go").touch()
     output, errors = second.communicate(timeout=SECONDS)
     assert second.returncode == 0, errors
-    assert "an earlier set-up did not end: removing what it left" in output
+    assert "an earlier set-up did not end: removing its files" in output
     assert not (setup.venv / "half").exists()
 
 
@@ -136,7 +136,7 @@ def test_a_full_disk_is_one_line_and_the_next_call_repairs_it(rest, step, setup)
     assert errors.startswith(f'setup: error: "{step}')
     assert f"failed: no space left on device (free: 0 MB on {setup.venv}" in errors
     assert "make room" in errors
-    assert "an earlier set-up did not end: removing what it left" in output
+    assert "an earlier set-up did not end: removing its files" in output
     assert output.splitlines()[-1].startswith("setup: ready")
 
 

@@ -235,7 +235,7 @@ def test_without_gpu_operations_horovod_imports_no_torch_and_looks_for_no_toolki
     setup.pip('case "$1" in wheel) cp "${HOROVOD_CMAKE%/*}/FindPytorch.cmake" "$here" ;; esac')
     status, output, errors = setup.run(DUALTRAIN_WITH="none")
     assert status == 0, errors
-    assert "with MPI and Gloo for torch 2.15.0+cu1377 beside" in output
+    assert "with MPI and Gloo for torch 2.15.0+cu1377 during" in output
     found = (tmp_path / "FindPytorch.cmake").read_text()
     assert 'set(Pytorch_VERSION "2.15.0+cu1377")' in found
     assert "set(Pytorch_CUDA FALSE)" in found
