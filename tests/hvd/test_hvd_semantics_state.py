@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#state-of-one-rank-for-all: broadcasts of parameters, optimizer states and objects."""
+"""dualtrain/hvd/README.md#broadcasts-of-state: broadcasts of parameters, optimizer states and objects."""
 
 from __future__ import annotations
 
