@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 
@@ -18,3 +19,6 @@ for name in MODULES:
         importlib.import_module(name)
 importlib.import_module("dualtrain.torchvision_shim").torchvision()
 torch.set_num_threads(1)
+# Garbage collection would look at all these objects again and again, and copy their memory in each forked process.
+gc.collect()
+gc.freeze()

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import time
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,9 @@ SIZES = (1, 63, 64, 65, 129, 1000, 262143, 262144, 300001)
 HOSTS = {"one host": (0, 0, 0), "two hosts": (0, 0, 1, 1), "two hosts, mixed": (0, 1, 1, 0, 0, 1)}
 
 
+@cache
 def values(rank, count, dtype):
+    """Return the values of a rank, which must not be changed."""
     generator = torch.Generator().manual_seed(1000 * rank + count)
     if dtype.is_floating_point:
         return torch.randn(count, generator=generator).to(dtype)
