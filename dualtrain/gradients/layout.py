@@ -32,6 +32,9 @@ class Transfer:
         sparse_as_dense: whether sparse gradients are sent as dense ones, and made sparse again.
         coalesce: whether entries of sparse gradients with equal indices are added. If not, the gathered gradients have
             all entries of all ranks in rank order, and an average is divided by the size, as with Horovod.
+        average_first: whether an average over 2, 4, 8, … ranks may multiply gradients on the CPU by 1/size while they are
+            copied to their bucket, as DDP does, and not after the sum, as Horovod does. The bits are equal, except that
+            gradients whose sum would overflow have a finite average, and subnormal numbers are rounded before the sum.
     """
 
     before: float = 1.0
@@ -41,6 +44,7 @@ class Transfer:
     groups: Sequence[Sequence[torch.Tensor]] = ()
     sparse_as_dense: bool = False
     coalesce: bool = True
+    average_first: bool = True
 
     def factor_after(self, size: int) -> float:
         """Return the factor on a sum over ``size`` ranks."""
