@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from dualtrain.config import Config, RunSection, parse
+from dualtrain.config import Config, parse
 from dualtrain.console import (
     leave,
     loading,
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = detect_world()
         config = parse(arguments)
         if config.run.nproc is not None and world.launcher != "spawn":
-            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config.run, world)
+            return _spawn(list(sys.argv[1:] if arguments is None else arguments), config, world)
     except UserError as error:
         record_for_torchrun(str(error))
         return refuse_on_all(error, world)
@@ -57,16 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(config, world)
 
 
-def _spawn(arguments: list[str], run: RunSection, world: World) -> int:
+def _spawn(arguments: list[str], config: Config, world: World) -> int:
     if world.launcher != "none":
         raise UserError(
             f"--nproc starts ranks itself, and {world.launcher} has started this process already: leave --nproc out, or "
             "start without a launcher"
         )
     from dualtrain.spawn import spawn
+    from dualtrain.training.progress import Waiting
 
-    assert run.nproc is not None
-    return spawn(main, arguments, run.nproc, run.max_restarts)
+    with Waiting("loading torch", config.output.log_seconds, shown=True):
+        import torch.multiprocessing  # noqa: F401  spawn imports it too, without lines of progress
+
+    assert config.run.nproc is not None
+    return spawn(main, arguments, config.run.nproc, config.run.max_restarts)
 
 
 def _run(config: Config, world: World) -> int:
@@ -75,25 +79,29 @@ def _run(config: Config, world: World) -> int:
     parent = os.getppid()
     if __name__ == "__main__" and torchrun_is_parent():
         signal_at_parents_end(signal.SIGTERM, parent)  # a killed agent leaves its ranks running: save, and end
-    # Change GC settings only if this module is the program.
-    with loading() if __name__ == "__main__" else nullcontext():
-        from dualtrain.backends import connect
-        from dualtrain.heap import keep_freed_memory
-        from dualtrain.training.loop import train
+    from dualtrain.training.progress import Waiting
 
-    try:
-        backend = connect(
-            config.run.backend,
-            world=world,
-            device=config.run.device,
-            timeout=config.run.timeout,
-            groups=False,
-            transport=config.run.transport,
-        )
-    except (UserError, BackendError) as error:
-        record_for_torchrun(str(error))
-        print_error(error, world.rank, world.size)
-        return 2 if isinstance(error, UserError) else 1
+    with Waiting("loading torch", config.output.log_seconds, shown=world.rank == 0) as wait:
+        # Change GC settings only if this module is the program.
+        with loading() if __name__ == "__main__" else nullcontext():
+            from dualtrain.backends import connect
+            from dualtrain.heap import keep_freed_memory
+            from dualtrain.training.loop import train
+
+        wait.phase("connecting the ranks")
+        try:
+            backend = connect(
+                config.run.backend,
+                world=world,
+                device=config.run.device,
+                timeout=config.run.timeout,
+                groups=False,
+                transport=config.run.transport,
+            )
+        except (UserError, BackendError) as error:
+            record_for_torchrun(str(error))
+            print_error(error, world.rank, world.size)
+            return 2 if isinstance(error, UserError) else 1
     if backend.device.type == "cpu":
         keep_freed_memory()
     reported = threading.Event()
