@@ -466,7 +466,7 @@ class Run:
         recoveries = on_rank_zero(self.backend, "recoveries", lambda: recoveries_in(self.folder))
         more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
         more["recoveries"] = recoveries
-        summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), **more, **self.origin)
+        summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), self.origin, **more)
         again = self.config.output.again(self.folder)
         write_results(self.trainer, self.folder, weights, summary, lambda: self.writer.failed, self.lock, again)
         if self.backend.rank == 0:

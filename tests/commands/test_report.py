@@ -16,7 +16,7 @@ from dualtrain.compare import COLUMNS, table
 from dualtrain.report.__main__ import main
 from dualtrain.report.report_charts import MOST_POINTS, PANELS, thinned
 from dualtrain.report.report_page import page
-from dualtrain.report.runs import COLORS, differing_settings, read_runs, results, same_weights
+from dualtrain.report.runs import COLORS, RANKS, differing_settings, read_runs, results, same_weights
 from dualtrain.run_table import read_summary
 
 SUMMARY = {
@@ -115,8 +115,10 @@ def test_a_single_run_shows_its_origin_and_all_of_its_settings(tmp_path):
         "started": "2030-01-02T03:04:05+00:00",
         "hosts": {"alpha": 1, "beta": 3},
         "versions": {"torch": "2.15.0", "Horovod": "0.28.1"},
+        **{name: SUMMARY[name] for name in RANKS},
     }
-    running = make(tmp_path / "running", None, origin=origin, weight_decay=0.25)
+    running = make(tmp_path / "running", None, origin=origin, weight_decay=0.25, backend="auto", device="auto")
+    assert results(read_runs([running])).rows[1][1:6] == ["not finished", "torch (gloo)", "torchrun", "2", "cpu"]
     finished = make(tmp_path / "finished", {**SUMMARY, **origin, "commit": "fff"}, origin=origin)
     for folder, commit in ((running, "0123abc-dirty"), (finished, "fff")):
         shown = Page(page(read_runs([folder])))
