@@ -141,6 +141,9 @@ def test_a_refusal_names_the_flag_that_starts_from_the_weights(tmp_path, resume)
     assert "--weights" not in str(refusal.value)
     with pytest.raises(UserError, match=r"is no checkpoint: .* use --weights"):
         train_alone("--max-steps", "4", "--resume", str(tmp_path / "model.safetensors"))
+    checkpoint = str(tmp_path / "checkpoints" / "step-00000002.safetensors")
+    with pytest.raises(UserError, match=f"is the checkpoint of a run: .* --resume {checkpoint}"):
+        train_alone("--max-steps", "4", "--weights", checkpoint, "--run-dir", str(tmp_path / "other"))
 
 
 def test_other_settings_are_not_resumed_and_nothing_is_changed(tmp_path):
