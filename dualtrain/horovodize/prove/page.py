@@ -17,7 +17,7 @@ def page(script: str, evidence: Evidence, verdict: Verdict) -> str:
     # One column per side: a table with one row per side would be too wide for a phone.
     head, *rows = ([text(cell) for cell in cells] for cells in zip(*rows_of(evidence), strict=True))
     parts = [
-        f"<header><h1>{text(script)} without Horovod</h1>\n<p><b>{text(verdict.line)}</b></p></header>",
+        f'<header><h1>{text(script)} without Horovod</h1>\n<p class="answer"><b>{text(verdict.line)}</b></p></header>',
         table(head, rows, short=True),
         *(f"<p>{text(line)}</p>" for line in verdict.details),
         f"<h2>Machine</h2>\n{facts(_machine(evidence))}",
