@@ -125,7 +125,8 @@ def test_a_single_run_shows_its_origin_and_all_of_its_settings(tmp_path):
         for words in ("--lr <1>", commit, "2030-01-02", "alpha (1 rank), beta (3 ranks)", "torch 2.15.0, Horovod 0.28.1"):
             assert words in shown.text
         assert "origin" not in shown.text
-    assert "weight_decay\n0.25" in Page(page(read_runs([running])).replace("<dd>", "\n")).text
+    settings = Page(page(read_runs([running])).replace("<dd>", "\n")).text
+    assert all(words in settings for words in ("weight_decay\n0.25", "\nbackend\nauto: torch\n", "\ndevice\nauto: cpu\n"))
     both = differing_settings(read_runs([running, finished]))
     assert both is not None
     assert [row for row in both.rows if row[0] in ("commit", "versions", "command")] == [["commit", "0123abc-dirty", "fff"]]
